@@ -1,0 +1,131 @@
+"""How bytes travel between workers, and the one place where they are counted."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlion.workers import Workers
+
+# torch 2.13 renamed it; the old name warns there
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Traffic:
+    """Bytes counted at the collectives, all virtual workers of this process together.
+
+    A message from a virtual worker to another counts as if it had travelled, even inside one
+    process: ``sent_bytes`` and ``received_bytes`` belong to the n workers, not to their spread.
+    ``process_sent_bytes`` is what this process really handed to the network.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    process_sent_bytes: int = 0
+    collectives: int = 0
+
+
+class Channel:
+    """The collectives the exchanges are made of, in terms of workers instead of processes.
+
+    All tensors are uint8 and contiguous; k is the number of workers hosted here, n of all.
+    """
+
+    def __init__(self, workers: Workers):
+        self.workers = workers
+        self.traffic = Traffic()
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """Send ``parts[i, j]`` from local worker i to worker j.
+
+        Args:
+            parts: ``[k, n, s]``.
+
+        Returns:
+            ``[n, k, s]``: what each of the n workers sent to each local worker.
+        """
+        w = self.workers
+        k, n, s = parts.shape
+        self._count(sent=k * (n - 1) * s, received=k * (n - 1) * s, process=k * (n - k) * s)
+        if w.processes == 1:
+            return parts
+        outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=w.group)
+        return incoming.view(n, k, s)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Send ``part[i]`` from local worker i to everyone: ``[k, s]`` -> ``[n, s]``."""
+        w = self.workers
+        k, s = part.shape
+        self._count(k * (w.count - 1) * s, k * (w.count - 1) * s, k * s * (w.processes - 1))
+        if w.processes == 1:
+            return part
+        everything = part.new_empty(w.count, s)
+        _all_gather(everything, part.contiguous(), group=w.group)
+        return everything
+
+    def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
+        """Like :meth:`scatter` for parts of differing size.
+
+        Args:
+            parts: ``parts[i][j]``, 1-D, from local worker i to worker j.
+            sizes: ``[n, k]``, the bytes that local worker j will receive from worker i. (They are
+                known beforehand: the exchange sends them in a header.)
+
+        Returns:
+            ``[i][j]``: what worker i sent to local worker j.
+        """
+        w = self.workers
+        k, blocks = w.local, range(w.processes)
+        own = w.ids
+        lengths = [[part.numel() for part in row] for row in parts]
+        travels = sum(
+            size for i, row in zip(own, lengths, strict=True) for j, size in enumerate(row) if i != j
+        )
+        leaves = sum(size for row in lengths for j, size in enumerate(row) if j not in own)
+        arrives = int(sizes.sum()) - sum(int(sizes[i, i - own.start]) for i in own)
+        self._count(sent=travels, received=arrives, process=leaves)
+        if w.processes == 1:
+            return parts
+        outgoing = torch.cat([p for q in blocks for row in parts for p in row[q * k : (q + 1) * k]])
+        send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
+        receive = [int(sizes[q * k : (q + 1) * k].sum()) for q in blocks]
+        incoming = outgoing.new_empty(sum(receive))
+        dist.all_to_all_single(incoming, outgoing, receive, send, group=w.group)
+        pieces = iter(incoming.split(sizes.flatten().tolist()))
+        return [[next(pieces) for _ in range(k)] for _ in range(w.count)]
+
+    def gather_ragged(self, part: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Like :meth:`gather` for parts of differing size; ``sizes``: the bytes from each worker."""
+        w = self.workers
+        n, own = w.count, w.ids
+        mine = sum(sizes[i] for i in own)
+        self._count(
+            sent=(n - 1) * mine,
+            received=w.local * sum(sizes) - mine,
+            process=(w.processes - 1) * mine,
+        )
+        if w.processes == 1:
+            return part
+        outgoing = torch.cat(part).repeat(w.processes)
+        receive = [sum(sizes[q * w.local : (q + 1) * w.local]) for q in range(w.processes)]
+        incoming = outgoing.new_empty(sum(receive))
+        dist.all_to_all_single(incoming, outgoing, receive, [mine] * w.processes, group=w.group)
+        return list(incoming.split(sizes))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` everywhere with that of process 0."""
+        w = self.workers
+        peers = (w.processes - 1) * tensor.nbytes if w.rank == 0 else 0
+        self._count(sent=peers, received=tensor.nbytes if w.rank else 0, process=peers)
+        if w.processes > 1:
+            dist.broadcast(tensor, group=w.group, group_src=0)
+
+    def _count(self, sent: int, received: int, process: int) -> None:
+        self.traffic.sent_bytes += sent
+        self.traffic.received_bytes += received
+        self.traffic.process_sent_bytes += process
+        self.traffic.collectives += 1

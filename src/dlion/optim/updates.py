@@ -1,0 +1,38 @@
+"""Updates: what everyone does with the combined answer. Pure functions on flat vectors, in place."""
+
+import math
+
+from torch import Tensor
+
+
+def signed_descent(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
+    """``x <- (1 - lr wd) x - lr a``: the last step of Lion, with decoupled weight decay."""
+    params.mul_(1 - lr * weight_decay).add_(answer, alpha=-lr)
+
+
+def momentum_descent(
+    params: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float, weight_decay: float
+) -> None:
+    """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
+    buffer.mul_(momentum).add_(answer)
+    signed_descent(params, buffer, lr, weight_decay)
+
+
+def adamw(
+    params: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    answer: Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW; steps count from 1."""
+    beta1, beta2 = betas
+    params.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(answer, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(answer, answer, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
+    params.addcdiv_(exp_avg.to(params.dtype), denominator.to(params.dtype), value=-lr / (1 - beta1**step))

@@ -1,0 +1,128 @@
+"""Wires: how a message is written as bytes, and how many bytes that is.
+
+Every wire writes any number of values, of any leading shape, and reads back exactly what was
+written. ``nbytes`` is a promise that the tests hold ``encode`` to.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from dlion.wire import reference
+
+
+class Wire(ABC):
+    """One format.
+
+    Attributes:
+        name: as used in tables.
+        bits: bits per value.
+        group: this many values fill a whole number of 64-bit words; exchanges cut messages at
+            multiples of it, so that slices stay aligned.
+    """
+
+    name: str
+    bits: float
+    group: int
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes that ``numel`` values take."""
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> Tensor:
+        """Values ``[..., m]`` -> uint8 ``[..., nbytes(m)]``."""
+
+    @abstractmethod
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        """uint8 ``[..., nbytes(numel)]`` -> values ``[..., numel]``."""
+
+
+class Float32(Wire):
+    """IEEE single precision as it is: NaN payloads, infinities and -0.0 survive."""
+
+    name, bits, group = "float32", 32, 2
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(torch.float32).contiguous().view(torch.uint8)
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        return packed.contiguous().view(torch.float32)
+
+
+class Level(Wire):
+    """Integers ``0 .. levels - 1`` in ``ceil(log2(levels))`` bits each, as bit planes."""
+
+    group = 64
+
+    def __init__(self, levels: int):
+        if levels < 2:
+            raise ValueError(f"a level wire needs at least 2 levels, not {levels}")
+        self.levels = levels
+        self.bits = (levels - 1).bit_length()
+        self.name = f"level {self.bits}"
+
+    def nbytes(self, numel: int) -> int:
+        return self.bits * -(-numel // 8)
+
+    def encode(self, values: Tensor) -> Tensor:
+        return reference.pack_planes(values, self.bits).flatten(-2)
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        return reference.unpack_planes(packed.unflatten(-1, (self.bits, -1)), numel)
+
+
+class Sign(Level):
+    """One bit: a level wire of two levels. Values are booleans, True for +1; there is no zero."""
+
+    def __init__(self) -> None:
+        super().__init__(levels=2)
+        self.name = "sign"
+
+    def encode(self, values: Tensor) -> Tensor:
+        return reference.pack_bits(values)
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        return reference.unpack_bits(packed, numel)
+
+
+class Ternary(Wire):
+    """``{-1, 0, 1}`` in 1.6 bits: five base-3 digits a byte."""
+
+    name, bits, group = "ternary", 1.6, 40
+
+    def nbytes(self, numel: int) -> int:
+        return -(-numel // 5)
+
+    def encode(self, values: Tensor) -> Tensor:
+        return reference.pack_trits(values)
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        return reference.unpack_trits(packed, numel)
+
+
+class Sparse(Wire):
+    """Entries ``(index, value)``: int32 and float32 side by side, 64 bits an entry.
+
+    ``numel`` counts entries here, and a value is a pair: ``encode`` takes the indices and the
+    values ``[m]`` and ``decode`` returns them.
+    """
+
+    name, bits, group = "sparse", 64, 1
+
+    def nbytes(self, numel: int) -> int:
+        return 8 * numel
+
+    def encode(self, indices: Tensor, values: Tensor) -> Tensor:  # type: ignore[override]
+        pairs = torch.stack(
+            [indices.to(torch.int32), values.to(torch.float32).view(torch.int32)], dim=-1
+        )
+        return pairs.view(torch.uint8).flatten()
+
+    def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        pairs = packed.contiguous().view(torch.int32).view(numel, 2)
+        return pairs[:, 0].to(torch.int64), pairs[:, 1].contiguous().view(torch.float32)

@@ -1,0 +1,41 @@
+"""Who the workers are: processes x virtual workers. The one place where ranks are known."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Workers:
+    """n workers, spread evenly over processes that each host ``local`` virtual workers.
+
+    Worker ids run process by process: process r hosts workers ``r * local .. (r + 1) * local - 1``.
+
+    Attributes:
+        rank: this process, 0 to ``processes - 1``.
+        processes: number of processes.
+        local: virtual workers in each process (1: ordinary distributed training).
+        group: the process group; None means the default group, or no group for one process.
+    """
+
+    rank: int = 0
+    processes: int = 1
+    local: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def count(self) -> int:
+        """All workers."""
+        return self.processes * self.local
+
+    @property
+    def ids(self) -> range:
+        """The workers hosted here."""
+        return range(self.rank * self.local, (self.rank + 1) * self.local)
+
+    @classmethod
+    def current(cls, local: int = 1, group: dist.ProcessGroup | None = None) -> "Workers":
+        """The workers of the initialised process group, or of this process alone without one."""
+        if not dist.is_initialized():
+            return cls(local=local)
+        return cls(dist.get_rank(group), dist.get_world_size(group), local, group)
