@@ -83,7 +83,10 @@ class Channel:
         own = w.ids
         lengths = [[part.numel() for part in row] for row in parts]
         travels = sum(
-            size for i, row in zip(own, lengths, strict=True) for j, size in enumerate(row) if i != j
+            size
+            for i, row in zip(own, lengths, strict=True)
+            for j, size in enumerate(row)
+            if i != j
         )
         leaves = sum(size for row in lengths for j, size in enumerate(row) if j not in own)
         arrives = int(sizes.sum()) - sum(int(sizes[i, i - own.start]) for i in own)

@@ -154,7 +154,9 @@ class LevelSum(DirectSend):
         if self.ties == "zero":
             negative = (~(positive | tie)).view(torch.uint8)
             votes = reference.unpack_bits(positive.view(torch.uint8), self.slice).to(torch.int8)
-            return self.down.encode(votes - reference.unpack_bits(negative, self.slice).to(torch.int8))
+            return self.down.encode(
+                votes - reference.unpack_bits(negative, self.slice).to(torch.int8)
+            )
         return self._break_ties(positive, tie, step).view(torch.uint8)
 
     def _break_ties(self, positive: Tensor, tie: Tensor, step: int) -> Tensor:
@@ -241,7 +243,9 @@ class SparseMean(Exchange):
         sizes = [dense if count < 0 else self.down.nbytes(count) for count in told]
         return self._read(self.channel.gather_ragged(answers, sizes), told)
 
-    def _scatter(self, posts: list[tuple[list[Tensor], Tensor, Tensor | None]]) -> list[list[Tensor]]:
+    def _scatter(
+        self, posts: list[tuple[list[Tensor], Tensor, Tensor | None]]
+    ) -> list[list[Tensor]]:
         """Send the counts with the headers, then the entries they announce."""
         counts = torch.stack([count for _, count, _ in posts]).to(torch.int32)
         announce = counts.unsqueeze(-1).view(torch.uint8)

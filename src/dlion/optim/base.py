@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dlion.exchange import Channel, Exchange
+from dlion.exchange import Channel, Exchange, Traffic
 from dlion.flat import Bucket
 from dlion.workers import Workers
 
@@ -63,6 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._exchanges: list[Exchange] = []
         self._collected: set[int] = set()
         super().__init__(params, {**defaults, "steps": 0})
+        self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
 
     @property
     @abstractmethod

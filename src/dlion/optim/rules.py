@@ -54,7 +54,9 @@ def quantise(values: Tensor, spans: Spans, largest: int, scale: str) -> Tensor:
             unit = size.max()
         else:
             unit = (size.log().where(size > 0, 0.0).sum() / (size > 0).sum().clamp(min=1)).exp()
-        torch.mul(part, factor / unit.clamp(min=torch.finfo(unit.dtype).tiny), out=result[start:stop])
+        torch.mul(
+            part, factor / unit.clamp(min=torch.finfo(unit.dtype).tiny), out=result[start:stop]
+        )
     result[spans[-1][1] :] = 0
     return result.round_().clamp_(-largest, largest).nan_to_num_(0.0)
 

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 
-def signed_descent(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
+def descent(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
     """``x <- (1 - lr wd) x - lr a``: the last step of Lion, with decoupled weight decay."""
     params.mul_(1 - lr * weight_decay).add_(answer, alpha=-lr)
 
@@ -15,7 +15,7 @@ def momentum_descent(
 ) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
     buffer.mul_(momentum).add_(answer)
-    signed_descent(params, buffer, lr, weight_decay)
+    descent(params, buffer, lr, weight_decay)
 
 
 def adamw(
@@ -35,4 +35,6 @@ def adamw(
     exp_avg.lerp_(answer, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(answer, answer, value=1 - beta2)
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-    params.addcdiv_(exp_avg.to(params.dtype), denominator.to(params.dtype), value=-lr / (1 - beta1**step))
+    params.addcdiv_(
+        exp_avg.to(params.dtype), denominator.to(params.dtype), value=-lr / (1 - beta1**step)
+    )

@@ -1,0 +1,20 @@
+"""The optimizers: one class per method family, usable in anybody's training loop."""
+
+from dlion.optim.base import DistributedOptimizer
+from dlion.optim.dense import GAdamW, GLion
+from dlion.optim.lion_cub import LionCub
+from dlion.optim.sparse import DGC, GradDrop
+from dlion.optim.terngrad import TernGrad
+from dlion.optim.voting import DLion, Signum
+
+__all__ = [
+    "DGC",
+    "DLion",
+    "DistributedOptimizer",
+    "GAdamW",
+    "GLion",
+    "GradDrop",
+    "LionCub",
+    "Signum",
+    "TernGrad",
+]

@@ -1,0 +1,98 @@
+"""Baselines that exchange whole gradients: the quality to reach, and the traffic to beat."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from dlion.exchange import DenseMean
+from dlion.flat import Bucket
+from dlion.optim.base import DistributedOptimizer
+from dlion.optim.rules import lion_direction
+from dlion.optim.updates import adamw, descent
+from dlion.workers import Workers
+
+
+class MeanGradientOptimizer(DistributedOptimizer):
+    """Workers say their float32 gradients, everyone gets the mean: 32 bits each way."""
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        return 32, 32
+
+    def make_exchange(self, bucket: Bucket) -> DenseMean:
+        return DenseMean(self.channel, bucket.numel, bucket.header_bytes)
+
+    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
+        return (bucket.grads[i],)
+
+
+class GAdamW(MeanGradientOptimizer):
+    """Global AdamW: torch.optim.AdamW on the mean gradient of all workers.
+
+    Args:
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
+    """
+
+    shared_state = ["exp_avg", "exp_avg_sq"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        workers: Workers | None = None,
+        seed: int = 0,
+    ):
+        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults, workers, seed)
+
+    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
+        group, state = bucket.group, bucket.shared
+        adamw(
+            bucket.params,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            answer,
+            step + 1,
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+        )
+
+
+class GLion(MeanGradientOptimizer):
+    """Global Lion: Lion on the mean gradient of all workers.
+
+    ``x <- (1 - lr wd) x - lr sign(b1 m + (1 - b1) g)``, ``m <- b2 m + (1 - b2) g``; sign(0) = 0.
+    Source: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
+
+    Args:
+        lr: 3 to 10 times smaller than AdamW's.
+        betas: of the direction and of the momentum.
+        weight_decay: decoupled, 3 to 10 times larger than AdamW's.
+    """
+
+    shared_state = ["momentum"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        workers: Workers | None = None,
+        seed: int = 0,
+    ):
+        defaults = dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay)
+        super().__init__(params, defaults, workers, seed)
+
+    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
+        group = bucket.group
+        direction = lion_direction(bucket.shared["momentum"], answer, *group["betas"])
+        descent(bucket.params, direction.sign_(), group["lr"], group["weight_decay"])
