@@ -1,4 +1,4 @@
-"""The one exception a user is meant to read."""
+"""The exceptions a user is meant to read."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message is one sentence: what was wrong, what is allowed, what to type. ``train.py`` prints
     it without a traceback and exits with code 2.
     """
+
+
+class RunFailed(RuntimeError):
+    """A run that started and did not finish; the message names the process and its error."""

@@ -102,7 +102,7 @@ class Channel:
         return [[next(pieces) for _ in range(k)] for _ in range(w.count)]
 
     def gather_ragged(self, part: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Like :meth:`gather` for parts of differing size; ``sizes``: the bytes from each worker."""
+        """Like :meth:`gather` for parts of differing size; ``sizes``: bytes from each worker."""
         w = self.workers
         n, own = w.count, w.ids
         mine = sum(sizes[i] for i in own)

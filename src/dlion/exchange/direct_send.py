@@ -182,7 +182,7 @@ class LevelSum(DirectSend):
 
 
 class TernarySum(DirectSend):
-    """The mean of ``{-1, 0, 1}``: 1.6 bits up, the exact sum in ``ceil(log2(2 n + 1))`` bits down."""
+    """The mean of ``{-1, 0, 1}``: 1.6 bits up, the sum in ``ceil(log2(2 n + 1))`` bits down."""
 
     def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
         down = Level(2 * channel.workers.count + 1)

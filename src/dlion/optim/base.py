@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @property
     @abstractmethod
     def paper_bits(self) -> tuple[float, float]:
-        """Bits per parameter and step, worker to server and back, as the papers account for them."""
+        """Bits per parameter and step, worker to server and back, as the papers count them."""
 
     @abstractmethod
     def make_exchange(self, bucket: Bucket) -> Exchange:
@@ -82,10 +82,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
         """Apply the combined answer, float32 ``[padded]``, to ``bucket.params``."""
 
-    def prepare(self, bucket: Bucket, step: int) -> None:  # noqa: B027
+    def prepare(self, bucket: Bucket, step: int) -> None:
         """Anything workers must agree on before they speak (a shared scale, say)."""
 
-    def finish(self, bucket: Bucket, step: int) -> None:  # noqa: B027
+    def finish(self, bucket: Bucket, step: int) -> None:
         """Anything workers do together after the update (synchronise momentum, say)."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class GAdamW(MeanGradientOptimizer):
         workers: Workers | None = None,
         seed: int = 0,
     ):
-        defaults = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, workers, seed)
 
     def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
@@ -89,7 +89,7 @@ class GLion(MeanGradientOptimizer):
         workers: Workers | None = None,
         seed: int = 0,
     ):
-        defaults = dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, workers, seed)
 
     def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:

@@ -80,7 +80,7 @@ class LionCub(DistributedOptimizer):
         self.sync_pattern = sync_pattern
         self.levels = 2 if bits == 1 else 2**bits - 1
         self._sync_exchanges: dict[Bucket, DenseMean] = {}
-        defaults = dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, workers, seed)
         if sync_pattern is not None and not any(self._synchronised(b) for b in self.buckets):
             raise ValueError(

@@ -10,7 +10,7 @@ from dlion.exchange import SparseMean
 from dlion.flat import Bucket
 from dlion.optim.base import DistributedOptimizer
 from dlion.optim.rules import largest_entries
-from dlion.optim.updates import momentum_descent, descent
+from dlion.optim.updates import descent, momentum_descent
 from dlion.workers import Workers
 
 
@@ -68,7 +68,7 @@ class GradDrop(SparseOptimizer):
         workers: Workers | None = None,
         seed: int = 0,
     ):
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, workers, seed)
 
     def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ class DGC(SparseOptimizer):
         seed: int = 0,
     ):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, workers, seed)
 
     def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:

@@ -47,7 +47,7 @@ class TernGrad(DistributedOptimizer):
     ):
         self.clip = clip
         self._clipped: list[Tensor] = []
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, workers, seed)
 
     @property

@@ -1,4 +1,4 @@
-"""Updates: what everyone does with the combined answer. Pure functions on flat vectors, in place."""
+"""Updates: what everyone does with the combined answer, in place on flat vectors."""
 
 import math
 

@@ -100,7 +100,7 @@ class DLion(VotingOptimizer):
         workers: Workers | None = None,
         seed: int = 0,
     ):
-        defaults = dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, workers, seed)
 
     def direction(self, momentum: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
@@ -127,7 +127,7 @@ class Signum(VotingOptimizer):
         workers: Workers | None = None,
         seed: int = 0,
     ):
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, workers, seed)
 
     def direction(self, momentum: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:

@@ -29,7 +29,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def pack_planes(values: Tensor, bits: int) -> Tensor:
-    """Write integers ``[..., m]`` of ``0 .. 2**bits - 1`` as planes ``[..., bits, ceil(m / 8)]``."""
+    """Write integers ``[..., m]`` below ``2**bits`` as planes ``[..., bits, ceil(m / 8)]``."""
     return torch.stack([pack_bits((values >> b & 1).bool()) for b in range(bits)], dim=-2)
 
 
@@ -61,9 +61,8 @@ def sum_planes(rows: Tensor, largest: int) -> Tensor:
         carry = None
         needed = ((i + 1) * largest).bit_length()
         for b in range(needed):
-            addends = [x for x in (planes[b] if b < len(planes) else None,
-                                   rows[i, ..., b, :] if b < p else None, carry) if x is not None]  # fmt: skip
-            total, carry = _add_bits(addends)
+            addends = planes[b : b + 1] + ([rows[i, ..., b, :]] if b < p else [])
+            total, carry = _add_bits(addends if carry is None else [*addends, carry])
             planes[b : b + 1] = [total]
     q = (n * largest).bit_length()
     return torch.stack(planes[:q], dim=-2)
@@ -98,7 +97,7 @@ def compare_planes(planes: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_trits(values: Tensor) -> Tensor:
-    """Pack ``{-1, 0, 1}`` as base-3 digits, five to a byte: ``[..., m]`` -> ``[..., ceil(m / 5)]``."""
+    """Pack ``{-1, 0, 1}``, five base-3 digits a byte: ``[..., m]`` -> ``[..., ceil(m / 5)]``."""
     digits = torch.nn.functional.pad(values.to(torch.int16), (0, -values.shape[-1] % 5)) + 1
     weights = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=values.device)
     return (digits.unflatten(-1, (-1, 5)) * weights).sum(-1).to(torch.uint8)

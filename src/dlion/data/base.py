@@ -1,0 +1,159 @@
+"""Data sets that fit in memory, as tensors: batches are cut by index, nothing runs beside."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class ImageData:
+    """Images and labels.
+
+    Attributes:
+        train_x, test_x: uint8 ``[N, C, H, W]``, square.
+        train_y, test_y: int64 ``[N]``.
+        classes: number of labels.
+        augment: random crop and horizontal flip of training batches.
+    """
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: int
+    augment: bool = False
+
+    kind = "image"
+
+    @property
+    def channels(self) -> int:
+        return self.train_x.shape[1]
+
+    @property
+    def image_size(self) -> int:
+        return self.train_x.shape[-1]
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train_x)
+
+    @property
+    def test_size(self) -> int:
+        return len(self.test_x)
+
+    def batch(
+        self, indices: Tensor, generator: torch.Generator, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Training samples: normalised float32 ``[B, C, H, W]`` and labels ``[B]``.
+
+        ``generator`` (on the CPU) makes all random choices.
+        """
+        images = self.train_x[indices]
+        if self.augment:
+            images = crop_and_flip(images, self.image_size // 8, generator)
+        return self._normalise(images.to(device)), self.train_y[indices].to(device)
+
+    def test_batch(self, start: int, stop: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+        """Test samples ``start .. stop - 1``, like :meth:`batch`."""
+        images = self.test_x[start:stop].to(device)
+        return self._normalise(images), self.test_y[start:stop].to(device)
+
+    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "ImageData":
+        """The same data with part of the training set as test set, for tuning."""
+        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
+        held = round(fraction * self.train_size)
+        test, train = order[:held], order[held:]
+        return replace(
+            self,
+            train_x=self.train_x[train],
+            train_y=self.train_y[train],
+            test_x=self.train_x[test],
+            test_y=self.train_y[test],
+        )
+
+    @cached_property
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each channel, from at most 10,000 training images."""
+        sample = self.train_x[:10_000].to(torch.float32)
+        deviation, mean = torch.std_mean(sample, dim=(0, 2, 3), correction=0, keepdim=True)
+        return mean[0], deviation[0].clamp(min=1)
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        mean, deviation = self._statistics
+        return (images.to(torch.float32) - mean.to(images.device)) / deviation.to(images.device)
+
+
+@dataclass
+class TextData:
+    """Tokens for next-token prediction.
+
+    Sample i is the i-th stretch of ``context`` tokens and the one after it.
+
+    Attributes:
+        train_tokens, test_tokens: integers ``[T]``.
+        vocabulary: number of different tokens.
+        context: tokens a model sees at once.
+    """
+
+    train_tokens: Tensor
+    test_tokens: Tensor
+    vocabulary: int
+    context: int
+
+    kind = "text"
+
+    @property
+    def train_size(self) -> int:
+        return (len(self.train_tokens) - 1) // self.context
+
+    @property
+    def test_size(self) -> int:
+        return (len(self.test_tokens) - 1) // self.context
+
+    def batch(
+        self, indices: Tensor, generator: torch.Generator, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens ``[B, context]`` and the tokens that follow them, int64.
+
+        The stretches are shifted together by a random offset, so that epochs differ.
+        """
+        offset = int(torch.randint(self.context, (1,), generator=generator))
+        last = len(self.train_tokens) - 1 - self.context
+        starts = (indices * self.context + offset).clamp(max=last)
+        return self._windows(self.train_tokens, starts, device)
+
+    def test_batch(self, start: int, stop: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+        """Test stretches ``start .. stop - 1``, like :meth:`batch`."""
+        starts = torch.arange(start, min(stop, self.test_size)) * self.context
+        return self._windows(self.test_tokens, starts, device)
+
+    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "TextData":
+        """The same data with the end of the training text as test text, for tuning."""
+        cut = round((1 - fraction) * len(self.train_tokens))
+        return replace(
+            self, train_tokens=self.train_tokens[:cut], test_tokens=self.train_tokens[cut:]
+        )
+
+    def _windows(self, tokens: Tensor, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
+        places = starts.unsqueeze(1) + torch.arange(self.context + 1)
+        window = tokens[places].to(device).to(torch.int64)
+        return window[:, :-1], window[:, 1:]
+
+
+def crop_and_flip(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
+    """Shift each image by up to ``padding`` pixels each way (zeros come in) and mirror every other.
+
+    The usual augmentation of CIFAR-10 (4 pixels at 32), for the whole batch at once.
+    """
+    count, _, size, _ = images.shape
+    shift = torch.randint(2 * padding + 1, (2, count), generator=generator)
+    flip = torch.rand(count, generator=generator) < 0.5
+    padded = torch.nn.functional.pad(images, 4 * (padding,))
+    along = torch.arange(size)
+    rows = shift[0].view(-1, 1) + along
+    columns = shift[1].view(-1, 1) + torch.where(flip.view(-1, 1), along.flip(0), along)
+    sample = torch.arange(count).view(-1, 1, 1)
+    cut = padded.permute(0, 2, 3, 1)[sample, rows.unsqueeze(2), columns.unsqueeze(1)]
+    return cut.permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,159 @@
+"""Wrong values are found here, before any process starts."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from dlion import data as datasets
+from dlion import models
+from dlion.data import ImageData, Sharding, TextData
+from dlion.errors import UserError
+from dlion.launch.environment import Place
+from dlion.results.record import holds_run
+from dlion.training.build import make_optimizer
+from dlion.workers import Workers
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run: what to train, where, and on what.
+
+    Attributes:
+        config: the resolved configuration.
+        processes, local: P processes with so many virtual workers each.
+        device: ``cpu`` or ``cuda``.
+        steps: optimizer steps.
+        data: loaded once; forked processes share it.
+        output_dir: where the run is recorded.
+    """
+
+    config: DictConfig
+    processes: int
+    local: int
+    device: str
+    backend: str
+    steps: int
+    data: ImageData | TextData
+    sharding: Sharding
+    output_dir: Path
+
+
+def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
+    """Check all of a configuration.
+
+    Raises:
+        UserError: one sentence about the first thing that is wrong.
+    """
+    check_numbers(config)
+    if holds_run(output_dir):
+        raise UserError(
+            f"{output_dir} holds another run: choose another directory with output_dir=DIR"
+        )
+    device = _device(config.device)
+    processes = _processes(config, device, place)
+    backend = config.backend or ("nccl" if device == "cuda" else "gloo")
+    if backend not in ("gloo", "nccl"):
+        raise UserError(f"backend={backend} is unknown: choose gloo or nccl")
+    if backend == "nccl":
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if place else processes
+        if here > gpus:
+            raise UserError(
+                f"backend=nccl needs a GPU for each process, but {here} processes share {gpus}:"
+                f" type processes={gpus} (virtual workers share a GPU) or backend=gloo"
+                if gpus
+                else "backend=nccl needs device=cuda: type backend=gloo"
+            )
+    data = datasets.load(config.dataset)
+    sharding = Sharding(
+        data.train_size, config.workers, config.batch_size, config.seed, config.dataset.sharding
+    )
+    steps = config.steps or config.epochs * sharding.steps_per_epoch
+    _check_method(config, data)
+    return Job(
+        config,
+        processes,
+        config.workers // processes,
+        device,
+        backend,
+        steps,
+        data,
+        sharding,
+        output_dir,
+    )
+
+
+def check_numbers(config: DictConfig) -> None:
+    """Check what can be checked by looking at the values alone."""
+    smallest = {
+        "workers": 1,
+        "batch_size": 1,
+        "threads": 1,
+        "eval_every": 1,
+        "log_every": 1,
+        "check_replicas_every": 0,
+        "seed": 0,
+    }
+    if config.steps is None:
+        smallest["epochs"] = 1
+    else:
+        smallest["steps"] = 1
+    if config.processes is not None:
+        smallest["processes"] = 1
+    for name, least in smallest.items():
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(
+                f"{name}={value} is not possible: give a whole number, at least {least}"
+            )
+    if config.processes is not None and config.workers % config.processes:
+        fitting = [p for p in range(1, config.workers + 1) if config.workers % p == 0]
+        raise UserError(
+            f"workers={config.workers} cannot be spread evenly over processes={config.processes}:"
+            f" processes may be {', '.join(map(str, fitting))}"
+        )
+
+
+def _device(asked: str | None) -> str:
+    # asks the driver without starting CUDA, which must not happen before a fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    there = torch.cuda.is_available()
+    if asked is None:
+        return "cuda" if there else "cpu"
+    if asked not in ("cpu", "cuda"):
+        raise UserError(f"device={asked} is unknown: choose cpu or cuda")
+    if asked == "cuda" and not there:
+        raise UserError("device=cuda, but torch finds no GPU on this machine: type device=cpu")
+    return asked
+
+
+def _processes(config: DictConfig, device: str, place: Place | None) -> int:
+    if place is None:
+        if config.processes is not None:
+            return config.processes
+        room = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+        return max(p for p in range(1, room + 1) if config.workers % p == 0)
+    if config.processes not in (None, place.processes):
+        raise UserError(
+            f"processes={config.processes}, but {place.source} started {place.processes}: leave"
+            " processes out"
+        )
+    if config.workers % place.processes:
+        raise UserError(
+            f"workers={config.workers} cannot be spread evenly over the {place.processes} processes"
+            f" that {place.source} started: give a multiple of {place.processes}"
+        )
+    return place.processes
+
+
+def _check_method(config: DictConfig, data: ImageData | TextData) -> None:
+    """Build model and optimizer without memory: whatever they refuse, they refuse here."""
+    with torch.device("meta"):
+        model = models.build(config.model, data)
+    try:
+        make_optimizer(config.optimizer, model, Workers(), config.seed)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"optimizer={config.optimizer.name}: {error}") from error

@@ -1,0 +1,163 @@
+"""What the person at the keyboard meets: checked overrides, one clear line, exit codes."""
+
+import difflib
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dlion.errors import RunFailed, UserError
+from dlion.launch.check import check_numbers
+from dlion.launch.environment import detect
+from dlion.results.record import holds_run
+
+
+def run(main: Callable[[], Any], conf: Path) -> None:
+    """Run a Hydra main function after checking the command line; never returns on a user's error.
+
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 130 interrupted.
+    """
+    try:
+        arguments = sys.argv[1:]
+        if not any(a.startswith("-") and a not in ("-m", "--multirun") for a in arguments):
+            _check_command_line(arguments, conf)
+        place = detect()
+        if place is not None and place.rank > 0:
+            # one process keeps the records; the others must not write where it does
+            sys.argv += [
+                "hydra.run.dir=.",
+                "hydra.output_subdir=null",
+                "hydra/job_logging=disabled",
+            ]
+        main()
+    except UserError as error:
+        _leave(error, 2)
+    except RunFailed as error:
+        _leave(error, 1)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+
+
+def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> Any:
+    """Call ``launch(config, output_dir)`` from inside Hydra's main function.
+
+    Hydra would wrap what is raised into its own traceback, so a single run leaves here. In a
+    multirun the error goes on to Hydra, which runs the other jobs first.
+    """
+    hydra = HydraConfig.get()
+    try:
+        return launch(config, Path(hydra.runtime.output_dir))
+    except UserError as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            raise
+        _leave(error, 2)
+    except RunFailed as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            raise
+        _leave(error, 1)
+    except BaseException as error:
+        # the launcher of processes raises its own exception for SIGINT and SIGTERM
+        if type(error).__name__ == "SignalException" or isinstance(error, KeyboardInterrupt):
+            _leave("interrupted", 130)
+        raise
+
+
+def _leave(reason: Any, code: int) -> None:
+    place = detect()
+    if place is None or place.rank == 0 or code == 1:
+        print(f"error: {reason}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _check_command_line(arguments: list[str], conf: Path) -> None:
+    """Compose every configuration that the overrides ask for, without running anything."""
+    multirun = any(a in ("-m", "--multirun") for a in arguments)
+    texts = [a for a in arguments if not a.startswith("-")]
+    try:
+        overrides = OverridesParser.create().parse_overrides(texts)
+    except HydraException as error:
+        raise UserError(f"cannot read {' '.join(texts)}: {_first_line(error)}") from None
+    choices = []
+    for override in overrides:
+        if override.is_sweep_override():
+            if not multirun:
+                raise UserError(
+                    f"{override.input_line} names several values: add -m to run them all"
+                )
+            choices.append(
+                [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
+            )
+        else:
+            choices.append([override.input_line])
+    with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
+        _check_names(overrides, choices, conf)
+        for job in itertools.product(*choices):
+            try:
+                config = compose("config", overrides=list(job))
+                OmegaConf.resolve(config)
+            except (HydraException, OmegaConfBaseException) as error:
+                raise UserError(f"{' '.join(job)}: {_first_line(error)}") from None
+            check_numbers(config)
+            if not multirun and holds_run(Path(config.output_dir)):
+                raise UserError(
+                    f"{config.output_dir} holds another run: choose another directory with"
+                    " output_dir=DIR"
+                )
+    GlobalHydra.instance().clear()
+
+
+def _check_names(overrides: list[Override], choices: list[list[str]], conf: Path) -> None:
+    """Every override must name a group, and a file in it, or a key."""
+    groups = {
+        p.relative_to(conf).as_posix() for p in conf.rglob("*") if p.is_dir()
+    }  # fmt: skip
+    chosen = []
+    for override, variants in zip(overrides, choices, strict=True):
+        key = override.key_or_group
+        if key not in groups:
+            continue
+        options = sorted(p.stem for p in (conf / key).glob("*.yaml"))
+        for variant in variants:
+            value = variant.split("=", 1)[1]
+            if value not in (*options, "null"):
+                raise UserError(
+                    f"{key}={value} is unknown{_nearest(value, options)}: choose one of"
+                    f" {', '.join(options)}"
+                )
+        chosen.append(variants[0])
+    composed = compose("config", overrides=chosen)
+    keys = _keys(OmegaConf.to_container(composed)) | groups
+    for override in overrides:
+        key = override.key_or_group
+        known = key in keys or key.split(".")[0].split("/")[0] == "hydra"
+        if not known and not override.is_add() and not override.is_force_add():
+            raise UserError(
+                f"{key} is not a setting{_nearest(key, keys)}: see `python train.py --help`"
+            )
+
+
+def _keys(node: Any, prefix: str = "") -> set[str]:
+    if not isinstance(node, dict):
+        return set()
+    inner = {f"{prefix}{key}": value for key, value in node.items()}
+    return set(inner).union(*(_keys(value, f"{key}.") for key, value in inner.items()))
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, sorted(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

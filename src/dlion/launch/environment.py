@@ -1,0 +1,58 @@
+"""Where this process stands: started by torchrun, by SLURM, or alone."""
+
+import os
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among those that somebody else started.
+
+    Attributes:
+        rank, processes: its number and how many there are.
+        local_rank: its number on this machine.
+        source: ``torchrun`` or ``slurm``.
+    """
+
+    rank: int
+    processes: int
+    local_rank: int
+    source: str
+
+
+def detect() -> Place | None:
+    """The place of this process, or None if train.py is to start the processes itself.
+
+    torchrun is told by RANK and WORLD_SIZE. SLURM by a step of more than one task: SLURM_PROCID and
+    SLURM_NTASKS alone are set in batch scripts too.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return Place(rank, processes, int(env.get("LOCAL_RANK", rank)), "torchrun")
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_STEP_ID" in env and tasks > 1:
+        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), "slurm")
+    return None
+
+
+def set_rendezvous(place: Place) -> None:
+    """Fill in MASTER_ADDR and MASTER_PORT where the launcher did not, and torchrun's names."""
+    env = os.environ
+    env["RANK"], env["WORLD_SIZE"] = str(place.rank), str(place.processes)
+    env["LOCAL_RANK"] = str(place.local_rank)
+    if place.source == "slurm":
+        # a port of the job's own: steps of several jobs may share a machine
+        job = 100 * int(env.get("SLURM_JOB_ID", 0)) + int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_PORT", str(20000 + job % 20000))
+        one_node = env.get("SLURM_STEP_NUM_NODES", "1") == "1"
+        env.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else _first_host())
+
+
+def _first_host() -> str:
+    """The first name in a SLURM node list such as ``gpu[03-05,7],login1``."""
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    head = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+    assert head is not None
+    return head[1] + (head[2] or "")

@@ -1,0 +1,42 @@
+"""Check a configuration and run it, here or as one of the processes that somebody started."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from dlion.launch.check import Job, check
+from dlion.launch.environment import detect, set_rendezvous
+from dlion.launch.local import report_failure, run_processes
+from dlion.training import train
+from dlion.workers import Workers
+
+
+def launch(config: DictConfig, output_dir: Path) -> float | None:
+    """Train as configured. Returns the test accuracy, or the test loss where there is none.
+
+    Raises:
+        UserError: before any process starts, about a wrong value.
+        RunFailed: if a process failed.
+    """
+    place = detect()
+    torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
+    job = check(config, output_dir, place)
+    if place is None:
+        return run_processes(job.processes, work, job)
+    set_rendezvous(place)
+    return report_failure(work, job)
+
+
+def work(job: Job) -> float | None:
+    """One process of a run, told who it is by torchrun's variables."""
+    torch.set_num_threads(job.config.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group(job.backend)
+    try:
+        return train(job, Workers.current(job.local))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,153 @@
+"""Models by name, made to fit a data set."""
+
+import difflib
+from typing import Any
+
+from torch import Tensor, nn
+
+from dlion.data import ImageData, TextData
+from dlion.errors import UserError
+from dlion.models.torchvision_ops import declare_missing_operators
+from dlion.models.transformer import GPT, ViT
+
+
+def vit(
+    data: ImageData | TextData,
+    patch_size: int | None = None,
+    dim: int = 64,
+    depth: int = 2,
+    heads: int = 4,
+    mlp_dim: int = 128,
+    dropout: float = 0.0,
+) -> ViT:
+    """A vision transformer; a patch size of None cuts the image into 4 x 4 patches."""
+    images = _images(data)
+    patch = patch_size or max(images.image_size // 4, 1)
+    if images.image_size % patch:
+        fitting = [p for p in range(1, images.image_size + 1) if images.image_size % p == 0]
+        raise UserError(
+            f"model.patch_size={patch} does not divide the image size {images.image_size}: choose"
+            f" one of {', '.join(map(str, fitting))}"
+        )
+    _check_heads(dim, heads)
+    return ViT(
+        images.image_size,
+        images.channels,
+        images.classes,
+        patch,
+        dim,
+        depth,
+        heads,
+        mlp_dim,
+        dropout,
+    )
+
+
+def gpt(
+    data: ImageData | TextData,
+    dim: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    mlp_dim: int = 512,
+    dropout: float = 0.0,
+    tie_embeddings: bool = True,
+) -> GPT:
+    """A small GPT for the vocabulary and context of the data."""
+    text = _text(data)
+    _check_heads(dim, heads)
+    return GPT(text.vocabulary, text.context, dim, depth, heads, mlp_dim, dropout, tie_embeddings)
+
+
+def resnet(data: ImageData | TextData, architecture: str = "resnet18") -> nn.Module:
+    """torchvision's ResNet. Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is
+    usual for CIFAR (He et al. 2016, arXiv 1512.03385, section 4.2)."""
+    images = _images(data)
+    declare_missing_operators()
+    from torchvision import models
+
+    model = models.get_model(architecture, num_classes=images.classes)
+    small = images.image_size <= 64
+    if small or images.channels != 3:
+        size, stride = (3, 1) if small else (7, 2)
+        model.conv1 = nn.Conv2d(images.channels, 64, size, stride, size // 2, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    if small:
+        model.maxpool = nn.Identity()
+    return model
+
+
+def timm_model(data: ImageData | TextData, architecture: str, **options: Any) -> nn.Module:
+    """Any model of timm, untrained, for the size, channels and classes of the data."""
+    images = _images(data)
+    declare_missing_operators()
+    import timm
+
+    if not timm.is_model(architecture):
+        near = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
+        hint = f": did you mean {', '.join(near)}?" if near else ": see timm.list_models()"
+        raise UserError(f"model.architecture={architecture} is not a model of timm{hint}")
+    facts = {"num_classes": images.classes, "in_chans": images.channels, **options}
+    try:
+        return timm.create_model(architecture, img_size=images.image_size, **facts)
+    except TypeError:  # convolutional networks take any size and no such argument
+        return timm.create_model(architecture, **facts)
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f"model.architecture={architecture} does not take images of {images.image_size} pixels"
+            f" ({error}): choose another or set its options, +model.patch_size=4 for instance"
+        ) from error
+
+
+class GPT2(nn.Module):
+    """GPT-2 of transformers as tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``."""
+
+    def __init__(self, **config: Any):
+        super().__init__()
+        declare_missing_operators()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.model = GPT2LMHeadModel(GPT2Config(use_cache=False, **config))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits
+
+
+def gpt2(
+    data: ImageData | TextData,
+    n_layer: int = 12,
+    n_embd: int = 768,
+    n_head: int = 12,
+    dropout: float = 0.0,
+) -> GPT2:
+    """GPT-2 of any size, untrained, for the vocabulary and context of the data."""
+    text = _text(data)
+    _check_heads(n_embd, n_head)
+    return GPT2(
+        vocab_size=text.vocabulary,
+        n_positions=text.context,
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_head=n_head,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def _images(data: ImageData | TextData) -> ImageData:
+    if not isinstance(data, ImageData):
+        raise UserError("this model takes images, the data set is text: type model=gpt_tiny")
+    return data
+
+
+def _text(data: ImageData | TextData) -> TextData:
+    if not isinstance(data, TextData):
+        raise UserError("this model takes text, the data set is images: type model=vit_tiny")
+    return data
+
+
+def _check_heads(dim: int, heads: int) -> None:
+    if dim % heads:
+        raise UserError(f"a width of {dim} cannot be split over {heads} heads: give a multiple")

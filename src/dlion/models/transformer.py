@@ -1,0 +1,109 @@
+"""The small transformers of the default runs: a ViT and a byte-level GPT of the same blocks."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, ``[B, T, dim]`` to the same."""
+
+    def __init__(self, dim: int, heads: int, mlp_dim: int, dropout: float, causal: bool):
+        super().__init__()
+        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.attention_out = nn.Linear(dim, dim)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp_in = nn.Linear(dim, mlp_dim)
+        self.mlp_out = nn.Linear(mlp_dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        p = self.dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
+        x = x + self.drop(self.attention_out(heads.transpose(1, 2).flatten(2)))
+        hidden = self.drop(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + self.drop(self.mlp_out(hidden))
+
+
+class ViT(nn.Module):
+    """Vision transformer with mean pooling (Dosovitskiy et al. 2021, arXiv 2010.11929).
+
+    Images ``[B, C, H, W]`` -> logits ``[B, classes]``.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int,
+        classes: int,
+        patch_size: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        mlp_dim: int,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.patch_size = patch_size
+        patches = (image_size // patch_size) ** 2
+        self.embed = nn.Linear(channels * patch_size**2, dim)
+        self.positions = nn.Parameter(0.02 * torch.randn(patches, dim))
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(
+            *(Block(dim, heads, mlp_dim, dropout, causal=False) for _ in range(depth))
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = F.pixel_unshuffle(images, self.patch_size).flatten(2).transpose(1, 2)
+        x = self.blocks(self.drop(self.embed(patches) + self.positions))
+        return self.head(self.norm(x.mean(1)))
+
+
+class GPT(nn.Module):
+    """Decoder-only language model with learned positions (GPT-2's shape and initialisation).
+
+    Tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        mlp_dim: int,
+        dropout: float = 0.0,
+        tie_embeddings: bool = True,
+    ):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Embedding(context, dim)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(
+            *(Block(dim, heads, mlp_dim, dropout, causal=True) for _ in range(depth))
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        for name, param in self.named_parameters():
+            if name.endswith(("attention_out.weight", "mlp_out.weight")):
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * depth))
+            elif param.dim() > 1:
+                nn.init.normal_(param, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(param)
+        if tie_embeddings:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.tokens(tokens) + self.positions(places))
+        return self.head(self.norm(self.blocks(x)))

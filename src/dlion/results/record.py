@@ -1,0 +1,111 @@
+"""The record of a run: metrics.jsonl, a line per measurement, and summary.json at the end."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlion.errors import UserError
+
+METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", ".hydra/config.yaml"
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: they become null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+
+
+class RunRecord:
+    """Writes the record of one run. The one place where a run is recorded."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = (directory / METRICS).open("a", encoding="utf-8")
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one measurement; it is on disk, in the operating system's hands, on return."""
+        self._metrics.write(json.dumps(_finite(row)) + "\n")
+        self._metrics.flush()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write summary.json: all of it or, whatever happens, nothing."""
+        self._metrics.close()
+        temporary = self.directory / f"{SUMMARY}.part"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(_finite(summary), file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.directory / SUMMARY)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run.
+
+    Attributes:
+        directory: where it is.
+        metrics: the rows, oldest first.
+        summary: None while the run is not finished.
+        config: the resolved configuration, None where it is not known.
+    """
+
+    directory: Path
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    config: dict[str, Any] | None
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether a run was recorded there, finished or not."""
+    return (directory / METRICS).exists() or (directory / SUMMARY).exists()
+
+
+def load_run(directory: Path) -> Run:
+    """Read a run. A last line that was being written when the run died is left out."""
+    metrics = []
+    for line in (directory / METRICS).read_text(encoding="utf-8").splitlines():
+        try:
+            metrics.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    summary_file, config_file = directory / SUMMARY, directory / CONFIG
+    summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else None
+    return Run(directory, metrics, summary, _load_config(config_file))
+
+
+def _load_config(file: Path) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    from omegaconf import OmegaConf
+
+    # interpolations stay as they are: the values compared between runs have none
+    config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    return config if isinstance(config, dict) else None
+
+
+def find_runs(paths: list[Path]) -> list[Run]:
+    """All runs at or below the given directories, sorted by directory.
+
+    Raises:
+        UserError: if a path does not exist or holds no run.
+    """
+    directories: set[Path] = set()
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory: give the output directories of runs")
+        found = {file.parent for file in path.rglob(METRICS)}
+        if not found:
+            raise UserError(f"{path} holds no run: give a directory with a {METRICS} below it")
+        directories |= found
+    return [load_run(directory) for directory in sorted(directories)]

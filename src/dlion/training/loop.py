@@ -1,0 +1,213 @@
+"""The training loop, top to bottom."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+from torch.nn import functional as F
+
+from dlion import models
+from dlion.exchange import Channel
+from dlion.optim import DistributedOptimizer
+from dlion.results.loggers import make_logger
+from dlion.results.record import RunRecord
+from dlion.streams import stream, stream_seed
+from dlion.training.build import make_optimizer
+from dlion.training.console import RunConsole, human_bytes
+from dlion.training.evaluation import evaluate
+from dlion.training.replicas import check_replicas, parameters_sha256
+from dlion.training.schedule import make_schedule
+from dlion.training.virtual import VirtualWorkers
+from dlion.workers import Workers
+
+if TYPE_CHECKING:
+    from dlion.launch.check import Job
+
+
+def train(job: "Job", workers: Workers) -> float | None:
+    """Train in this process as one of ``workers.processes``; the first keeps the records.
+
+    Returns the test accuracy, or the test loss for text.
+    """
+    config, data, device = job.config, job.data, job.device
+    torch.manual_seed(stream_seed(config.seed, "initialisation"))
+    model = models.build(config.model, data).to(device)
+    optimizer = make_optimizer(config.optimizer, model, workers, config.seed)
+    schedule = make_schedule(config.schedule, optimizer, job.steps)
+    virtual = VirtualWorkers(model, workers, config.seed)
+    control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
+    output = Output(job, workers, model, optimizer)
+
+    clock = Clock()
+    losses = torch.zeros(workers.local, dtype=torch.float64)
+    since = 0
+    for step in range(job.steps):
+        for i, worker in enumerate(workers.ids):
+            virtual.enter(i, step)
+            coins = stream(config.seed, "augmentation", worker, step)
+            x, y = data.batch(job.sharding.indices(worker, step), coins, device)
+            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+            loss.backward()
+            optimizer.collect(i)
+            virtual.leave(i)
+            losses[i] += loss.detach().double().cpu()
+        optimizer.step()
+        schedule.step()
+
+        done = step + 1
+        if done == 1:
+            output.first_step()
+        if config.check_replicas_every and done % config.check_replicas_every == 0:
+            check_replicas(model, control, done)
+        evaluates = done % config.eval_every == 0 or done == job.steps
+        if evaluates or done % config.log_every == 0:
+            row = {
+                "step": done,
+                "epoch": done / job.sharding.steps_per_epoch,
+                "seconds": clock.seconds(),
+                **totals(control, losses / (done - since), optimizer),
+            }
+            losses.zero_()
+            since = done
+            if evaluates:
+                with clock.paused():
+                    virtual.load_mean_buffers(control)
+                    row |= evaluate(model, data, control, device)
+            output.row(row)
+    return output.finish(row, parameters_sha256(model))
+
+
+def totals(
+    control: Channel, losses: torch.Tensor, optimizer: DistributedOptimizer
+) -> dict[str, float]:
+    """Means over all workers: the loss, and the bytes sent and received so far."""
+    traffic, local = optimizer.channel.traffic, control.workers.local
+    rows = torch.stack(
+        [
+            losses,
+            torch.full_like(losses, traffic.sent_bytes / local),
+            torch.full_like(losses, traffic.received_bytes / local),
+        ],
+        dim=1,
+    )
+    device = optimizer.buckets[0].params.device
+    everyone = control.gather(rows.view(torch.uint8).to(device)).cpu().view(torch.float64)
+    loss, sent, received = (everyone.cumsum(0)[-1] / len(everyone)).tolist()
+    return {"train_loss": loss, "sent_bytes": round(sent), "received_bytes": round(received)}
+
+
+@dataclass
+class Clock:
+    """Seconds of training, without evaluations."""
+
+    _started: float = field(default_factory=time.perf_counter)
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def paused(self) -> "_Pause":
+        return _Pause(self)
+
+
+class _Pause:
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: Any) -> None:
+        self._clock._started += time.perf_counter() - self._began
+
+
+class Output:
+    """Where a run goes: terminal, metrics.jsonl, summary.json and the logger."""
+
+    def __init__(
+        self,
+        job: "Job",
+        workers: Workers,
+        model: torch.nn.Module,
+        optimizer: DistributedOptimizer,
+    ):
+        self.job, self.workers, self.optimizer = job, workers, optimizer
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.first = workers.rank == 0
+        self.console = RunConsole(job.steps, self.first)
+        if self.first:
+            resolved = OmegaConf.to_container(job.config, resolve=True)
+            self.record = RunRecord(job.output_dir)
+            self.logger = make_logger(job.config.logger, resolved, job.output_dir, self.parameters)
+
+    def first_step(self) -> None:
+        """Show the table; what travels was counted in the first step."""
+        n, traffic = self.workers.count, self.optimizer.channel.traffic
+        sent = traffic.sent_bytes / self.workers.local
+        ring = 2 * (n - 1) / n * 4 * self.parameters
+        virtual = f" of {self.workers.local} virtual workers" if self.workers.local > 1 else ""
+        config = self.job.config
+        self.console.table(
+            {
+                "method": config.optimizer.name,
+                "task": f"{config.model.name} on {config.dataset.name}, {self.job.steps} steps of"
+                f" {n} x {config.batch_size} samples",
+                "workers": f"{n}: {self.workers.processes} processes{virtual},"
+                f" {self.job.backend} on {self.job.device}",
+                "parameters": f"{self.parameters:,}",
+                "a worker sends": f"{human_bytes(sent)} a step"
+                + (f", 1/{ring / sent:.1f} of a float32 ring all-reduce" if sent else ""),
+                "collectives": f"{traffic.collectives} a step",
+                "output": str(self.job.output_dir),
+            }
+        )
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.console.row(row)
+        if self.first:
+            self.record.append(row)
+            self.logger.log(row)
+
+    def finish(self, row: dict[str, Any], sha256: str) -> float | None:
+        """Write the summary. Returns what a sweep compares."""
+        self.console.close()
+        config, up_down = self.job.config, self.optimizer.paper_bits
+        result = row.get("test_accuracy", row["test_loss"])
+        if not self.first:
+            return result
+        summary = {
+            "optimizer": config.optimizer.name,
+            "model": config.model.name,
+            "dataset": config.dataset.name,
+            "workers": self.workers.count,
+            "processes": self.workers.processes,
+            "steps": self.job.steps,
+            "batch_size": config.batch_size,
+            "seed": config.seed,
+            "device": self.job.device,
+            "parameters": self.parameters,
+            "test_accuracy": row.get("test_accuracy"),
+            "test_loss": row["test_loss"],
+            "train_loss": row["train_loss"],
+            "paper_bits_up": up_down[0],
+            "paper_bits_down": up_down[1],
+            "sent_bytes_per_step": row["sent_bytes"] / self.job.steps,
+            "seconds": row["seconds"],
+            "seconds_per_step": row["seconds"] / self.job.steps,
+            "nic_bytes": None,
+            "parameters_sha256": sha256,
+        }
+        summary = {k: None if _is_nan(v) else v for k, v in summary.items()}
+        self.record.finish(summary)
+        self.logger.finish(summary)
+        self.console.note(
+            f"finished: {self.console.result()} after {row['seconds']:.1f} s;"
+            f" python -m dlion.results.plot {self.job.output_dir}"
+        )
+        return result
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,25 @@
+"""Train one model on n workers that exchange packed messages.
+
+    python train.py optimizer=dlion_mavo workers=8            # starts its own processes
+    python train.py -m optimizer=g_lion,dlion_mavo seed=0,1,2 # every combination, one by one
+    torchrun --nproc_per_node=4 train.py workers=8            # one of torchrun's processes
+    srun --ntasks=4 python train.py workers=8                 # or of SLURM's
+
+`python train.py --help` lists the settings; conf/ holds them.
+"""
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from dlion.launch import cli, launch
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> float | None:
+    return cli.guarded(launch, config)
+
+
+if __name__ == "__main__":
+    cli.run(main, Path(__file__).resolve().parent / "conf")
