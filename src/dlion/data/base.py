@@ -15,7 +15,8 @@ class ImageData:
         train_x, test_x: uint8 ``[N, C, H, W]``, square.
         train_y, test_y: int64 ``[N]``.
         classes: number of labels.
-        augment: random crop and horizontal flip of training batches.
+        crop: shift training images by up to an eighth of their size.
+        flip: mirror every other training image.
     """
 
     train_x: Tensor
@@ -23,7 +24,8 @@ class ImageData:
     test_x: Tensor
     test_y: Tensor
     classes: int
-    augment: bool = False
+    crop: bool = False
+    flip: bool = False
 
     kind = "image"
 
@@ -51,8 +53,9 @@ class ImageData:
         ``generator`` (on the CPU) makes all random choices.
         """
         images = self.train_x[indices]
-        if self.augment:
-            images = crop_and_flip(images, self.image_size // 8, generator)
+        if self.crop or self.flip:
+            padding = self.image_size // 8 if self.crop else 0
+            images = crop_and_flip(images, padding, 0.5 if self.flip else 0.0, generator)
         return self._normalise(images.to(device)), self.train_y[indices].to(device)
 
     def test_batch(self, start: int, stop: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -142,14 +145,16 @@ class TextData:
         return window[:, :-1], window[:, 1:]
 
 
-def crop_and_flip(images: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Shift each image by up to ``padding`` pixels each way (zeros come in) and mirror every other.
+def crop_and_flip(
+    images: Tensor, padding: int, mirrored: float, generator: torch.Generator
+) -> Tensor:
+    """Shift each image by up to ``padding`` pixels each way (zeros come in), mirror a share of them.
 
     The usual augmentation of CIFAR-10 (4 pixels at 32), for the whole batch at once.
     """
     count, _, size, _ = images.shape
     shift = torch.randint(2 * padding + 1, (2, count), generator=generator)
-    flip = torch.rand(count, generator=generator) < 0.5
+    flip = torch.rand(count, generator=generator) < mirrored
     padded = torch.nn.functional.pad(images, 4 * (padding,))
     along = torch.arange(size)
     rows = shift[0].view(-1, 1) + along

@@ -55,7 +55,7 @@ def cifar10(
         if limit is not None and limit < len(split):
             split = split.select(np.sort(np.random.default_rng(0).permutation(len(split))[:limit]))
         parts += [_decode(split["img"]), torch.tensor(split["label"][:], dtype=torch.int64)]
-    return ImageData(*parts, classes=10, augment=augment)
+    return ImageData(*parts, classes=10, crop=augment, flip=augment)
 
 
 def _files(path: str) -> dict[str, list[str]]:
@@ -69,8 +69,8 @@ def _files(path: str) -> dict[str, list[str]]:
     for split, found in files.items():
         if not found:
             raise UserError(
-                f"dataset.path={path} holds no {split}-*.parquet: give a folder in the layout of the"
-                f" hub's {HUB}"
+                f"dataset.path={path} holds no {split}-*.parquet: give a folder in the layout"
+                f" of the hub's {HUB}"
             )
     return files
 
