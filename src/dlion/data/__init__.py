@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import hydra
-
+from dlion.config import make
 from dlion.data.base import ImageData, TextData
 from dlion.data.cifar10 import cifar10
 from dlion.data.digits import digits, mnist5k
@@ -24,5 +23,5 @@ __all__ = [
 
 def load(node: Any) -> ImageData | TextData:
     """The data set of a config node: ``source`` makes it, ``validation`` swaps the test set."""
-    data = hydra.utils.instantiate(node.source)
+    data = make(node.source)
     return data.hold_out() if node.validation else data

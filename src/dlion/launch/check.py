@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 
 from dlion import data as datasets
 from dlion import models
+from dlion.config import make
 from dlion.data import ImageData, Sharding, TextData
 from dlion.errors import UserError
 from dlion.launch.environment import Place
 from dlion.results.record import holds_run
-from dlion.training.build import make_optimizer
 from dlion.workers import Workers
 
 
@@ -154,6 +154,6 @@ def _check_method(config: DictConfig, data: ImageData | TextData) -> None:
     with torch.device("meta"):
         model = models.build(config.model, data)
     try:
-        make_optimizer(config.optimizer, model, Workers(), config.seed)
+        make(config.optimizer, model.named_parameters(), workers=Workers(), seed=config.seed)
     except (ValueError, TypeError) as error:
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error

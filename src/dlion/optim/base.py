@@ -199,6 +199,8 @@ def _check(group: dict[str, Any]) -> None:
     ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
     for name, (low, high) in ranges.items():
         value = group.get(name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise ValueError(f"{name}={value} is not a number")
         if value is not None and not (low <= value and (high is None or value < high)):
             limit = f"at least {low}" if high is None else f"in [{low}, {high})"
             raise ValueError(f"{name}={value} is out of range: it must be {limit}")

@@ -10,12 +10,12 @@ from omegaconf import OmegaConf
 from torch.nn import functional as F
 
 from dlion import models
+from dlion.config import make
 from dlion.exchange import Channel
 from dlion.optim import DistributedOptimizer
 from dlion.results.loggers import make_logger
 from dlion.results.record import RunRecord
 from dlion.streams import stream, stream_seed
-from dlion.training.build import make_optimizer
 from dlion.training.console import RunConsole, human_bytes
 from dlion.training.evaluation import evaluate
 from dlion.training.replicas import check_replicas, parameters_sha256
@@ -35,7 +35,9 @@ def train(job: "Job", workers: Workers) -> float | None:
     config, data, device = job.config, job.data, job.device
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
     model = models.build(config.model, data).to(device)
-    optimizer = make_optimizer(config.optimizer, model, workers, config.seed)
+    optimizer: DistributedOptimizer = make(
+        config.optimizer, model.named_parameters(), workers=workers, seed=config.seed
+    )
     schedule = make_schedule(config.schedule, optimizer, job.steps)
     virtual = VirtualWorkers(model, workers, config.seed)
     control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
