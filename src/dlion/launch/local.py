@@ -46,6 +46,8 @@ def run_processes(processes: int, work: Callable[..., Any], *args: Any) -> Any:
     try:
         return elastic_launch(config, _work)(os.getpid(), work, args)[0]
     except ChildFailedError as failure:
+        if any(first.exitcode == -signal.SIGINT for first in failure.failures.values()):
+            raise KeyboardInterrupt from None
         raise RunFailed(_describe(failure)) from None
 
 
@@ -61,7 +63,9 @@ def _describe(failure: ChildFailedError) -> str:
 
 @record
 def _work(parent: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    # the launcher's handlers were inherited; a worker told to end just ends
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with(parent)
     return report_failure(work, *args)
 
