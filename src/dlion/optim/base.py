@@ -108,12 +108,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._publish_state(bucket)
 
     def collect(self, worker: int) -> None:
-        """Take the gradients of the backward pass of local worker ``worker`` (0 to local - 1)."""
-        for bucket in self.buckets:
-            bucket.collect(worker)
-        self._collected.add(worker)
-        if self.workers.local > 1:
-            self.zero_grad()
+        """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters."""
+        self._take(worker)
+        self.zero_grad()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -130,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         local = self.workers.local
         if local == 1 and not self._collected:
-            self.collect(0)
+            self._take(0)
         if len(self._collected) != local:
             missing = sorted(set(range(local)) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
@@ -140,6 +137,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             group["steps"] += 1
         return loss
+
+    def _take(self, worker: int) -> None:
+        for bucket in self.buckets:
+            bucket.collect(worker)
+        self._collected.add(worker)
 
     def _step(self, bucket: Bucket, exchange: Exchange, step: int) -> None:
         bucket.adopt()

@@ -18,14 +18,15 @@ _SELECT = 0x8040201008040201 - (1 << 64)
 def pack_bits(bits: Tensor) -> Tensor:
     """Pack booleans ``[..., m]`` into bytes ``[..., ceil(m / 8)]``; the last byte ends in zeros."""
     bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8)).contiguous()
-    words = bits.view(torch.int64)
+    words = bits.flatten().view(torch.int64).view(*bits.shape[:-1], bits.shape[-1] // 8)
     return (words * _GATHER >> 56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """Unpack bytes ``[..., ceil(numel / 8)]`` into booleans ``[..., numel]``."""
     words = packed.to(torch.int64) * _SPREAD & _SELECT
-    return (words.view(torch.uint8) != 0)[..., :numel]
+    bits = words.flatten().view(torch.uint8).view(*packed.shape[:-1], 8 * packed.shape[-1])
+    return (bits != 0)[..., :numel]
 
 
 def pack_planes(values: Tensor, bits: int) -> Tensor:

@@ -1,0 +1,33 @@
+"""Shared by all tests: one compute thread, and a way to run real worker processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("WANDB_MODE", "offline")
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def train_py() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``train.py`` with overrides, as a user would."""
+
+    def run(*overrides: str, env: dict[str, str] | None = None, launcher: list[str] | None = None):
+        command = [*(launcher or [sys.executable]), "train.py", *overrides]
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

@@ -1,0 +1,101 @@
+"""Answers of the exchanges, and what ties become."""
+
+import pytest
+import torch
+
+from dlion.exchange import Channel, DenseMean, LevelSum, SparseMean, TernarySum
+from dlion.workers import Workers
+
+D = 1000
+
+
+def votes(n: int, levels: int = 2, seed: int = 0) -> torch.Tensor:
+    return torch.randint(levels, (n, D), generator=torch.Generator().manual_seed(seed))
+
+
+def ask(exchange, rows: torch.Tensor, step: int = 0) -> torch.Tensor:
+    for i, row in enumerate(rows):
+        exchange.post(i, torch.nn.functional.pad(row, (0, exchange.numel - D)))
+    return exchange(step)[:D]
+
+
+def level_sum(n: int, **options) -> LevelSum:
+    return LevelSum(Channel(Workers(local=n)), D, **options)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
+@pytest.mark.parametrize("levels", [2, 3, 15, 255])
+def test_sign_of_the_sum(n, levels):
+    rows = votes(n, levels)
+    balance = (2 * rows - (levels - 1)).sum(0)
+    expected = {"zero": balance.sign(), "plus": balance.sign().where(balance != 0, 1)}
+    for ties, answer in expected.items():
+        exchange = level_sum(n, levels=levels, ties=ties)
+        values = rows.bool() if levels == 2 else rows.int()
+        assert torch.equal(ask(exchange, values), answer.float())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
+def test_mean_of_signs(n):
+    rows = votes(n)
+    answer = ask(level_sum(n, answer="level"), rows.bool())
+    torch.testing.assert_close(answer, (2 * rows - 1).float().mean(0))
+
+
+def test_ties_alternate_with_the_step():
+    rows = torch.stack([torch.ones(D), torch.zeros(D)]).bool()
+    exchange = level_sum(2, ties="alternate")
+    assert (ask(exchange, rows, step=0) == 1).all()
+    assert (ask(exchange, rows, step=1) == -1).all()
+
+
+def test_random_ties_are_fair_and_repeatable():
+    rows = torch.stack([torch.ones(D), torch.zeros(D)]).bool()
+    first = ask(level_sum(2, ties="random", seed=1), rows)
+    assert abs(first.mean().item()) < 0.2
+    assert torch.equal(ask(level_sum(2, ties="random", seed=1), rows), first)
+    assert not torch.equal(ask(level_sum(2, ties="random", seed=1), rows, step=1), first)
+
+
+def test_previous_ties_repeat_the_last_answer():
+    exchange = level_sum(2, ties="previous")
+    clear = votes(1).bool().repeat(2, 1)
+    tied = torch.stack([torch.ones(D), torch.zeros(D)]).bool()
+    assert (ask(exchange, tied) == 1).all()
+    answer = ask(exchange, clear)
+    assert torch.equal(ask(exchange, tied), answer)
+
+
+def test_ties_cost_bits_only_for_zero_and_even_n():
+    assert level_sum(4, ties="zero").down.bits == 1.6
+    assert level_sum(3, ties="zero").down.bits == 1
+    assert level_sum(4, ties="random").down.bits == 1
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_ternary_mean(n):
+    rows = votes(n, 3) - 1
+    answer = ask(TernarySum(Channel(Workers(local=n)), D), rows.to(torch.int8))
+    torch.testing.assert_close(answer, rows.float().mean(0))
+
+
+def test_dense_mean_adds_in_the_order_of_the_workers():
+    rows = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
+    expected = rows[0].clone()
+    for row in rows[1:]:
+        expected += row
+    answer = ask(DenseMean(Channel(Workers(local=5)), D), rows)
+    assert torch.equal(answer, expected / 5)
+
+
+@pytest.mark.parametrize("entries", [0, 1, 40, D])
+def test_sparse_mean(entries):
+    n = 4
+    exchange = SparseMean(Channel(Workers(local=n)), D)
+    dense = torch.zeros(n, D)
+    for i in range(n):
+        generator = torch.Generator().manual_seed(i)
+        indices = torch.randperm(D, generator=generator)[:entries].sort().values
+        dense[i, indices] = torch.randn(entries, generator=generator)
+        exchange.post(i, indices, dense[i, indices])
+    torch.testing.assert_close(exchange(0)[:D], dense.mean(0))

@@ -1,0 +1,106 @@
+"""Bytes counted at the collectives are those of the direct-send formula, for every method."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from dlion.launch.local import run_processes
+from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.workers import Workers
+
+D = 200_000
+HEADER = 8  # bytes a slice: which gradients are there, for up to 64 parameters
+
+
+def bits(up: float, down: float):
+    """Bytes a worker sends a step: its slices up, and its own slice's answer, to n - 1 others."""
+    return lambda n: (
+        (n - 1) * (D / n * (up(n) if callable(up) else up) / 8)
+        + (n - 1) * (D / n * (down(n) if callable(down) else down) / 8)
+    )
+
+
+def sparse(density: float):
+    """64 bits an entry up; down the union of n random choices, or float32 if that is less."""
+
+    def expected(n: int) -> float:
+        union = D / n * (1 - (1 - density) ** n)
+        return (n - 1) * (D / n * density * 8 + min(8 * union, 4 * D / n) + 8)
+
+    return expected
+
+
+METHODS = {
+    "g_adamw": (GAdamW, {}, bits(32, 32)),
+    "g_lion": (GLion, {}, bits(32, 32)),
+    "dlion_mavo": (DLion, {}, bits(1, 1)),
+    "dlion_mavo_zero": (DLion, {"ties": "zero"}, bits(1, lambda n: 1 if n % 2 else 1.6)),
+    "dlion_avg": (DLion, {"aggregation": "avg"}, bits(1, lambda n: math.ceil(math.log2(n + 1)))),
+    "signum_mavo": (Signum, {}, bits(1, 1)),
+    "signum_avg": (Signum, {"aggregation": "avg"}, bits(1, lambda n: math.ceil(math.log2(n + 1)))),
+    "terngrad": (TernGrad, {}, bits(1.6, lambda n: math.ceil(math.log2(2 * n + 1)))),
+    "graddrop": (GradDrop, {"density": 0.04}, sparse(0.04)),
+    "dgc": (DGC, {"density": 0.04}, sparse(0.04)),
+    "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
+    "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
+    "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),
+}
+
+
+def one_step(cls, options, workers: Workers):
+    """The optimizer after one step on random gradients."""
+    param = torch.nn.Parameter(torch.zeros(D))
+    optimizer = cls([param], workers=workers, **options)
+    for i, worker in enumerate(workers.ids):
+        param.grad = torch.randn(D, generator=torch.Generator().manual_seed(worker))
+        optimizer.collect(i)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_sent_bytes_are_the_formula_within_one_percent(name, n):
+    cls, options, formula = METHODS[name]
+    traffic = one_step(cls, options, Workers(local=n)).channel.traffic
+    assert traffic.sent_bytes / n == pytest.approx(formula(n) + (n - 1) * HEADER, rel=0.01)
+    assert traffic.received_bytes == traffic.sent_bytes
+    assert traffic.process_sent_bytes == 0
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_distributed_lion_sends_31_times_less_than_lion(n):
+    dense, voted = (one_step(c, {}, Workers(local=n)).channel.traffic for c in (GLion, DLion))
+    assert dense.sent_bytes / voted.sent_bytes >= 31
+
+
+def _count(processes, n, path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    workers = Workers.current(n // processes)
+    counts = {
+        name: vars(one_step(cls, options, workers).channel.traffic)
+        for name, (cls, options, _) in METHODS.items()
+    }
+    everyone = [None] * processes
+    dist.all_gather_object(everyone, counts)
+    if workers.rank == 0:
+        path.write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+def test_the_count_belongs_to_the_workers_not_to_their_spread(tmp_path):
+    totals = {}
+    for processes in (2, 4):
+        run_processes(processes, _count, processes, 4, tmp_path / "counts")
+        everyone = json.loads((tmp_path / "counts").read_text())
+        for name in METHODS:
+            sent = sum(counts[name]["sent_bytes"] for counts in everyone)
+            physical = sum(counts[name]["process_sent_bytes"] for counts in everyone)
+            assert physical < sent if processes == 2 else physical == sent
+            assert totals.setdefault(name, sent) == sent
+    alone = one_step(DLion, {}, Workers(local=4)).channel.traffic.sent_bytes
+    assert totals["dlion_mavo"] == alone

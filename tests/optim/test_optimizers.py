@@ -1,0 +1,283 @@
+"""The optimizers in plain loops: equal to others' code, and at home in torch's machinery."""
+
+import copy
+import math
+
+import pytest
+import torch
+from lion_pytorch import Lion
+
+from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.workers import Workers
+
+ALL = [
+    (GAdamW, {}),
+    (GLion, {}),
+    (DLion, {"aggregation": "mavo"}),
+    (DLion, {"aggregation": "avg"}),
+    (DLion, {"ties": "previous"}),
+    (Signum, {"aggregation": "mavo"}),
+    (Signum, {"aggregation": "avg"}),
+    (TernGrad, {}),
+    (GradDrop, {"density": 0.1}),
+    (DGC, {"density": 0.1, "warmup_steps": 3, "clip_norm": 5.0}),
+    (LionCub, {"bits": 2}),
+    (LionCub, {"bits": 4, "momentum_sync": 2}),
+]
+IDS = [f"{cls.__name__}-{'-'.join(map(str, kw.values()))}" for cls, kw in ALL]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.Tanh(), torch.nn.Linear(33, 7))
+
+
+def samples(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(64, 20, generator=generator), torch.randn(64, 7, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (model(x) - y).square().mean()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
+    for t in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, *samples(t)).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("cls", [GLion, DLion])
+def test_one_worker_is_lion_pytorch_to_the_bit(cls, weight_decay):
+    ours, theirs = net(), net()
+    settings = {"lr": 1e-3, "betas": (0.95, 0.98), "weight_decay": weight_decay}
+    expected = train(theirs, Lion(theirs.parameters(), **settings), 100)
+    assert torch.equal(train(ours, cls(ours.parameters(), **settings), 100), expected)
+
+
+def test_one_worker_average_is_lion_too():
+    ours, theirs = net(), net()
+    expected = train(theirs, Lion(theirs.parameters(), lr=1e-3), 100)
+    result = train(ours, DLion(ours.parameters(), lr=1e-3, aggregation="avg"), 100)
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("local", [1, 4])
+def test_g_adamw_is_torch_adamw_on_the_mean_gradient(local):
+    ours, theirs = net(), net()
+    optimizer = GAdamW(ours.parameters(), lr=1e-2, weight_decay=0.1, workers=Workers(local=local))
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for t in range(100):
+        for i in range(local):
+            loss_of(ours, *samples(4 * t + i)).backward()
+            optimizer.collect(i)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for i in range(local):
+            (loss_of(theirs, *samples(4 * t + i)) / local).backward()
+        reference.step()
+    torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_one_bit_lion_cub_is_distributed_lion():
+    one, two = net(), net()
+    first = train(one, LionCub(one.parameters(), bits=1, ties="alternate", lr=1e-3), 20)
+    assert torch.equal(first, train(two, DLion(two.parameters(), lr=1e-3), 20))
+
+
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+def test_every_method_learns(cls, options):
+    model = net()
+    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2}.get(cls, 3e-3)
+    optimizer = cls(model.parameters(), lr=lr, workers=Workers(local=4), **options)
+    x, y = samples()
+    before = loss_of(model, x, y).item()
+    for _ in range(100):
+        for i in range(4):
+            loss_of(model, x[i::4], y[i::4]).backward()
+            optimizer.collect(i)
+        optimizer.step()
+    assert loss_of(model, x, y).item() < 0.85 * before
+
+
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+def test_state_dict_resumes_to_the_bit(cls, options, tmp_path):
+    straight = net()
+    expected = train(straight, cls(straight.parameters(), **options), 10)
+
+    model = net()
+    optimizer = cls(model.parameters(), **options)
+    train(model, optimizer, 5)
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = net()
+    resumed.load_state_dict(weights)
+    optimizer = cls(resumed.parameters(), **options)
+    optimizer.load_state_dict(state)
+    for t in range(5, 10):
+        optimizer.zero_grad()
+        loss_of(resumed, *samples(t)).backward()
+        optimizer.step()
+    assert torch.equal(flat(resumed), expected)
+
+
+def test_state_of_another_spread_is_refused():
+    saved = DLion(net().parameters(), workers=Workers(local=2)).state_dict()
+    with pytest.raises(ValueError, match="as many virtual"):
+        DLion(net().parameters()).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
+    model = net()
+    unused = torch.nn.Parameter(torch.ones(3))
+    optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
+    train(model, optimizer, 3)
+    if optimizer.skips_missing:
+        assert torch.equal(unused.detach(), torch.ones(3))
+        assert all(not state.any() for state in optimizer.state[unused].values())
+
+
+def test_a_gradient_missing_on_one_worker_counts_as_zero_there():
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = DLion([param], lr=1.0, workers=Workers(local=3), ties="zero")
+    for i, grad in enumerate((-1.0, -1.0, None)):
+        param.grad = None if grad is None else torch.tensor([grad])
+        optimizer.collect(i)
+    optimizer.step()
+    assert param.item() == 1.0
+    assert optimizer.state[param]["momentum"].flatten().tolist() == pytest.approx([-0.01, -0.01, 0])
+
+
+def test_a_parameter_that_never_matters_stays_where_it_is():
+    param = torch.nn.Parameter(torch.zeros(8))
+    optimizer = DLion([param], lr=1.0, workers=Workers(local=4))
+    for _ in range(10):
+        for i in range(4):
+            param.grad = torch.zeros(8)
+            optimizer.collect(i)
+        optimizer.step()
+    assert param.abs().max() <= 1.0
+
+
+def test_parameter_groups_schedulers_and_closures():
+    model = net()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
+    optimizer = DLion(groups, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    frozen, moving = model[0].weight.clone(), model[2].weight.clone()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, *samples())
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    step = (model[2].weight - moving).abs().max().item()
+    schedule.step()
+    moving = model[2].weight.clone()
+    optimizer.step(closure)
+    assert torch.equal(model[0].weight, frozen)
+    assert (model[2].weight - moving).abs().max().item() == pytest.approx(step / 2, rel=1e-3)
+
+
+def test_gradients_accumulate_over_backward_passes():
+    one, two = net(), net()
+    x, y = samples()
+    first, second = GLion(one.parameters(), lr=1e-3), GLion(two.parameters(), lr=1e-3)
+    loss_of(one, x, y).backward()
+    for part in (slice(0, 32), slice(32, 64)):
+        (loss_of(two, x[part], y[part]) / 2).backward()
+    first.step(), second.step()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(first.state[p]["momentum"], second.state[q]["momentum"])
+
+
+def test_bfloat16_parameters_and_autocast():
+    model = net().to(torch.bfloat16)
+    optimizer = DLion(model.parameters(), lr=1e-2)
+    x, y = samples()
+    before = loss_of(model, x.bfloat16(), y.bfloat16()).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss_of(model, x.bfloat16(), y.bfloat16()).backward()
+        optimizer.step()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert loss_of(model, x.bfloat16(), y.bfloat16()).item() < before
+
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_nan_on_one_worker_is_outvoted():
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = DLion([param], lr=1.0, workers=Workers(local=3))
+    for i, grad in enumerate((1.0, 1.0, math.nan)):
+        param.grad = torch.full((4,), grad)
+        optimizer.collect(i)
+    optimizer.step()
+    assert param.tolist() == 4 * [-1.0]
+
+
+def test_momentum_is_synchronised_when_and_where_asked():
+    model = net()
+    optimizer = LionCub(
+        model.named_parameters(),
+        momentum_sync=2,
+        sync_pattern=r"^0\.weight",
+        workers=Workers(local=3),
+    )
+    for t in range(2):
+        for i in range(3):
+            loss_of(model, *samples(3 * t + i)).backward()
+            optimizer.collect(i)
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.step()
+    momenta = [state["momentum"] for state in optimizer.state_dict()["state"].values()]
+    assert torch.equal(momenta[0][0], momenta[0][1]) and torch.equal(momenta[0][0], momenta[0][2])
+    assert not torch.equal(momenta[2][0], momenta[2][1])
+    assert not torch.equal(before[0]["momentum"][0], before[0]["momentum"][1])
+
+
+def test_exponential_synchronisation_steps():
+    optimizer = LionCub(net().parameters(), momentum_sync="exponential")
+    assert [t for t in range(1, 70) if optimizer._is_sync_step(t)] == [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda p: DLion(p, ties="maybe"), "ties=maybe is unknown"),
+        (lambda p: DLion(p, aggregation="sum"), "choose mavo or avg"),
+        (lambda p: DLion(p, lr=-1.0), "lr=-1.0 is out of range"),
+        (lambda p: DLion(p, betas=(1.0, 0.9)), "betas="),
+        (lambda p: LionCub(p, bits=3), "bits=3 is not possible: choose 1, 2, 4 or 8"),
+        (lambda p: LionCub(p, scale="l2"), "scale=l2 is unknown"),
+        (lambda p: LionCub(p, momentum_sync="often"), "momentum_sync=often"),
+        (lambda p: LionCub(p, momentum_sync=1, sync_pattern="w"), "matches no parameter name"),
+        (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
+    ],
+)
+def test_wrong_values_are_named(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(net().parameters())
+
+
+def test_step_before_collect_says_who_is_missing():
+    optimizer = DLion(net().parameters(), workers=Workers(local=2))
+    with pytest.raises(RuntimeError, match=r"virtual workers \[0, 1\]"):
+        optimizer.step()
