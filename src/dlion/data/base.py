@@ -148,7 +148,7 @@ class TextData:
 def crop_and_flip(
     images: Tensor, padding: int, mirrored: float, generator: torch.Generator
 ) -> Tensor:
-    """Shift each image by up to ``padding`` pixels each way (zeros come in), mirror a share of them.
+    """Shift each image by up to ``padding`` pixels each way (zeros come in), mirror some.
 
     The usual augmentation of CIFAR-10 (4 pixels at 32), for the whole batch at once.
     """

@@ -1,4 +1,4 @@
-"""Where a run is shown while it goes on. A logger may be absent or broken; the run never notices."""
+"""Where a run is shown while it goes on. A logger may break; the run never notices."""
 
 import netrc
 import os

@@ -1,0 +1,141 @@
+"""Runs into curves: numbers for figures and tables, and nothing drawn."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlion.errors import UserError
+from dlion.results.record import Run
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Runs that differ only by their seed.
+
+    Attributes:
+        label: the method, and whatever else tells this curve from the others.
+        method: the name of the optimizer.
+        steps: ``[T]``, the evaluations that all runs have.
+        bits: ``[T]``, bits sent so far per parameter, mean over workers and runs.
+        values: ``[runs, T]``, the metric.
+        paper_bits: per parameter and step, both directions, as the papers count; None if a run is
+            not finished.
+        sent_bytes: a worker's, per step.
+        saving: how many times fewer bytes than a float32 ring all-reduce; None for one worker.
+        seconds: per step.
+        finished: whether all runs are.
+    """
+
+    label: str
+    method: str
+    steps: np.ndarray
+    bits: np.ndarray
+    values: np.ndarray
+    paper_bits: float | None
+    sent_bytes: float
+    saving: float | None
+    seconds: float
+    finished: bool
+
+    @property
+    def seeds(self) -> int:
+        return len(self.values)
+
+    @property
+    def final(self) -> np.ndarray:
+        """The metric at the end, ``[runs]``."""
+        return self.values[:, -1]
+
+
+def choose_metric(runs: list[Run], asked: str | None = None) -> str:
+    """``accuracy`` or ``loss``: what was asked for, or accuracy where all runs have it.
+
+    Raises:
+        UserError: if not all runs can be compared by it.
+    """
+    kinds = {"test_accuracy" in row for run in runs for row in run.metrics if "test_loss" in row}
+    if not kinds:
+        raise UserError(
+            "no run holds an evaluation yet: wait for the first, or set eval_every=STEPS"
+        )
+    if asked == "loss":
+        return "loss"
+    if len(kinds) > 1 and asked is None:
+        raise UserError("some runs have an accuracy and some only a loss: give runs of one kind")
+    if asked == "accuracy" and kinds != {True}:
+        raise UserError("these runs have no accuracy: type --metric loss")
+    return "accuracy" if kinds == {True} else "loss"
+
+
+def make_curves(runs: list[Run], metric: str) -> list[Curve]:
+    """One curve for all runs that differ only by seed, in the order of their labels."""
+    runs = [run for run in runs if any(f"test_{metric}" in row for row in run.metrics)]
+    settings = [_settings(run) for run in runs]
+    varying = {
+        key
+        for key in set().union(*settings)
+        if key != "optimizer.name" and len({repr(s.get(key)) for s in settings}) > 1
+    }
+    # settings of a method that all its runs share do not tell its curves apart
+    values_of = defaultdict(set)
+    for setting in settings:
+        for key in varying:
+            values_of[setting["optimizer.name"], key].add(repr(setting.get(key)))
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run, setting in zip(runs, settings, strict=True):
+        method = setting["optimizer.name"]
+        told = {
+            k: setting[k] for k in sorted(varying) if len(values_of[method, k]) > 1 and k in setting
+        }
+        label = " ".join(
+            [method, *(f"{k.removeprefix('optimizer.')}={v}" for k, v in told.items())]
+        )
+        groups[label].append(run)
+    return [_curve(label, group, metric) for label, group in sorted(groups.items())]
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What may tell runs apart, flat; not the seed."""
+    config = run.config or {}
+    found = {f"optimizer.{k}": v for k, v in config.get("optimizer", {}).items()}
+    for group in ("model", "dataset"):
+        found[group] = config.get(group, {}).get("name")
+    for key in ("workers", "batch_size", "steps", "epochs"):
+        found[key] = config.get(key)
+    if run.summary is not None:
+        found["optimizer.name"] = run.summary["optimizer"]
+        for key in ("model", "dataset", "workers"):
+            found[key] = run.summary[key]
+    found.setdefault("optimizer.name", run.directory.name)
+    return found
+
+
+def _curve(label: str, runs: list[Run], metric: str) -> Curve:
+    name = f"test_{metric}"
+    tables = [
+        {row["step"]: row for row in run.metrics if row.get(name) is not None} for run in runs
+    ]
+    common = sorted(set.intersection(*(set(table) for table in tables)))
+    if not common:
+        raise UserError(f"the runs of {label} share no evaluation: give runs with one eval_every")
+    rows = [[table[step] for step in common] for table in tables]
+    first = next((run.summary for run in runs if run.summary is not None), {})
+    sent = np.array([[row["sent_bytes"] for row in line] for line in rows]).mean(0)
+    steps = np.array(common)
+    parameters, n = first.get("parameters"), first.get("workers")
+    per_step = float(sent[-1] / steps[-1])
+    ring = 2 * (n - 1) / n * 4 * parameters if n else 0
+    return Curve(
+        label=label,
+        method=label.split()[0],
+        steps=steps,
+        bits=8 * sent / parameters if parameters else np.full(len(sent), np.nan),
+        values=np.array([[row[name] for row in line] for line in rows]),
+        paper_bits=first["paper_bits_up"] + first["paper_bits_down"] if first else None,
+        sent_bytes=per_step,
+        saving=ring / per_step if per_step and ring else None,
+        seconds=float(np.mean([line[-1]["seconds"] for line in rows]) / steps[-1]),
+        finished=all(run.finished for run in runs),
+    )

@@ -1,0 +1,210 @@
+"""Draw accuracy against bandwidth: ``python -m dlion.results.plot RUN_DIR... [-o PREFIX]``.
+
+Takes any directories with runs below them, prints a table, and writes PREFIX.png and PREFIX.html
+(one file that needs nothing else). Runs that differ only by their seed become one line with a band
+from the worst to the best.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from dlion.errors import UserError
+from dlion.results.curves import Curve, choose_metric, make_curves
+from dlion.results.record import find_runs
+
+# colour (Okabe and Ito's, told apart by the colour-blind) and marker of each method
+STYLES = {
+    "g_adamw": ("#555555", "s"),
+    "g_lion": ("#000000", "o"),
+    "dlion_mavo": ("#D55E00", "o"),
+    "dlion_avg": ("#E69F00", "D"),
+    "signum_mavo": ("#CC79A7", "o"),
+    "signum_avg": ("#9467BD", "D"),
+    "terngrad": ("#0072B2", "^"),
+    "graddrop": ("#56B4E9", "v"),
+    "dgc": ("#009E73", "P"),
+    "lion_cub": ("#8B4513", "*"),
+}
+_OTHERS = ["#7F7F7F", "#BCBD22", "#17BECF", "#1F77B4", "#2CA02C", "#D62728"]
+_PLOTLY = {"s": "square", "o": "circle", "D": "diamond", "^": "triangle-up", "v": "triangle-down",
+           "P": "cross", "*": "star"}  # fmt: skip
+
+TITLES = {"accuracy": "test accuracy (%)", "loss": "test loss (nats)"}
+BITS = "bits sent per parameter and worker, so far"
+PAPER_BITS = "bits per parameter and step, both ways (papers' count)"
+
+
+def _styles(curves: list[Curve]) -> dict[str, tuple[str, str]]:
+    """Colour and marker by label: a method's own, where it has one curve only."""
+    counts = {c.method: sum(other.method == c.method for other in curves) for c in curves}
+    spare = iter(_OTHERS * len(curves))
+    return {
+        c.label: STYLES[c.method]
+        if c.method in STYLES and counts[c.method] == 1
+        else (next(spare), STYLES.get(c.method, ("", "o"))[1])
+        for c in curves
+    }
+
+
+def _shown(curve: Curve, metric: str) -> Any:
+    return curve.values * (100 if metric == "accuracy" else 1)
+
+
+def _name(curve: Curve) -> str:
+    return curve.label + ("" if curve.finished else " (not finished)")
+
+
+def write_png(curves: list[Curve], metric: str, path: Path) -> None:
+    """Two panels: the metric against bits sent, and at the end against the papers' bits a step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    styles = _styles(curves)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12.5, 5), layout="constrained", sharey=True
+    )
+    for curve in curves:
+        colour, marker = styles[curve.label]
+        values = _shown(curve, metric)
+        left.plot(curve.bits, values.mean(0), color=colour, marker=marker, ms=4, label=_name(curve))
+        left.fill_between(curve.bits, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
+        if curve.paper_bits is not None:
+            final = values[:, -1]
+            spread = [[final.mean() - final.min()], [final.max() - final.mean()]]
+            right.errorbar(
+                curve.paper_bits, final.mean(), spread, color=colour, marker=marker, ms=9, capsize=3
+            )
+    left.set(xscale="log", xlabel=BITS, ylabel=TITLES[metric], title="accuracy against traffic")
+    right.set(xscale="log", xlabel=PAPER_BITS, title="at the end, against bits per step")
+    if metric == "loss":
+        left.set_title("loss against traffic")
+    right.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
+    right.minorticks_off()
+    if any(c.bits[-1] == 0 for c in curves):  # one worker sends nothing
+        left.set_xscale("symlog", linthresh=1)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    seeds = max(c.seeds for c in curves)
+    title = f"band: worst to best of {seeds} seeds" if seeds > 1 else None
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", title=title,
+                  frameon=False)  # fmt: skip
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def write_html(curves: list[Curve], metric: str, path: Path) -> None:
+    """The same two panels and the metric against steps, interactive, in one file."""
+    from plotly.subplots import make_subplots
+
+    styles = _styles(curves)
+    figure = make_subplots(
+        rows=1, cols=3, subplot_titles=("against traffic", "against bits per step", "against steps")
+    )
+    for curve in curves:
+        colour, marker = styles[curve.label]
+        values = _shown(curve, metric)
+        spread = {"type": "data", "symmetric": False, "thickness": 1}
+        spread["array"] = (values.max(0) - values.mean(0)).tolist()
+        spread["arrayminus"] = (values.mean(0) - values.min(0)).tolist()
+        look = {
+            "name": _name(curve),
+            "legendgroup": curve.label,
+            "line": {"color": colour},
+            "marker": {"symbol": _PLOTLY[marker], "color": colour, "size": 7},
+        }
+        mean = values.mean(0).tolist()
+        bits, steps = curve.bits.tolist(), curve.steps.tolist()
+        figure.add_scatter(x=bits, y=mean, error_y=spread, row=1, col=1, **look)
+        figure.add_scatter(x=steps, y=mean, error_y=spread, row=1, col=3, showlegend=False, **look)
+        if curve.paper_bits is not None:
+            last = {
+                **spread,
+                "array": spread["array"][-1:],
+                "arrayminus": spread["arrayminus"][-1:],
+            }
+            figure.add_scatter(
+                x=[curve.paper_bits], y=mean[-1:], error_y=last, row=1, col=2, showlegend=False,
+                mode="markers", **{**look, "marker": {**look["marker"], "size": 12}},
+            )  # fmt: skip
+    figure.update_xaxes(title_text=BITS, type="log", row=1, col=1)
+    figure.update_xaxes(title_text=PAPER_BITS, type="log", row=1, col=2)
+    figure.update_xaxes(title_text="steps", row=1, col=3)
+    figure.update_yaxes(title_text=TITLES[metric], row=1, col=1)
+    figure.update_layout(template="plotly_white", height=560)
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def print_table(curves: list[Curve], metric: str) -> None:
+    """The table on the terminal; the best value is bold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    percent = metric == "accuracy"
+    table = Table(title=f"{TITLES[metric]} and traffic")
+    columns = (
+        "method",
+        "seeds",
+        "at the end",
+        "best",
+        "paper bits",
+        "sent a step",
+        "saving",
+        "time",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    pick = max if percent else min
+    leader = pick(curves, key=lambda c: c.final.mean()).label
+    for curve in curves:
+        values = _shown(curve, metric)
+        final, best = values[:, -1], (values.max(1) if percent else values.min(1))
+        form = ".2f" if percent else ".4f"
+        spread = f" ± {final.std(ddof=1):{form}}" if curve.seeds > 1 else ""
+        table.add_row(
+            _name(curve),
+            str(curve.seeds),
+            f"{final.mean():{form}}{spread}",
+            f"{best.mean():{form}}",
+            "" if curve.paper_bits is None else f"{curve.paper_bits:.3g}",
+            f"{curve.sent_bytes / 1e3:.4g} kB",
+            "" if curve.saving is None else f"{curve.saving:.3g}x",
+            f"{1e3 * curve.seconds:.3g}",
+            style="bold" if curve.label == leader else "",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "± is the deviation over seeds; saving is against a float32 ring all-reduce; ms are per step.",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m dlion.results.plot", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
+    parser.add_argument("--metric", choices=("accuracy", "loss"))
+    options = parser.parse_args()
+    try:
+        runs = find_runs(options.runs)
+        metric = choose_metric(runs, options.metric)
+        curves = make_curves(runs, metric)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print_table(curves, metric)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, write in ((".png", write_png), (".html", write_html)):
+        path = options.output.with_name(options.output.name + suffix)
+        write(curves, metric, path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
