@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
 from dlion.workers import Workers
@@ -79,7 +80,7 @@ def test_distributed_lion_sends_31_times_less_than_lion(n):
 def _count(processes, n, path):
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join_process_group("gloo")
     workers = Workers.current(n // processes)
     counts = {
         name: vars(one_step(cls, options, workers).channel.traffic)

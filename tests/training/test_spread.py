@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
 from dlion.launch.check import Job
+from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.runner import work
 from dlion.training import train
@@ -65,7 +66,7 @@ def _job(method: str, processes: int, data, directory) -> Job:
 
 
 def _train_all(processes: int, data, directory) -> None:
-    dist.init_process_group("gloo")
+    join_process_group("gloo")
     for method in METHODS:
         train(_job(method, processes, data, directory / method), Workers.current(8 // processes))
     dist.destroy_process_group()

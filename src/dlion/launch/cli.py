@@ -66,11 +66,8 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         if hydra.mode == RunMode.MULTIRUN:
             raise
         _leave(error, 1)
-    except BaseException as error:
-        # the launcher of processes raises its own exception for SIGINT and SIGTERM
-        if type(error).__name__ == "SignalException" or isinstance(error, KeyboardInterrupt):
-            _leave("interrupted", 130)
-        raise
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
 
 
 def _leave(reason: Any, code: int) -> None:

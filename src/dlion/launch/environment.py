@@ -4,6 +4,8 @@ import os
 import re
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 
 @dataclass(frozen=True)
 class Place:
@@ -48,6 +50,16 @@ def set_rendezvous(place: Place) -> None:
         env.setdefault("MASTER_PORT", str(20000 + job % 20000))
         one_node = env.get("SLURM_STEP_NUM_NODES", "1") == "1"
         env.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else _first_host())
+
+
+def join_process_group(backend: str) -> None:
+    """Join the other processes of the run, whoever started them."""
+    dist.init_process_group(
+        backend,
+        init_method=os.environ.get("DLION_RENDEZVOUS", "env://"),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
 
 
 def _first_host() -> str:

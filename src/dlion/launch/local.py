@@ -1,83 +1,109 @@
-"""Start the processes of a run on this machine, and end them all when one fails."""
+"""Start the processes of a run on this machine, and end them all when one fails.
+
+Processes are forked where possible: they start in a tenth of a second and share the loaded data.
+A fork is safe only while its parent has no threads of its own, so nothing here starts one; the
+processes meet through a file, not through a server in the parent. (torch.distributed.launcher
+hosts such a server and forks beside it: now and then a child inherits a lock that is held, and
+never starts.)
+"""
 
 import ctypes
-import logging
+import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from dlion.errors import RunFailed
 
-# a worker that lost a peer waits so long, so that the peer's own failure is the one reported
-PATIENCE = 2.0  # seconds
+# seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
+PATIENCE = 2.0
+# seconds from being told to end to being killed
+GRACE = 3.0
 
 
 def run_processes(processes: int, work: Callable[..., Any], *args: Any) -> Any:
     """Run ``work(*args)`` in so many processes; returns what process 0 returned.
 
+    In each, :func:`dlion.launch.environment.join_process_group` joins the others.
+
     Raises:
         RunFailed: naming the process that failed first and its error. The others are ended.
+        KeyboardInterrupt: on SIGINT and SIGTERM, when all are ended.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    # everything stays on this machine; only the interface named by the user may be another
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        run_id=f"dlion-{os.getpid()}",
-        max_restarts=0,
-        monitor_interval=0.1,
-        # forked workers start in a tenth of a second and share the loaded data
-        start_method="fork" if sys.platform == "linux" else "spawn",
-    )
-    try:
-        return elastic_launch(config, _work)(os.getpid(), work, args)[0]
-    except ChildFailedError as failure:
-        if any(first.exitcode == -signal.SIGINT for first in failure.failures.values()):
-            raise KeyboardInterrupt from None
-        raise RunFailed(_describe(failure)) from None
+    with tempfile.TemporaryDirectory(prefix="dlion-") as directory:
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        context = start_processes(
+            _work,
+            args=(os.getpid(), processes, Path(directory), work, args),
+            nprocs=processes,
+            join=False,
+            start_method="fork" if sys.platform == "linux" else "spawn",
+        )
+        try:
+            while not context.join(grace_period=GRACE):
+                pass
+        except ProcessRaisedException as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise RunFailed(f"process {error.error_index} failed: {reason}") from None
+        except ProcessExitedException as error:
+            if error.signal_name == "SIGINT":  # Ctrl-C reaches the workers too
+                raise KeyboardInterrupt from None
+            how = f"was killed by {error.signal_name}" if error.signal_name else "ended early"
+            raise RunFailed(f"process {error.error_index} {how}") from None
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+            signal.signal(signal.SIGTERM, before)
+        return json.loads((Path(directory) / "result").read_text())
 
 
-def _describe(failure: ChildFailedError) -> str:
-    rank, first = min(failure.failures.items(), key=lambda item: item[1].timestamp)
-    if first.exitcode < 0:
-        return f"process {rank} was killed by {signal.Signals(-first.exitcode).name}"
-    message = first.message
-    if isinstance(message, dict):
-        message = message["message"]
-    return f"process {rank} failed: {message}"
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
-@record
-def _work(parent: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _work(
+    rank: int,
+    parent: int,
+    processes: int,
+    directory: Path,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     # the launcher's handlers were inherited; a worker told to end just ends
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with(parent)
-    return report_failure(work, *args)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_RANK": str(rank),
+        "DLION_RENDEZVOUS": f"file://{directory}/rendezvous",
+        # everything stays on this machine
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    }
+    result = report_failure(work, *args)
+    if rank == 0:
+        (directory / "result").write_text(json.dumps(result))
 
 
 def report_failure(work: Callable[..., Any], *args: Any) -> Any:
-    """Run ``work(*args)``; print where an error came from, after those of lost peers."""
+    """Run ``work(*args)``; print where an error came from, unless it is that of a lost peer."""
     try:
         return work(*args)
     except Exception as error:
         if isinstance(error, dist.DistBackendError) or "Connection" in str(error):
             time.sleep(PATIENCE)
-        elif "RANK" in os.environ:
+        else:
             print(f"process {os.environ['RANK']}:", file=sys.stderr)
             traceback.print_exc()
         raise

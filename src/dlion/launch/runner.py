@@ -8,7 +8,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from dlion.launch.check import Job, check
-from dlion.launch.environment import detect, set_rendezvous
+from dlion.launch.environment import detect, join_process_group, set_rendezvous
 from dlion.launch.local import report_failure, run_processes
 from dlion.training import train
 from dlion.workers import Workers
@@ -35,7 +35,7 @@ def work(job: Job) -> float | None:
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group(job.backend)
+    join_process_group(job.backend)
     try:
         return train(job, Workers.current(job.local))
     finally:

@@ -179,7 +179,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "± is the deviation over seeds; saving is against a float32 ring all-reduce; ms are per step.",
+        "± is the deviation over seeds; saving: against a float32 ring all-reduce; ms: per step.",
         style="dim",
         soft_wrap=True,
     )

