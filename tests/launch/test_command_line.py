@@ -14,7 +14,7 @@ SUMMARY_KEYS = """
 optimizer model dataset workers processes steps batch_size seed device parameters test_accuracy
 test_loss train_loss paper_bits_up paper_bits_down sent_bytes_per_step seconds seconds_per_step
 nic_bytes parameters_sha256
-""".split()
+""".split()  # noqa: SIM905
 QUICK = ["logger=none", "steps=4", "eval_every=4"]
 
 

@@ -122,20 +122,19 @@ def _curve(label: str, runs: list[Run], metric: str) -> Curve:
         raise UserError(f"the runs of {label} share no evaluation: give runs with one eval_every")
     rows = [[table[step] for step in common] for table in tables]
     first = next((run.summary for run in runs if run.summary is not None), {})
-    sent = np.array([[row["sent_bytes"] for row in line] for line in rows]).mean(0)
+    bits = np.array([[row["sent_bits_per_parameter"] for row in line] for line in rows]).mean(0)
     steps = np.array(common)
-    parameters, n = first.get("parameters"), first.get("workers")
-    per_step = float(sent[-1] / steps[-1])
-    ring = 2 * (n - 1) / n * 4 * parameters if n else 0
+    n = _settings(runs[0])["workers"]
+    ring = 2 * (n - 1) / n * 32 * steps[-1]
     return Curve(
         label=label,
         method=label.split()[0],
         steps=steps,
-        bits=8 * sent / parameters if parameters else np.full(len(sent), np.nan),
+        bits=bits,
         values=np.array([[row[name] for row in line] for line in rows]),
         paper_bits=first["paper_bits_up"] + first["paper_bits_down"] if first else None,
-        sent_bytes=per_step,
-        saving=ring / per_step if per_step and ring else None,
+        sent_bytes=float(np.mean([line[-1]["sent_bytes"] for line in rows]) / steps[-1]),
+        saving=ring / bits[-1] if bits[-1] else None,
         seconds=float(np.mean([line[-1]["seconds"] for line in rows]) / steps[-1]),
         finished=all(run.finished for run in runs),
     )

@@ -36,18 +36,17 @@ class NoLogger:
         pass
 
 
-def make_logger(node: Any, config: dict[str, Any], directory: Path, parameters: int) -> Logger:
+def make_logger(node: Any, config: dict[str, Any], directory: Path) -> Logger:
     """The logger of a config node.
 
     Args:
         node: ``name: none``, or ``name: wandb`` with project, entity, group, tags and mode.
         config: the resolved configuration, to be shown with the run.
         directory: of the run.
-        parameters: of the model, to count bits per parameter.
     """
     if node.name == "none" or node.mode == "disabled":
         return NoLogger()
-    return WandbLogger(node, config, directory, parameters)
+    return WandbLogger(node, config, directory)
 
 
 class WandbLogger:
@@ -61,8 +60,7 @@ class WandbLogger:
     in the environment decides first. Whatever goes wrong becomes one warning.
     """
 
-    def __init__(self, node: Any, config: dict[str, Any], directory: Path, parameters: int):
-        self.parameters = parameters
+    def __init__(self, node: Any, config: dict[str, Any], directory: Path):
         self._run: Any = None
         mode = node.mode
         if mode == "auto":
@@ -111,7 +109,7 @@ class WandbLogger:
             "seconds": row["seconds"],
             "train/loss": row["train_loss"],
             "sent_gigabytes": row["sent_bytes"] / 1e9,
-            "sent_bits_per_parameter": 8 * row["sent_bytes"] / self.parameters,
+            "sent_bits_per_parameter": row["sent_bits_per_parameter"],
         }
         for name in ("loss", "accuracy"):
             if f"test_{name}" in row:

@@ -176,7 +176,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
             f"{1e3 * curve.seconds:.3g}",
             style="bold" if curve.label == leader else "",
         )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     console.print(
         "± is the deviation over seeds; saving: against a float32 ring all-reduce; ms: per step.",

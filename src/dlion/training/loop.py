@@ -142,7 +142,7 @@ class Output:
         if self.first:
             resolved = OmegaConf.to_container(job.config, resolve=True)
             self.record = RunRecord(job.output_dir)
-            self.logger = make_logger(job.config.logger, resolved, job.output_dir, self.parameters)
+            self.logger = make_logger(job.config.logger, resolved, job.output_dir)
 
     def first_step(self) -> None:
         """Show the table; what travels was counted in the first step."""
@@ -167,6 +167,7 @@ class Output:
         )
 
     def row(self, row: dict[str, Any]) -> None:
+        row["sent_bits_per_parameter"] = 8 * row["sent_bytes"] / self.parameters
         self.console.row(row)
         if self.first:
             self.record.append(row)

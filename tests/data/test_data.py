@@ -1,0 +1,140 @@
+"""Batches, shards and the readers of real formats."""
+
+import io
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+
+from dlion.data import ImageData, Sharding, TextData, cifar10, digits, mnist5k, stdlib_text
+from dlion.errors import UserError
+
+
+def coins(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(("size", "workers", "batch"), [(100, 4, 8), (101, 8, 5), (4000, 8, 32)])
+def test_every_sample_once_an_epoch(size, workers, batch):
+    sharding = Sharding(size, workers, batch, seed=1, mode="partition")
+    orders = []
+    for epoch in range(2):
+        steps = range(epoch * sharding.steps_per_epoch, (epoch + 1) * sharding.steps_per_epoch)
+        parts = [[sharding.indices(w, s) for s in steps] for w in range(workers)]
+        assert torch.cat([p for row in parts for p in row]).sort().values.tolist() == list(
+            range(size)
+        )
+        sizes = [len(p) for row in parts for p in row]
+        assert min(sizes) > 0 and max(sizes) <= batch and max(sizes) - min(sizes) <= 1
+        orders.append([set(torch.cat(row).tolist()) for row in parts])
+    assert orders[0] == orders[1]  # a worker keeps its shard
+
+
+def test_replicate_shows_every_worker_everything():
+    sharding = Sharding(50, 3, 8, seed=1, mode="replicate")
+    for worker in range(3):
+        seen = torch.cat([sharding.indices(worker, s) for s in range(sharding.steps_per_epoch)])
+        assert seen.sort().values.tolist() == list(range(50))
+    assert not torch.equal(sharding.indices(0, 0), sharding.indices(1, 0))
+
+
+def test_indices_depend_on_worker_and_step_alone():
+    one, two = (Sharding(100, 4, 8, seed=1, mode="partition") for _ in range(2))
+    forward = [one.indices(2, s) for s in range(10)]
+    backward = [two.indices(2, s) for s in reversed(range(10))][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(forward, backward, strict=True))
+    other = Sharding(100, 4, 8, seed=2, mode="partition").indices(2, 0)
+    assert not torch.equal(forward[0], other)
+
+
+def test_a_batch_larger_than_a_shard_is_refused():
+    with pytest.raises(UserError, match="type batch_size=12 or less, or fewer workers"):
+        Sharding(100, 8, 20, 0, "partition")
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "side"), [(mnist5k, (4000, 1000), 28), (digits, (1397, 400), 8)]
+)
+def test_digits(make, sizes, side):
+    data = make()
+    assert (data.train_size, data.test_size) == sizes
+    assert data.test_y.bincount().tolist() == 10 * [sizes[1] // 10]
+    x, y = data.batch(torch.arange(500), coins())
+    assert x.shape == (500, 1, side, side) and y.dtype == torch.int64
+    assert abs(x.mean()) < 0.2 and 0.7 < x.std() < 1.3
+
+
+def test_augmentation_draws_from_the_generator_only():
+    images = torch.arange(16 * 16 * 3, dtype=torch.int64).remainder(256).to(torch.uint8)
+    data = ImageData(*2 * (images.view(3, 1, 16, 16), torch.zeros(3).long()), 10, True, True)
+    indices = torch.tensor(200 * [0])
+    one, two = (data.batch(indices, coins(s))[0] for s in (1, 1))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, data.batch(indices, coins(2))[0])
+    plain = data.test_batch(0, 1)[0][0]
+    matches = [torch.equal(image, plain) for image in one]
+    mirrored = [torch.equal(image, plain.flip(-1)) for image in one]
+    assert any(matches) and any(mirrored)  # no shift is one in 25
+
+
+def test_text_windows_are_consecutive():
+    tokens = torch.arange(200, dtype=torch.uint8)
+    data = TextData(tokens, tokens, 256, context=8)
+    x, y = data.batch(torch.tensor([0, 3, 23]), coins())
+    assert torch.equal(x[:, 1:], y[:, :-1]) and x.shape == (3, 8)
+    x, y = data.test_batch(0, 100)
+    assert torch.equal(x.flatten(), torch.arange(192)) and torch.equal(x + 1, y)
+
+
+def test_standard_library_text():
+    data = stdlib_text(context=32, max_bytes=300_000)
+    assert len(data.train_tokens) == 300_000 and data.vocabulary == 256
+    words = bytes(data.test_tokens.tolist())
+    assert b"import" in words and b"def " in words
+    with pytest.raises(UserError, match="context=0"):
+        stdlib_text(context=0)
+
+
+def test_hold_out_takes_training_data_only():
+    data = mnist5k()
+    held = data.hold_out()
+    assert (held.train_size, held.test_size) == (3600, 400)
+    text = stdlib_text(max_bytes=100_000)
+    assert torch.equal(text.hold_out().test_tokens, text.train_tokens[90_000:])
+
+
+def write_cifar(folder, columns=("img", "label")) -> None:
+    (folder / "plain_text").mkdir()
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 6)):
+        images = []
+        for i in range(count):
+            buffer = io.BytesIO()
+            pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(buffer, "PNG")
+            images.append({"bytes": buffer.getvalue(), "path": f"{i}.png"})
+        table = pyarrow.table({columns[0]: images, columns[1]: list(range(count))})
+        name = folder / "plain_text" / f"{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(table, name)
+
+
+def test_cifar10_in_the_hubs_layout(tmp_path):
+    write_cifar(tmp_path)
+    data = cifar10(str(tmp_path))
+    assert data.train_x.shape == (12, 3, 32, 32) and data.test_y.tolist() == list(range(6))
+    first = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    assert torch.equal(data.train_x[0], torch.from_numpy(first).permute(2, 0, 1))
+    assert cifar10(str(tmp_path), train_limit=5).train_size == 5
+
+
+def test_cifar10_says_what_is_wrong_with_a_folder(tmp_path):
+    with pytest.raises(UserError, match="is not a folder"):
+        cifar10(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"holds no train-\*.parquet"):
+        cifar10(str(tmp_path))
+    write_cifar(tmp_path, columns=("image", "label"))
+    with pytest.raises(UserError, match="has the columns image, label: img and label are needed"):
+        cifar10(str(tmp_path))

@@ -1,0 +1,85 @@
+"""Every model fits the data it is given, or says what would."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.nn import functional as F
+
+from dlion import models
+from dlion.data import ImageData, TextData
+from dlion.errors import UserError
+from tests.conftest import ROOT
+
+
+def images(size: int = 32, channels: int = 3, classes: int = 10) -> ImageData:
+    x = torch.randint(256, (8, channels, size, size), dtype=torch.uint8)
+    return ImageData(x, torch.arange(8) % classes, x, torch.arange(8) % classes, classes)
+
+
+def text() -> TextData:
+    tokens = torch.randint(256, (400,), dtype=torch.uint8)
+    return TextData(tokens, tokens, 256, context=16)
+
+
+def node(name: str, **options):
+    return OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml"), options)
+
+
+CASES = [
+    ("vit_tiny", images(28, 1), {}),
+    ("vit_tiny", images(8, 1), {}),
+    ("vit_cifar", images(), {"depth": 1}),
+    ("resnet18", images(28, 1), {}),
+    ("resnet50", images(), {}),
+    ("timm", images(), {"architecture": "resnet10t"}),
+    ("timm", images(), {"patch_size": 8}),
+    ("gpt_tiny", text(), {}),
+    ("gpt_tiny", text(), {"tie_embeddings": False}),
+    ("gpt2", text(), {"n_layer": 1, "n_embd": 32, "n_head": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "options"), CASES)
+def test_model_trains_on_its_data(name, data, options):
+    config = OmegaConf.merge(node(name), options)
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in models.build(config, data).parameters())
+    model = models.build(config, data)
+    assert sum(p.numel() for p in model.parameters()) == counted
+    x, y = data.batch(torch.arange(4), torch.Generator().manual_seed(0))
+    logits = model(x)
+    assert logits.shape == (*y.shape, 10 if data.kind == "image" else 256)
+    F.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_papers_vit_has_its_size():
+    with torch.device("meta"):
+        model = models.build(node("vit_cifar"), images())
+    assert len(model.blocks) == 6 and model.norm.normalized_shape == (512,)
+    assert 9.4e6 < sum(p.numel() for p in model.parameters()) < 9.7e6
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "options", "sentence"),
+    [
+        ("vit_tiny", text(), {}, "type model=gpt_tiny"),
+        ("gpt_tiny", images(), {}, "type model=vit_tiny"),
+        ("vit_tiny", images(28, 1), {"patch_size": 5}, "choose one of 1, 2, 4, 7, 14, 28"),
+        ("vit_tiny", images(), {"heads": 3}, "64 cannot be split over 3 heads"),
+        ("timm", images(), {"architecture": "resnt18"}, "did you mean resnet18"),
+    ],
+)
+def test_what_does_not_fit_is_explained(name, data, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        models.build(OmegaConf.merge(node(name), options), data)
+
+
+def test_nothing_heavy_is_imported_before_it_is_used():
+    code = "import sys, dlion.training, dlion.launch; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    heavy = {"timm", "torchvision", "transformers", "datasets", "wandb", "matplotlib", "plotly"}
+    assert loaded and not heavy & set(loaded.split())

@@ -1,0 +1,80 @@
+"""The plot command on recorded runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dlion.results.curves import make_curves
+from dlion.results.record import find_runs
+
+
+def write_run(root: Path, method: str, seed: int, accuracy: bool = True, lr: float = 1e-3) -> None:
+    directory = root / f"{method}-{seed}-{lr}"
+    (directory / ".hydra").mkdir(parents=True)
+    config = {"optimizer": {"name": method, "lr": lr}, "workers": 8, "seed": seed, "steps": 20}
+    config |= {"model": {"name": "m"}, "dataset": {"name": "d"}}
+    (directory / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    per_step = 16_000 if method == "dlion_mavo" else 500_000
+    rows = []
+    for step in (10, 20):
+        row = {"step": step, "seconds": step / 10, "sent_bytes": step * per_step, "test_loss": 1.0}
+        row["sent_bits_per_parameter"] = 8 * row["sent_bytes"] / 72_000
+        rows.append(row | ({"test_accuracy": 0.5 + step / 100 + seed / 100} if accuracy else {}))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {"optimizer": method, "model": "m", "dataset": "d", "workers": 8}
+    summary |= {"parameters": 72_000, "paper_bits_up": 1, "paper_bits_down": 1}
+    (directory / "summary.json").write_text(json.dumps(summary))
+
+
+def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dlion.results.plot", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_figures_and_table(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "runs", "dlion_mavo", seed)
+        write_run(tmp_path / "runs", "g_lion", seed)
+    run = plot(tmp_path / "runs", "-o", tmp_path / "out" / "figure")
+    assert run.returncode == 0, run.stderr
+    assert "dlion_mavo" in run.stdout and "31.5x" in run.stdout
+    assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "out" / "figure.html").read_text()
+    assert "dlion_mavo" in page and "<script src=" not in page
+
+
+def test_seeds_make_one_curve_and_settings_tell_curves_apart(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, "dlion_mavo", seed)
+    write_run(tmp_path, "dlion_mavo", 0, lr=1e-2)
+    write_run(tmp_path, "g_lion", 0)
+    curves = {c.label: c for c in make_curves(find_runs([tmp_path]), "accuracy")}
+    assert set(curves) == {"dlion_mavo lr=0.001", "dlion_mavo lr=0.01", "g_lion"}
+    curve = curves["dlion_mavo lr=0.001"]
+    assert curve.seeds == 2 and curve.final.tolist() == [0.7, 0.71]
+    assert curve.bits.tolist() == pytest.approx([8 * 160_000 / 72_000, 8 * 320_000 / 72_000])
+
+
+def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path):
+    write_run(tmp_path / "runs", "g_lion", 0, accuracy=False)
+    (tmp_path / "runs" / "g_lion-0-0.001" / "summary.json").unlink()
+    run = plot(tmp_path / "runs", "-o", tmp_path / "figure")
+    assert run.returncode == 0, run.stderr
+    assert "test loss" in run.stdout and "not finished" in run.stdout
+
+
+def test_wrong_input_is_one_clear_line(tmp_path):
+    write_run(tmp_path, "g_lion", 0)
+    write_run(tmp_path, "dlion_mavo", 0, accuracy=False)
+    for arguments, sentence in (
+        ([tmp_path / "nowhere"], "is not a directory"),
+        ([tmp_path], "give runs of one kind"),
+        ([tmp_path, "--metric", "accuracy"], "type --metric loss"),
+    ):
+        run = plot(*arguments, "-o", tmp_path / "x")
+        assert run.returncode == 2
+        assert sentence in run.stderr and len(run.stderr.splitlines()) == 1
