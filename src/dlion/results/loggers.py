@@ -121,8 +121,14 @@ class WandbLogger:
         if self._run is None:
             return
         self._safely(lambda: self._run.summary.update({f"run/{k}": v for k, v in summary.items()}))
-        if self._run is not None and self._safely(self._run.finish) and self._sync:
+        if self._run is not None and self._safely(self._end) and self._sync:
             print(f"recorded offline; to see it in Weights & Biases: {self._sync}", flush=True)
+
+    def _end(self) -> None:
+        import wandb
+
+        self._run.finish()
+        wandb.teardown()  # finish() alone returns before the offline file is written
 
     def _safely(self, action: Callable[[], Any]) -> bool:
         """Whether it worked; if not, nothing more is logged."""
