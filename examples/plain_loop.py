@@ -33,4 +33,5 @@ accuracy = (model(x[4000:]).argmax(1) == y[4000:]).float().mean().item()
 if rank == 0:
     sent = optimizer.channel.traffic.sent_bytes / 300
     print(f"accuracy {accuracy:.1%}, {sent / 1000:.1f} kB sent a step")
+dist.barrier()
 dist.destroy_process_group()

@@ -37,6 +37,8 @@ def work(job: Job) -> float | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     join_process_group(job.backend)
     try:
-        return train(job, Workers.current(job.local))
+        result = train(job, Workers.current(job.local))
+        dist.barrier()  # nobody hangs up while another may still be listening
+        return result
     finally:
         dist.destroy_process_group()
