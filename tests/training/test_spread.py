@@ -9,11 +9,10 @@ from omegaconf import OmegaConf
 
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
-from dlion.launch.check import Job
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.runner import work
-from dlion.training import train
+from dlion.training import Job, train
 from dlion.workers import Workers
 from tests.conftest import ROOT
 

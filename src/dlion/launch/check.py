@@ -1,7 +1,6 @@
 """Wrong values are found here, before any process starts."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,31 +13,8 @@ from dlion.data import ImageData, Sharding, TextData
 from dlion.errors import UserError
 from dlion.launch.environment import Place
 from dlion.results.record import holds_run
+from dlion.training.job import Job
 from dlion.workers import Workers
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked run: what to train, where, and on what.
-
-    Attributes:
-        config: the resolved configuration.
-        processes, local: P processes with so many virtual workers each.
-        device: ``cpu`` or ``cuda``.
-        steps: optimizer steps.
-        data: loaded once; forked processes share it.
-        output_dir: where the run is recorded.
-    """
-
-    config: DictConfig
-    processes: int
-    local: int
-    device: str
-    backend: str
-    steps: int
-    data: ImageData | TextData
-    sharding: Sharding
-    output_dir: Path
 
 
 def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from dlion.launch.check import Job, check
+from dlion.launch.check import check
 from dlion.launch.environment import detect, join_process_group, set_rendezvous
 from dlion.launch.local import report_failure, run_processes
-from dlion.training import train
+from dlion.training import Job, train
 from dlion.workers import Workers
 
 

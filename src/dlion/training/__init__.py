@@ -1,5 +1,6 @@
 """The training loop and what it needs."""
 
+from dlion.training.job import Job
 from dlion.training.loop import train
 
-__all__ = ["train"]
+__all__ = ["Job", "train"]

@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -18,16 +18,14 @@ from dlion.results.record import RunRecord
 from dlion.streams import stream, stream_seed
 from dlion.training.console import RunConsole, human_bytes
 from dlion.training.evaluation import evaluate
+from dlion.training.job import Job
 from dlion.training.replicas import check_replicas, parameters_sha256
 from dlion.training.schedule import make_schedule
 from dlion.training.virtual import VirtualWorkers
 from dlion.workers import Workers
 
-if TYPE_CHECKING:
-    from dlion.launch.check import Job
 
-
-def train(job: "Job", workers: Workers) -> float | None:
+def train(job: Job, workers: Workers) -> float | None:
     """Train in this process as one of ``workers.processes``; the first keeps the records.
 
     Returns the test accuracy, or the test loss for text.
@@ -130,7 +128,7 @@ class Output:
 
     def __init__(
         self,
-        job: "Job",
+        job: Job,
         workers: Workers,
         model: torch.nn.Module,
         optimizer: DistributedOptimizer,

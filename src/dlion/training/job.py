@@ -1,0 +1,33 @@
+"""What the training loop is handed: a checked configuration and loaded data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from dlion.data import ImageData, Sharding, TextData
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run: what to train, where, and on what.
+
+    Attributes:
+        config: the resolved configuration.
+        processes, local: P processes with so many virtual workers each.
+        device: ``cpu`` or ``cuda``.
+        backend: ``gloo`` or ``nccl``.
+        steps: optimizer steps.
+        data: loaded once; forked processes share it.
+        output_dir: where the run is recorded.
+    """
+
+    config: DictConfig
+    processes: int
+    local: int
+    device: str
+    backend: str
+    steps: int
+    data: ImageData | TextData
+    sharding: Sharding
+    output_dir: Path
