@@ -45,10 +45,10 @@ def vit(
 
 def gpt(
     data: ImageData | TextData,
-    dim: int = 128,
-    depth: int = 4,
+    dim: int = 64,
+    depth: int = 2,
     heads: int = 4,
-    mlp_dim: int = 512,
+    mlp_dim: int = 256,
     dropout: float = 0.0,
     tie_embeddings: bool = True,
 ) -> GPT:
