@@ -33,6 +33,17 @@ def test_every_sample_once_an_epoch(size, workers, batch):
     assert orders[0] == orders[1]  # a worker keeps its shard
 
 
+@pytest.mark.parametrize("mode", ["partition", "replicate"])
+def test_every_epoch_has_an_order_of_its_own(mode):
+    sharding = Sharding(200, 2, 20, seed=1, mode=mode)
+    length = sharding.steps_per_epoch
+    orders = [
+        torch.cat([sharding.indices(0, epoch * length + step) for step in range(length)])
+        for epoch in range(3)
+    ]
+    assert not any(torch.equal(orders[a], orders[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
 def test_replicate_shows_every_worker_everything():
     sharding = Sharding(50, 3, 8, seed=1, mode="replicate")
     for worker in range(3):
