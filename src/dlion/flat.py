@@ -8,43 +8,43 @@ from torch import Tensor
 
 from dlion.wire import reference
 
+ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
+
 
 class Bucket:
-    """The parameters of one group, dtype and device, laid out one after the other.
+    """Parameters of one group, dtype and device, laid out one after the other.
 
     Parameters become views into ``params``, so that an update is a few operations on one long
-    vector. Buffers are padded to ``padded`` elements; the padding is always zero on the wire.
+    vector. Each starts at a multiple of 64; the gaps are zero in gradients and never read back.
 
     Attributes:
         tensors, names: the parameters and what they are called (``""`` where unnamed).
         group: the optimizer's parameter group; hyperparameters are read from it at every step.
         spans: ``(start, stop)`` of each parameter.
+        numel: elements, gaps included.
         params: ``[padded]``, in the parameters' dtype.
-        grads: float32 ``[k, padded]``, one row for each local worker.
         own: per-worker state, name -> float32 ``[k, padded]``. Never leaves its worker.
         shared: state that is equal everywhere, name -> float32 ``[padded]``.
-        present: bool ``[k, T]``, which parameters each worker has a gradient for.
     """
 
     def __init__(self, tensors: list[torch.nn.Parameter], names: list[str], group: dict):
         self.tensors, self.names, self.group = tensors, names, group
+        self.device = tensors[0].device
         self.spans: list[tuple[int, int]] = []
-        stop = 0
+        start = 0
         for tensor in tensors:
-            self.spans.append((stop, stop + tensor.numel()))
-            stop += tensor.numel()
-        self.numel = stop
+            self.spans.append((start, start + tensor.numel()))
+            start += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+        self.numel = start
+        self._row: Tensor | None = None
+        self._headers: dict[tuple[bool, ...], Tensor] = {}
 
     def allocate(self, padded: int, local: int, own: list[str], shared: list[str]) -> None:
         """Make the buffers and move the parameters in."""
         first = self.tensors[0]
-        device = first.device
-        self.params = torch.zeros(padded, dtype=first.dtype, device=device)
-        self.grads = torch.zeros(local, padded, device=device)
-        self.own = {name: torch.zeros(local, padded, device=device) for name in own}
-        self.shared = {name: torch.zeros(padded, device=device) for name in shared}
-        self.present = torch.zeros(local, len(self.tensors), dtype=torch.bool)
-        self._grad_views = [self.views(row) for row in self.grads]
+        self.params = torch.zeros(padded, dtype=first.dtype, device=self.device)
+        self.own = {name: torch.zeros(local, padded, device=self.device) for name in own}
+        self.shared = {name: torch.zeros(padded, device=self.device) for name in shared}
         self._param_views = self.views(self.params)
         self.adopt()
 
@@ -54,6 +54,12 @@ class Bucket:
             flat[start:stop].view(tensor.shape)
             for tensor, (start, stop) in zip(self.tensors, self.spans, strict=True)
         ]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value a parameter, ``[T]`` -> ``[padded]``, the same for all its elements."""
+        starts = [start for start, _ in self.spans] + [len(self.params)]
+        sizes = torch.tensor(starts, device=self.device).diff()
+        return values.repeat_interleave(sizes, output_size=len(self.params))
 
     def adopt(self) -> None:
         """Point parameters back into the buffer, should anyone have replaced their storage."""
@@ -67,40 +73,46 @@ class Bucket:
                 view.copy_(tensor.data)
                 tensor.data = view
 
-    def collect(self, worker: int) -> None:
-        """Copy the gradients of the latest backward pass into the row of a local worker."""
-        row = self._grad_views[worker]
-        present = [tensor.grad is not None for tensor in self.tensors]
-        grads = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
-        if any(grad.is_sparse for grad in grads):
-            raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        for view, there in zip(row, present, strict=True):
-            if not there:
+    def gradients(self) -> Tensor:
+        """The latest gradients in one vector, float32 ``[padded]``; the next call overwrites it."""
+        if self._row is None:
+            self._row = torch.zeros(len(self.params), device=self.device)
+            self._row_views = self.views(self._row)
+        views, grads = [], []
+        for view, tensor in zip(self._row_views, self.tensors, strict=True):
+            if tensor.grad is None:
                 view.zero_()
+            else:
+                views.append(view)
+                grads.append(dense(tensor.grad))
         if grads:
-            views = [view for view, there in zip(row, present, strict=True) if there]
             torch._foreach_copy_(views, grads)
-        self.present[worker] = torch.tensor(present)
+        return self._row
+
+    def present(self) -> tuple[bool, ...]:
+        """Which parameters have a gradient."""
+        return tuple(tensor.grad is not None for tensor in self.tensors)
 
     @property
     def header_bytes(self) -> int:
         """Bytes that tell which gradients are there: one bit a parameter, in whole words."""
         return 8 * -(-len(self.tensors) // 64)
 
-    def header(self, worker: int) -> Tensor:
-        """The presence bits of a local worker, uint8 ``[header_bytes]``."""
-        bits = torch.zeros(8 * self.header_bytes, dtype=torch.bool)
-        bits[: len(self.tensors)] = self.present[worker]
-        return reference.pack_bits(bits)
-
-    def missing(self, present: Tensor) -> list[int]:
-        """The parameters, by index, that bool ``[T]`` says nothing is there for."""
-        return [] if bool(present.all()) else (~present).nonzero().flatten().tolist()
+    def header(self, present: tuple[bool, ...]) -> Tensor:
+        """The presence bits of a worker, uint8 ``[header_bytes]``."""
+        known = self._headers.get(present)
+        if known is None:
+            bits = torch.zeros(8 * self.header_bytes, dtype=torch.bool)
+            bits[: len(present)] = torch.tensor(present)
+            known = self._headers[present] = reference.pack_bits(bits).to(self.device)
+        return known
 
     def missing_everywhere(self, headers: Tensor) -> list[int]:
         """The parameters, by index, that no worker has a gradient for: headers uint8 ``[n, h]``."""
+        if torch.equal(headers[0], self.header((True,) * len(self.tensors))):
+            return []
         present = reference.unpack_bits(headers.cpu(), len(self.tensors)).any(0)
-        return self.missing(present)
+        return (~present).nonzero().flatten().tolist()
 
     @contextmanager
     def untouched(self, indices: list[int], *flats: Tensor) -> Iterator[None]:
@@ -110,3 +122,10 @@ class Bucket:
         yield
         for part, old in zip(parts, kept, strict=True):
             part.copy_(old)
+
+
+def dense(grad: Tensor) -> Tensor:
+    """The gradient, if it is one that can be flattened."""
+    if grad.is_sparse:
+        raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
+    return grad

@@ -202,6 +202,52 @@ def test_gradients_accumulate_over_backward_passes():
         torch.testing.assert_close(first.state[p]["momentum"], second.state[q]["momentum"])
 
 
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+@pytest.mark.parametrize("local", [1, 2])
+def test_overlap_and_buckets_keep_every_bit(cls, options, local):
+    results = []
+    for overlap in (False, True):
+        model = net()
+        optimizer = cls(
+            model.parameters(),
+            workers=Workers(local=local),
+            overlap=overlap,
+            bucket_cap_mb=1e-3,
+            **options,
+        )
+        assert len(optimizer.buckets) > 1
+        for t in range(4):
+            for i in range(local):
+                loss_of(model, *samples(10 * t + i)).backward()
+                optimizer.collect(i)
+            optimizer.step()
+        results.append(flat(model))
+    assert torch.equal(*results)
+
+
+def test_with_overlap_gradients_accumulate_in_no_sync():
+    x, y = samples()
+    momenta = []
+    for overlap in (False, True):
+        model = net()
+        optimizer = DLion(model.parameters(), overlap=overlap)
+        with optimizer.no_sync():
+            loss_of(model, x[:32], y[:32]).backward()
+        loss_of(model, x[32:], y[32:]).backward()
+        optimizer.step()
+        momenta.append(optimizer.buckets[0].own["momentum"])
+    assert torch.equal(*momenta)
+
+
+def test_with_overlap_a_second_backward_pass_is_refused():
+    model = net()
+    optimizer = DLion(model.parameters(), overlap=True)
+    loss_of(model, *samples()).backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        loss_of(model, *samples()).backward()
+    del optimizer
+
+
 def test_bfloat16_parameters_and_autocast():
     model = net().to(torch.bfloat16)
     optimizer = DLion(model.parameters(), lr=1e-2)

@@ -37,11 +37,12 @@ class Channel:
         self.workers = workers
         self.traffic = Traffic()
 
-    def scatter(self, parts: Tensor) -> Tensor:
+    def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
         """Send ``parts[i, j]`` from local worker i to worker j.
 
         Args:
             parts: ``[k, n, s]``.
+            out: where to put the result, ``[n, k, s]`` (unused within one process).
 
         Returns:
             ``[n, k, s]``: what each of the n workers sent to each local worker.
@@ -52,18 +53,18 @@ class Channel:
         if w.processes == 1:
             return parts
         outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=w.group)
+        incoming = torch.empty_like(outgoing) if out is None else out
+        dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=w.group)
         return incoming.view(n, k, s)
 
-    def gather(self, part: Tensor) -> Tensor:
-        """Send ``part[i]`` from local worker i to everyone: ``[k, s]`` -> ``[n, s]``."""
+    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """Send ``part[i]`` from local worker i to everyone: ``[k, s]`` -> ``[n, s]`` (``out``)."""
         w = self.workers
         k, s = part.shape
         self._count(k * (w.count - 1) * s, k * (w.count - 1) * s, k * s * (w.processes - 1))
         if w.processes == 1:
             return part
-        everything = part.new_empty(w.count, s)
+        everything = part.new_empty(w.count, s) if out is None else out
         _all_gather(everything, part.contiguous(), group=w.group)
         return everything
 

@@ -14,9 +14,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.streams import stream
-from dlion.wire import Float32, Level, Sign, Sparse, Ternary, Wire, reference
+from dlion.wire import Float32, Level, Sign, Sparse, Ternary, Wire
 
 TIES = ("zero", "plus", "alternate", "random", "previous")
 
@@ -44,64 +45,101 @@ class Exchange(ABC):
         self.state: dict[str, Tensor] = {}
 
     @abstractmethod
-    def post(self, i: int, values: Tensor, header: Tensor | None = None) -> None:
+    def post(self, i: int, values: Tensor) -> None:
         """Put the message of local worker i, ``[numel]`` values of the up wire, in the outbox."""
 
     @abstractmethod
+    def post_header(self, i: int, header: Tensor) -> None:
+        """What goes with each of its parts: uint8 ``[header_bytes]``."""
+
+    @abstractmethod
+    def deliver(self, step: int) -> list[Tensor]:
+        """Exchange what was posted. Returns the packed answers of the n owners.
+
+        They are valid until the next delivery.
+        """
+
+    @abstractmethod
+    def read(self, answers: list[Tensor]) -> Tensor:
+        """Unpack answers: float32 ``[numel]``."""
+
     def __call__(self, step: int) -> Tensor:
-        """Exchange what was posted. Returns the combined answer, float32 ``[numel]``."""
+        """Exchange what was posted and unpack the answer, float32 ``[numel]``."""
+        return self.read(self.deliver(step))
 
 
 class DirectSend(Exchange):
-    """The exchange of fixed-size messages; subclasses say how an owner combines them."""
+    """The exchange of fixed-size messages; subclasses say how an owner combines them.
+
+    All buffers are made once, on ``device``.
+    """
 
     def __init__(
-        self, channel: Channel, numel: int, up: Wire, down: Wire, header_bytes: int = 0
+        self,
+        channel: Channel,
+        numel: int,
+        up: Wire,
+        down: Wire,
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(channel, numel, up, down, header_bytes)
-        self._outbox: Tensor | None = None
+        w = channel.workers
+        k, n, row = w.local, w.count, self.up.nbytes(self.slice) + header_bytes
 
-    def post(self, i: int, values: Tensor, header: Tensor | None = None) -> None:
-        k, n = self.channel.workers.local, self.channel.workers.count
-        size = self.up.nbytes(self.slice)
-        if self._outbox is None:
-            shape = (k, n, size + self.header_bytes)
-            self._outbox = torch.zeros(shape, dtype=torch.uint8, device=values.device)
+        def make(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+        self._outbox = make(k, n, row)
+        self._inbox = make(n, k, row) if w.processes > 1 else None
+        self._answers = make(k, down.nbytes(self.slice))
+        self._everyones = make(n, down.nbytes(self.slice)) if w.processes > 1 else None
+
+    def outbox(self, i: int) -> Tensor:
+        """The message of local worker i before it leaves: uint8 ``[n, up bytes + header]``."""
+        return self._outbox[i]
+
+    def post(self, i: int, values: Tensor) -> None:
+        n, size = self.channel.workers.count, self.up.nbytes(self.slice)
         self._outbox[i, :, :size] = self.up.encode(values.view(n, self.slice))
-        if header is not None:
-            self._outbox[i, :, size:] = header
 
-    def __call__(self, step: int) -> Tensor:
-        assert self._outbox is not None, "post() comes first"
-        size = self.up.nbytes(self.slice)
-        received = self.channel.scatter(self._outbox)
-        self.headers = received[:, 0, size:]
-        answers = self.channel.gather(self.combine(received[..., :size], step))
-        return self.read(answers).flatten()
+    def post_header(self, i: int, header: Tensor) -> None:
+        self._outbox[i, :, self.up.nbytes(self.slice) :] = header
 
-    @abstractmethod
-    def combine(self, messages: Tensor, step: int) -> Tensor:
-        """The owner's work: ``[n, k, up bytes]`` -> packed answers ``[k, down bytes]``."""
+    def deliver(self, step: int) -> list[Tensor]:
+        received = self.channel.scatter(self._outbox, self._inbox)
+        self.headers = received[:, 0, self.up.nbytes(self.slice) :]
+        for j, answer in enumerate(self._answers):
+            self.combine(received, j, step, answer)
+        return [self.channel.gather(self._answers, self._everyones)]
 
     @abstractmethod
-    def read(self, answers: Tensor) -> Tensor:
-        """Packed answers ``[n, down bytes]`` -> float32 ``[n, slice]``."""
+    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
+        """The work of local owner j: ``received[:, j]``, headers last -> packed ``answer``."""
 
 
 class DenseMean(DirectSend):
     """The mean of float32 messages, added in the order of the workers."""
 
-    def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
-        super().__init__(channel, numel, Float32(), Float32(), header_bytes)
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(channel, numel, Float32(), Float32(), header_bytes, device)
 
-    def combine(self, messages: Tensor, step: int) -> Tensor:
-        total = self.up.decode(messages[0], self.slice).clone()
-        for message in messages[1:]:
-            total += self.up.decode(message, self.slice)
-        return self.down.encode(total.div_(messages.shape[0]))
+    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
+        rows = received[:, j].view(torch.float32)[:, : self.slice]
+        total = answer.view(torch.float32)
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            total += row
+        total /= len(rows)
 
-    def read(self, answers: Tensor) -> Tensor:
-        return self.down.decode(answers, self.slice)
+    def read(self, answers: list[Tensor]) -> Tensor:
+        return answers[0].view(torch.float32).flatten()
 
 
 class LevelSum(DirectSend):
@@ -114,13 +152,13 @@ class LevelSum(DirectSend):
     the mean, scaled to [-1, 1]. ``answer="sign"`` sends back its sign; ``ties`` says what a sum of
     exactly zero becomes, which only happens where ``n (levels - 1)`` is even:
 
+    - ``previous``: the owner's last answer (+1 at first); it keeps one bit per owned parameter.
     - ``zero``: no change. An answer then has three values and costs 1.6 bits instead of 1.
     - ``plus``: +1. Biased: coordinates that nobody knows about drift.
     - ``alternate``: +1 on even steps, -1 on odd ones.
     - ``random``: a fair coin from the owner's stream.
-    - ``previous``: the owner's last answer (+1 at first); it keeps one bit per owned parameter.
 
-    All but ``zero`` cost 1 bit down.
+    All but ``zero`` cost 1 bit down. ``previous`` learns fastest (results/ties).
     """
 
     def __init__(
@@ -129,9 +167,10 @@ class LevelSum(DirectSend):
         numel: int,
         levels: int = 2,
         answer: str = "sign",
-        ties: str = "alternate",
+        ties: str = "previous",
         seed: int = 0,
         header_bytes: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         n = channel.workers.count
         self.levels, self.answer, self.ties, self.seed = levels, answer, ties, seed
@@ -141,61 +180,83 @@ class LevelSum(DirectSend):
         down: Wire = Level(self.largest + 1)
         if answer == "sign":
             down = Ternary() if ties == "zero" and self.can_tie else Sign()
-        super().__init__(channel, numel, up, down, header_bytes)
+        super().__init__(channel, numel, up, down, header_bytes, device)
+        self.words = self.slice // 64
+        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
+        if answer == "sign" and ties == "previous" and self.can_tie:
+            k = channel.workers.local
+            self.state = {"previous": self._masks.new_full((k, self.words), -1)}
 
-    def combine(self, messages: Tensor, step: int) -> Tensor:
-        rows = messages.unflatten(-1, (int(self.up.bits), -1)).view(torch.int64)
-        total = reference.sum_planes(rows, self.levels - 1)
+    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
+        n, row = self.channel.workers.count, received.shape[-1] // 8
+        rows = received.view(n, -1).view(torch.int64)
+        use = kernels.choose(received)
+        message = (rows, j * row, self.words, int(self.up.bits), self.levels - 1)
         if self.answer == "level":
-            return total.view(torch.uint8).flatten(-2)
-        positive, tie = reference.compare_planes(total, self.largest // 2)
-        if not self.can_tie:
-            return positive.view(torch.uint8)
-        if self.ties == "zero":
-            negative = (~(positive | tie)).view(torch.uint8)
-            votes = reference.unpack_bits(positive.view(torch.uint8), self.slice).to(torch.int8)
-            return self.down.encode(
-                votes - reference.unpack_bits(negative, self.slice).to(torch.int8)
-            )
-        return self._break_ties(positive, tie, step).view(torch.uint8)
+            use.sum_planes(*message, answer.view(torch.int64))
+            return
+        positive, tie = self._masks
+        use.compare_sum(*message, self.largest // 2, positive, tie)
+        if isinstance(self.down, Ternary):
+            use.pack_votes(positive, tie, answer)
+            return
+        if self.can_tie:
+            self._break_ties(positive, tie, j, step)
+        answer.view(torch.int64).copy_(positive)
 
-    def _break_ties(self, positive: Tensor, tie: Tensor, step: int) -> Tensor:
-        if self.ties == "plus":
-            return positive | tie
-        if self.ties == "alternate":
-            return positive | tie if step % 2 == 0 else positive
+    def _break_ties(self, positive: Tensor, tie: Tensor, j: int, step: int) -> None:
+        """Add to the mask of positive sums the ties that become +1."""
         if self.ties == "random":
-            coins = torch.empty_like(tie)
-            for row, worker in zip(coins, self.channel.workers.ids, strict=True):
-                owner = stream(self.seed, "ties", worker, step, device=row.device)
-                row.random_(-(2**63), None, generator=owner)
-            return positive | tie & coins
-        last = self.state.get("previous", torch.full_like(tie, -1))
-        self.state["previous"] = positive | tie & last
-        return self.state["previous"]
+            worker = self.channel.workers.ids[j]
+            owner = stream(self.seed, "ties", worker, step, device=tie.device)
+            tie &= torch.empty_like(tie).random_(-(2**63), None, generator=owner)
+        elif self.ties == "previous":
+            tie &= self.state["previous"][j]
+        elif self.ties == "alternate" and step % 2:
+            return
+        positive |= tie
+        if self.ties == "previous":
+            self.state["previous"][j] = positive
 
-    def read(self, answers: Tensor) -> Tensor:
-        values = self.down.decode(answers, self.slice).to(torch.float32)
+    def read(self, answers: list[Tensor]) -> Tensor:
+        values = self.down.decode(answers[0], self.slice).to(torch.float32).flatten()
         if self.answer == "level":
             return values.mul_(2 / self.largest).sub_(1)
         return values if isinstance(self.down, Ternary) else values.mul_(2).sub_(1)
+
+    def apply(self, params: Tensor, answers: list[Tensor], lr: float, weight_decay: float) -> None:
+        """``x <- (1 - lr wd) x - lr a`` from the packed answers a, unpacking on the fly."""
+        packed, use = answers[0], kernels.choose(params)
+        if isinstance(self.down, Ternary):
+            use.apply_trits(params, packed, self.slice, lr, weight_decay)
+        elif self.answer == "level":
+            use.apply_levels(params, packed.view(torch.int64), self.largest, lr, weight_decay)
+        else:
+            use.apply_signs(params, packed.view(torch.int64), lr, weight_decay)
 
 
 class TernarySum(DirectSend):
     """The mean of ``{-1, 0, 1}``: 1.6 bits up, the sum in ``ceil(log2(2 n + 1))`` bits down."""
 
-    def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         down = Level(2 * channel.workers.count + 1)
-        super().__init__(channel, numel, Ternary(), down, header_bytes)
+        super().__init__(channel, numel, Ternary(), down, header_bytes, device)
 
-    def combine(self, messages: Tensor, step: int) -> Tensor:
-        n = messages.shape[0]
+    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
+        messages = received[:, j, : self.up.nbytes(self.slice)]
         total = self.up.decode(messages, self.slice).sum(0, dtype=torch.int32)
-        return self.down.encode(total.add_(n))
+        answer.copy_(self.down.encode(total.add_(len(messages))))
 
-    def read(self, answers: Tensor) -> Tensor:
-        n = answers.shape[0]
-        return self.down.decode(answers, self.slice).sub_(n).to(torch.float32).div_(n)
+    def read(self, answers: list[Tensor]) -> Tensor:
+        n = self.channel.workers.count
+        sums = self.down.decode(answers[0], self.slice)
+        return sums.sub_(n).to(torch.float32).div_(n).flatten()
 
 
 class SparseMean(Exchange):
@@ -211,19 +272,24 @@ class SparseMean(Exchange):
     def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
         super().__init__(channel, numel, Sparse(), Sparse(), header_bytes)
         self.dense = Float32()
-        self._posts: dict[int, tuple[list[Tensor], Tensor, Tensor | None]] = {}
+        self._posts: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._post_headers: dict[int, Tensor] = {}
+        self._counts: list[int] = []
 
     def post(  # type: ignore[override]
-        self, i: int, indices: Tensor, values: Tensor, header: Tensor | None = None
+        self, i: int, indices: Tensor, values: Tensor
     ) -> None:
         """Put the entries ``[m]`` of local worker i in the outbox; indices ascend."""
         n = self.channel.workers.count
         edges = torch.arange(n + 1, device=indices.device) * self.slice
         counts = torch.searchsorted(indices, edges).diff()
         packed = self.up.encode(indices % self.slice, values)
-        self._posts[i] = (list(packed.split((8 * counts).tolist())), counts, header)
+        self._posts[i] = (list(packed.split((8 * counts).tolist())), counts)
 
-    def __call__(self, step: int) -> Tensor:
+    def post_header(self, i: int, header: Tensor) -> None:
+        self._post_headers[i] = header
+
+    def deliver(self, step: int) -> list[Tensor]:
         w = self.channel.workers
         posts = [self._posts.pop(i) for i in range(w.local)]
         received = self._scatter(posts)
@@ -241,23 +307,22 @@ class SparseMean(Exchange):
         told = self.channel.gather(header.view(w.local, 4)).view(torch.int32).flatten().tolist()
         dense = self.dense.nbytes(self.slice)
         sizes = [dense if count < 0 else self.down.nbytes(count) for count in told]
-        return self._read(self.channel.gather_ragged(answers, sizes), told)
+        self._counts = told
+        return self.channel.gather_ragged(answers, sizes)
 
-    def _scatter(
-        self, posts: list[tuple[list[Tensor], Tensor, Tensor | None]]
-    ) -> list[list[Tensor]]:
+    def _scatter(self, posts: list[tuple[list[Tensor], Tensor]]) -> list[list[Tensor]]:
         """Send the counts with the headers, then the entries they announce."""
-        counts = torch.stack([count for _, count, _ in posts]).to(torch.int32)
+        counts = torch.stack([count for _, count in posts]).to(torch.int32)
         announce = counts.unsqueeze(-1).view(torch.uint8)
         if self.header_bytes:
-            headers = torch.stack([header for _, _, header in posts])
+            headers = torch.stack([self._post_headers[i] for i in range(len(posts))])
             announce = torch.cat(
                 [announce, headers.unsqueeze(1).expand(-1, counts.shape[1], -1)], dim=-1
             )
         told = self.channel.scatter(announce.contiguous())
         self.headers = told[:, 0, 4:]
         sizes = 8 * told[..., :4].contiguous().view(torch.int32).squeeze(-1)
-        return self.channel.scatter_ragged([parts for parts, _, _ in posts], sizes)
+        return self.channel.scatter_ragged([parts for parts, _ in posts], sizes)
 
     def _answer(self, total: Tensor) -> tuple[Tensor, int]:
         """The packed answer about one slice, and its number of entries (-1: all of them)."""
@@ -266,9 +331,9 @@ class SparseMean(Exchange):
             return self.down.encode(indices, total[indices]), indices.numel()
         return self.dense.encode(total), -1
 
-    def _read(self, answers: list[Tensor], counts: list[int]) -> Tensor:
+    def read(self, answers: list[Tensor]) -> Tensor:
         result = torch.zeros(len(answers), self.slice, device=answers[0].device)
-        for row, answer, count in zip(result, answers, counts, strict=True):
+        for row, answer, count in zip(result, answers, self._counts, strict=True):
             if count < 0:
                 row.copy_(self.dense.decode(answer, self.slice))
             else:

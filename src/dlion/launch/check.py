@@ -48,7 +48,7 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
         data.train_size, config.workers, config.batch_size, config.seed, config.dataset.sharding
     )
     steps = config.steps or config.epochs * sharding.steps_per_epoch
-    _check_method(config, data)
+    _check_method(config, data, device)
     return Job(
         config,
         processes,
@@ -125,11 +125,19 @@ def _processes(config: DictConfig, device: str, place: Place | None) -> int:
     return place.processes
 
 
-def _check_method(config: DictConfig, data: ImageData | TextData) -> None:
+def _check_method(config: DictConfig, data: ImageData | TextData, device: str) -> None:
     """Build model and optimizer without memory: whatever they refuse, they refuse here."""
     with torch.device("meta"):
         model = models.build(config.model, data)
     try:
-        make(config.optimizer, model.named_parameters(), workers=Workers(), seed=config.seed)
+        optimizer = make(
+            config.optimizer,
+            model.named_parameters(),
+            workers=Workers(local=config.workers),
+            seed=config.seed,
+            bucket_cap_mb=config.bucket_cap_mb,
+        )
     except (ValueError, TypeError) as error:
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
+    if device == "cpu":
+        optimizer.prepare()  # compiled once, before the fork, not by every process

@@ -1,15 +1,27 @@
 """The walk that every method shares: collect gradients, speak, exchange, update."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 
 from dlion.exchange import Channel, Exchange, Traffic
 from dlion.flat import Bucket
+from dlion.optim.courier import Courier
 from dlion.workers import Workers
+
+
+class Common(TypedDict, total=False):
+    """Keyword arguments of every optimizer, see :class:`DistributedOptimizer`."""
+
+    workers: Workers | None
+    seed: int
+    overlap: bool
+    bucket_cap_mb: float | None
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -28,7 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     state differs from worker to worker: save it on every rank, not on rank 0 alone.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
-    with its own data, and call :meth:`collect` after each; then ``step()``.
+    with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch.
@@ -38,6 +50,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         defaults: hyperparameters.
         workers: who takes part; by default the processes of the default process group.
         seed: of all random draws of the method (the same on every process).
+        overlap: let messages leave during the (last virtual worker's) backward pass, bucket by
+            bucket, as soon as the gradients of a bucket are there. Then what changes gradients
+            between ``backward()`` and ``step()``, clipping say, comes too late, and all but the
+            last of several backward passes per step must run in :meth:`no_sync`. The result is the
+            same to the bit.
+        bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
+            float32 (as DistributedDataParallel's). None: one bucket a group.
 
     Subclasses fill in the method: the names of their state, the exchange, what a worker says and
     what is done with the answer.
@@ -54,14 +73,22 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         defaults: dict[str, Any],
         workers: Workers | None = None,
         seed: int = 0,
+        overlap: bool = False,
+        bucket_cap_mb: float | None = None,
     ):
         _check(defaults)
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
         self.workers = workers or Workers.current()
-        self.seed = seed
+        self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.channel = Channel(self.workers)
         self.buckets: list[Bucket] = []
         self._exchanges: list[Exchange] = []
         self._collected: set[int] = set()
+        self._waiting: list[int] = []  # parameters of each bucket whose gradient is not there yet
+        self._sent = 0  # buckets whose messages have left
+        self._synchronising = True
+        self._courier = Courier(self.channel, overlap)
         super().__init__(params, {**defaults, "steps": 0})
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
 
@@ -74,16 +101,19 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def make_exchange(self, bucket: Bucket) -> Exchange:
         """The exchange for a bucket of ``bucket.numel`` parameters."""
 
-    @abstractmethod
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        """What local worker i says: the values to post, from its gradient and its own state."""
+    def prepare(self) -> None:
+        """Compile what the first step needs, so that processes forked later inherit it."""
 
     @abstractmethod
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
-        """Apply the combined answer, float32 ``[padded]``, to ``bucket.params``."""
+    def speak(self, bucket: Bucket, exchange: Any, i: int, step: int) -> None:
+        """Post what local worker i says, from its gradients (``bucket``) and its own state."""
 
-    def prepare(self, bucket: Bucket, step: int) -> None:
-        """Anything workers must agree on before they speak (a shared scale, say)."""
+    def agree(self, bucket: Bucket, exchange: Any, step: int) -> None:
+        """Anything workers must agree on before messages travel (a shared scale, say)."""
+
+    @abstractmethod
+    def update(self, bucket: Bucket, exchange: Any, answers: list[Tensor], step: int) -> None:
+        """Apply the packed answers of ``exchange`` to ``bucket.params``."""
 
     def finish(self, bucket: Bucket, step: int) -> None:
         """Anything workers do together after the update (synchronise momentum, say)."""
@@ -97,20 +127,49 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         for index, param in enumerate(group["params"]):
             kinds.setdefault((param.dtype, param.device), []).append(index)
         for indices in kinds.values():
-            bucket = Bucket(
-                [group["params"][i] for i in indices], [names[i] for i in indices], group
-            )
-            exchange = self.make_exchange(bucket)
-            bucket.allocate(exchange.numel, self.workers.local, self.own_state, self.shared_state)
-            self.channel.broadcast(bucket.params)
-            self.buckets.append(bucket)
-            self._exchanges.append(exchange)
-            self._publish_state(bucket)
+            for part in self._cut(indices, group["params"]):
+                self._add_bucket([group["params"][i] for i in part], [names[i] for i in part])
+
+    def _cut(self, indices: list[int], params: list[Tensor]) -> list[list[int]]:
+        """Parameters by bucket, in the order in which a backward pass is done with them."""
+        if self.bucket_cap_mb is None:
+            return [indices]
+        parts: list[list[int]] = []
+        room = 0.0
+        for i in reversed(indices):
+            size = 4 * params[i].numel()
+            if not parts or room < size:
+                parts.append([])
+                room = self.bucket_cap_mb * 1e6
+            parts[-1].append(i)
+            room -= size
+        return parts
+
+    def _add_bucket(self, tensors: list[torch.nn.Parameter], names: list[str]) -> None:
+        bucket = Bucket(tensors, names, self.param_groups[-1])
+        exchange = self.make_exchange(bucket)
+        bucket.allocate(exchange.numel, self.workers.local, self.own_state, self.shared_state)
+        self.channel.broadcast(bucket.params)
+        if self.overlap:
+            ready = partial(self._ready, len(self.buckets))
+            for tensor in tensors:
+                tensor.register_post_accumulate_grad_hook(ready)
+        self.buckets.append(bucket)
+        self._exchanges.append(exchange)
+        self._waiting.append(len(tensors))
+        self._publish_state(bucket)
 
     def collect(self, worker: int) -> None:
         """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters."""
         self._take(worker)
         self.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With ``overlap``: backward passes in here only accumulate gradients."""
+        self._synchronising = False
+        yield
+        self._synchronising = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,38 +184,73 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        local = self.workers.local
-        if local == 1 and not self._collected:
-            self._take(0)
-        if len(self._collected) != local:
-            missing = sorted(set(range(local)) - self._collected)
+        last = self.workers.local - 1
+        if last not in self._collected and len(self._collected) == last:
+            self._take(last)
+        if len(self._collected) != self.workers.local:
+            missing = sorted(set(range(self.workers.local)) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        self._collected.clear()
-        for bucket, exchange in zip(self.buckets, self._exchanges, strict=True):
-            self._step(bucket, exchange, bucket.group["steps"])
+        while self._sent < len(self.buckets):
+            self._send()
+        pairs = zip(self.buckets, self._exchanges, strict=True)
+        for place, (bucket, exchange) in enumerate(pairs):
+            answers = self._courier.receive(place)
+            bucket.adopt()
+            step = bucket.group["steps"]
+            missing = bucket.missing_everywhere(exchange.headers)
+            with bucket.untouched(missing, bucket.params, *bucket.shared.values()):
+                self.update(bucket, exchange, answers, step)
+        for bucket in self.buckets:
+            self.finish(bucket, bucket.group["steps"])
         for group in self.param_groups:
             group["steps"] += 1
+        self._collected.clear()
+        self._sent = 0
+        self._waiting = [len(bucket.tensors) for bucket in self.buckets]
         return loss
 
     def _take(self, worker: int) -> None:
-        for bucket in self.buckets:
-            bucket.collect(worker)
-        self._collected.add(worker)
+        """Let a local worker speak, about all buckets that have not left yet."""
+        if worker not in self._collected:
+            self._collected.add(worker)
+            for place in range(self._sent, len(self.buckets)):
+                self._speak(place, worker)
 
-    def _step(self, bucket: Bucket, exchange: Exchange, step: int) -> None:
-        bucket.adopt()
-        self.prepare(bucket, step)
-        for i in range(self.workers.local):
-            if not self.skips_missing:
-                bucket.present[i] = True
-            missing = bucket.missing(bucket.present[i])
-            with bucket.untouched(missing, *(rows[i] for rows in bucket.own.values())):
-                exchange.post(i, *self.speak(bucket, i, step), header=bucket.header(i))
-        answer = exchange(step)
-        missing = bucket.missing_everywhere(exchange.headers)
-        with bucket.untouched(missing, bucket.params, *bucket.shared.values()):
-            self.update(bucket, answer, step)
-        self.finish(bucket, step)
+    @torch.no_grad()
+    def _ready(self, place: int, _: Tensor) -> None:
+        """After a gradient has been accumulated: send what is complete, in the buckets' order."""
+        last = self.workers.local - 1
+        if not self._synchronising or len(self._collected - {last}) != last:
+            return
+        self._waiting[place] -= 1
+        if self._waiting[place] < 0:
+            raise RuntimeError(
+                "a second backward pass after messages have left: run all but the last backward"
+                " pass of a step in `with optimizer.no_sync():`, or create it with overlap=False"
+            )
+        while self._sent < len(self.buckets) and self._waiting[self._sent] == 0:
+            self._speak(self._sent, last)
+            self._send()
+
+    def _speak(self, place: int, i: int) -> None:
+        bucket, exchange = self.buckets[place], self._exchanges[place]
+        present = bucket.present() if self.skips_missing else (True,) * len(bucket.tensors)
+        missing = [] if all(present) else [t for t, there in enumerate(present) if not there]
+        with bucket.untouched(missing, *(rows[i] for rows in bucket.own.values())):
+            self.speak(bucket, exchange, i, bucket.group["steps"])
+        exchange.post_header(i, bucket.header(present))
+
+    def _send(self) -> None:
+        """Send the messages of the next bucket."""
+        bucket, exchange = self.buckets[self._sent], self._exchanges[self._sent]
+        step = bucket.group["steps"]
+
+        def exchanged() -> list[Tensor]:
+            self.agree(bucket, exchange, step)
+            return exchange.deliver(step)
+
+        self._courier.send(self._sent, exchanged)
+        self._sent += 1
 
     def _publish_state(self, bucket: Bucket) -> None:
         """Show the flat state as ``self.state[param][name]``, as views."""
@@ -193,7 +287,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                     )
                 view.copy_(value)
         for exchange, saved in zip(self._exchanges, state_dict.get("exchanges", []), strict=False):
-            exchange.state = {name: value.clone() for name, value in saved.items()}
+            for name, value in saved.items():
+                exchange.state[name].copy_(value)
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -1,16 +1,15 @@
 """Baselines that exchange whole gradients: the quality to reach, and the traffic to beat."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from dlion.exchange import DenseMean
 from dlion.flat import Bucket
-from dlion.optim.base import DistributedOptimizer
-from dlion.optim.rules import lion_direction
-from dlion.optim.updates import adamw, descent
-from dlion.workers import Workers
+from dlion.kernels.reference import descend, lion_direction
+from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.updates import adamw
 
 
 class MeanGradientOptimizer(DistributedOptimizer):
@@ -21,10 +20,10 @@ class MeanGradientOptimizer(DistributedOptimizer):
         return 32, 32
 
     def make_exchange(self, bucket: Bucket) -> DenseMean:
-        return DenseMean(self.channel, bucket.numel, bucket.header_bytes)
+        return DenseMean(self.channel, bucket.numel, bucket.header_bytes, bucket.device)
 
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        return (bucket.grads[i],)
+    def speak(self, bucket: Bucket, exchange: DenseMean, i: int, step: int) -> None:
+        exchange.post(i, bucket.gradients())
 
 
 class GAdamW(MeanGradientOptimizer):
@@ -43,20 +42,18 @@ class GAdamW(MeanGradientOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, workers, seed)
+        super().__init__(params, defaults, **common)
 
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
+    def update(self, bucket: Bucket, exchange: DenseMean, answers: list[Tensor], step: int) -> None:
         group, state = bucket.group, bucket.shared
         adamw(
             bucket.params,
             state["exp_avg"],
             state["exp_avg_sq"],
-            answer,
+            exchange.read(answers),
             step + 1,
             group["lr"],
             group["betas"],
@@ -85,14 +82,12 @@ class GLion(MeanGradientOptimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, workers, seed)
+        super().__init__(params, defaults, **common)
 
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
-        group = bucket.group
-        direction = lion_direction(bucket.shared["momentum"], answer, *group["betas"])
-        descent(bucket.params, direction.sign_(), group["lr"], group["weight_decay"])
+    def update(self, bucket: Bucket, exchange: DenseMean, answers: list[Tensor], step: int) -> None:
+        group, mean = bucket.group, exchange.read(answers)
+        direction = lion_direction(bucket.shared["momentum"], mean, *group["betas"])
+        descend(bucket.params, direction.sign_(), group["lr"], group["weight_decay"])

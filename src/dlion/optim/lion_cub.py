@@ -2,28 +2,31 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from dlion.exchange import TIES, DenseMean, LevelSum
+from dlion import kernels
+from dlion.exchange import DenseMean, LevelSum
 from dlion.flat import Bucket
-from dlion.optim.base import DistributedOptimizer
-from dlion.optim.rules import lion_direction, one_bit_sign, quantise
-from dlion.optim.updates import descent
-from dlion.workers import Workers
+from dlion.optim.base import Common
+from dlion.optim.voting import LevelOptimizer
 
 BITS = (1, 2, 4, 8)
 SCALES = ("l1", "max", "geometric")
 
 
-class LionCub(DistributedOptimizer):
+class LionCub(LevelOptimizer):
     """Lion Cub: a majority vote weighted by p-bit magnitudes, with momentum synchronised if asked.
 
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``q_i = clip(round(u_i / c_i * s / 2), -s, s)`` with
-    ``s = 2**(p - 1) - 1`` and c_i the scale of each parameter tensor (see
-    :func:`dlion.optim.rules.quantise`), ``m_i <- b2 m_i + (1 - b2) g_i``.
+    ``s = 2**(p - 1) - 1`` and c_i the scale of each parameter tensor, ``m_i <- b2 m_i + (1 - b2)
+    g_i``. The scale is the mean of ``|u|`` (``l1``), its maximum (``max``) or its geometric mean
+    over the entries that are not zero (``geometric``). A mean-sized entry lands at half of the
+    range and whatever is twice as large saturates; with ``max`` the factor is s, so that the range
+    is used up. (The authors' code keeps s / 2 there, which wastes one bit.) Nothing is sent but q.
+    NaN says 0, and so does all of a tensor whose scale is not finite.
     Everyone: ``x <- (1 - lr wd) x - lr sign(sum q_i)``.
     Source: Ishikawa et al. 2024 (arXiv 2411.16462). Their all-reduce adds inside the p-bit
     container, so their s shrinks with n; here the owner of a slice adds with as many bits as the
@@ -44,8 +47,6 @@ class LionCub(DistributedOptimizer):
             (pass ``model.named_parameters()``). None: all.
     """
 
-    own_state = ["momentum"]
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -58,16 +59,12 @@ class LionCub(DistributedOptimizer):
         momentum_sync: int | str = 0,
         sync_rate: float = 1.0,
         sync_pattern: str | None = None,
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        **common: Unpack[Common],
     ):
         if bits not in BITS:
             raise ValueError(f"bits={bits} is not possible: choose 1, 2, 4 or 8")
         if scale not in SCALES:
             raise ValueError(f"scale={scale} is unknown: choose one of {', '.join(SCALES)}")
-        if ties not in TIES:
-            raise ValueError(f"ties={ties} is unknown: choose one of {', '.join(TIES)}")
         if momentum_sync != "exponential" and not (
             isinstance(momentum_sync, int) and momentum_sync >= 0
         ):
@@ -75,13 +72,13 @@ class LionCub(DistributedOptimizer):
                 f"momentum_sync={momentum_sync} is not possible: give a number of steps (0 for"
                 " never) or exponential"
             )
-        self.bits, self.scale, self.ties = bits, scale, ties
+        self.bits, self.scale = bits, scale
         self.momentum_sync, self.sync_rate = momentum_sync, sync_rate
         self.sync_pattern = sync_pattern
         self.levels = 2 if bits == 1 else 2**bits - 1
         self._sync_exchanges: dict[Bucket, DenseMean] = {}
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, workers, seed)
+        super().__init__(params, defaults, ties, **common)
         if sync_pattern is not None and not any(self._synchronised(b) for b in self.buckets):
             raise ValueError(
                 f"sync_pattern={sync_pattern} matches no parameter name: pass"
@@ -100,21 +97,32 @@ class LionCub(DistributedOptimizer):
             ties=self.ties,
             seed=self.seed,
             header_bytes=bucket.header_bytes,
+            device=bucket.device,
         )
 
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        direction = lion_direction(
-            bucket.own["momentum"][i], bucket.grads[i], *bucket.group["betas"]
-        )
+    def encode(
+        self,
+        exchange: LevelSum,
+        message: Tensor,
+        at: int,
+        momentum: Tensor,
+        grad: Tensor,
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        use = kernels.choose(momentum, grad)
         if self.bits == 1:
-            return (one_bit_sign(direction, step),)
+            positive = step % 2 == 0
+            use.encode_signs(message, at, momentum, grad, beta1, beta2, positive, exchange.words)
+            return
         largest = (self.levels - 1) // 2
-        quantised = quantise(direction, bucket.spans, largest, self.scale)
-        return (quantised.add_(largest).to(torch.int32),)
-
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
-        group = bucket.group
-        descent(bucket.params, answer, group["lr"], group["weight_decay"])
+        unit = use.measure(momentum, grad, beta1, self.scale)
+        smallest = torch.finfo(unit.dtype).tiny
+        multiplier = (largest if self.scale == "max" else largest / 2) / unit.clamp(min=smallest)
+        use.encode_levels(
+            message, at, momentum, grad, beta1, beta2, multiplier, largest, exchange.words
+        )
 
     def finish(self, bucket: Bucket, step: int) -> None:
         spans = self._synchronised(bucket)

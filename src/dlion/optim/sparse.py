@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from dlion.exchange import SparseMean
 from dlion.flat import Bucket
-from dlion.optim.base import DistributedOptimizer
+from dlion.kernels.reference import descend
+from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.rules import largest_entries
-from dlion.optim.updates import descent, momentum_descent
-from dlion.workers import Workers
+from dlion.optim.updates import momentum_descent
 
 
 class SparseOptimizer(DistributedOptimizer):
@@ -24,13 +24,12 @@ class SparseOptimizer(DistributedOptimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         density: float,
-        workers: Workers | None,
-        seed: int,
+        **common: Unpack[Common],
     ):
         if not 0 < density <= 1:
             raise ValueError(f"density={density} is out of range: it must be in (0, 1]")
         self.density = density
-        super().__init__(params, defaults, workers, seed)
+        super().__init__(params, defaults, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:
@@ -64,26 +63,26 @@ class GradDrop(SparseOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         density: float = 0.04,
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, density, workers, seed)
+        super().__init__(params, defaults, density, **common)
 
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        residual = bucket.own["residual"][i].add_(bucket.grads[i])
+    def speak(self, bucket: Bucket, exchange: SparseMean, i: int, step: int) -> None:
+        residual = bucket.own["residual"][i].add_(bucket.gradients())
         indices = largest_entries(residual, bucket.spans, self.density)
         values = residual[indices]
         residual[indices] = 0
-        return indices, values
+        exchange.post(i, indices, values)
 
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
+    def update(
+        self, bucket: Bucket, exchange: SparseMean, answers: list[Tensor], step: int
+    ) -> None:
         group = bucket.group
         momentum_descent(
             bucket.params,
             bucket.shared["momentum_buffer"],
-            answer,
+            exchange.read(answers),
             group["lr"],
             group["momentum"],
             group["weight_decay"],
@@ -117,16 +116,14 @@ class DGC(SparseOptimizer):
         density: float = 0.04,
         warmup_steps: int = 0,
         clip_norm: float | None = None,
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        **common: Unpack[Common],
     ):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, density, workers, seed)
+        super().__init__(params, defaults, density, **common)
 
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        grad = bucket.grads[i]
+    def speak(self, bucket: Bucket, exchange: SparseMean, i: int, step: int) -> None:
+        grad = bucket.gradients()
         if self.clip_norm is not None:
             bound = self.clip_norm / math.sqrt(self.workers.count)
             grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
@@ -136,11 +133,13 @@ class DGC(SparseOptimizer):
         values = accumulated[indices]
         accumulated[indices] = 0
         velocity[indices] = 0
-        return indices, values
+        exchange.post(i, indices, values)
 
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
+    def update(
+        self, bucket: Bucket, exchange: SparseMean, answers: list[Tensor], step: int
+    ) -> None:
         group = bucket.group
-        descent(bucket.params, answer, group["lr"], group["weight_decay"])
+        descend(bucket.params, exchange.read(answers), group["lr"], group["weight_decay"])
 
     def _density(self, step: int) -> float:
         if step >= self.warmup_steps:

@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.exchange import TernarySum
 from dlion.flat import Bucket
-from dlion.optim.base import DistributedOptimizer
+from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.rules import clip_by_deviation, ternarise
 from dlion.optim.updates import momentum_descent
 from dlion.streams import stream
-from dlion.workers import Workers
 
 
 class TernGrad(DistributedOptimizer):
@@ -41,43 +40,44 @@ class TernGrad(DistributedOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         clip: float = 2.5,
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        **common: Unpack[Common],
     ):
         self.clip = clip
-        self._clipped: list[Tensor] = []
+        self._clipped: dict[tuple[Bucket, int], tuple[Tensor, Tensor]] = {}
+        self._scales: dict[Bucket, Tensor] = {}
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, workers, seed)
+        super().__init__(params, defaults, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:
         return 1.5, math.log2(2 * self.workers.count + 1)
 
     def make_exchange(self, bucket: Bucket) -> TernarySum:
-        return TernarySum(self.channel, bucket.numel, bucket.header_bytes)
+        return TernarySum(self.channel, bucket.numel, bucket.header_bytes, bucket.device)
 
-    def prepare(self, bucket: Bucket, step: int) -> None:
-        pairs = [clip_by_deviation(grad, bucket.spans, self.clip) for grad in bucket.grads]
-        self._clipped = [clipped for clipped, _ in pairs]
+    def speak(self, bucket: Bucket, exchange: TernarySum, i: int, step: int) -> None:
+        self._clipped[bucket, i] = clip_by_deviation(bucket.gradients(), bucket.spans, self.clip)
+
+    def agree(self, bucket: Bucket, exchange: TernarySum, step: int) -> None:
+        workers, place = self.workers, self.buckets.index(bucket)
+        pairs = [self._clipped.pop((bucket, i)) for i in range(workers.local)]
         local = torch.stack([scales for _, scales in pairs])
         everyone = self.channel.gather(local.view(torch.uint8)).view(torch.float32)
-        sizes = torch.tensor([stop - start for start, stop in bucket.spans], device=local.device)
-        scales = everyone.nan_to_num(0.0).amax(0).repeat_interleave(sizes)
-        padding = len(bucket.params) - len(scales)
-        self._scales = torch.nn.functional.pad(scales, (0, padding))
+        scales = bucket.spread(everyone.nan_to_num(0.0).amax(0))
+        for i, (clipped, _) in enumerate(pairs):
+            worker = workers.ids[i]
+            coins = stream(self.seed, "terngrad", worker, place, step, device=scales.device)
+            exchange.post(i, ternarise(clipped, scales, coins))
+        self._scales[bucket] = scales
 
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        worker, place = self.workers.ids[i], self.buckets.index(bucket)
-        coins = stream(self.seed, "terngrad", worker, place, step, device=self._scales.device)
-        return (ternarise(self._clipped[i], self._scales, coins),)
-
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
+    def update(
+        self, bucket: Bucket, exchange: TernarySum, answers: list[Tensor], step: int
+    ) -> None:
         group = bucket.group
         momentum_descent(
             bucket.params,
             bucket.shared["momentum_buffer"],
-            answer.mul_(self._scales),
+            exchange.read(answers).mul_(self._scales[bucket]),
             group["lr"],
             group["momentum"],
             group["weight_decay"],

@@ -4,10 +4,7 @@ import math
 
 from torch import Tensor
 
-
-def descent(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
-    """``x <- (1 - lr wd) x - lr a``: the last step of Lion, with decoupled weight decay."""
-    params.mul_(1 - lr * weight_decay).add_(answer, alpha=-lr)
+from dlion.kernels.reference import descend
 
 
 def momentum_descent(
@@ -15,7 +12,7 @@ def momentum_descent(
 ) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
     buffer.mul_(momentum).add_(answer)
-    descent(params, buffer, lr, weight_decay)
+    descend(params, buffer, lr, weight_decay)
 
 
 def adamw(

@@ -1,24 +1,27 @@
-"""Methods whose workers say one bit: Distributed Lion and distributed Signum."""
+"""Methods whose workers vote: Distributed Lion and distributed Signum."""
 
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
+from dlion import kernels
 from dlion.exchange import TIES, LevelSum
-from dlion.flat import Bucket
-from dlion.optim.base import DistributedOptimizer
-from dlion.optim.rules import lion_direction, one_bit_sign
-from dlion.optim.updates import descent
-from dlion.workers import Workers
+from dlion.flat import Bucket, dense
+from dlion.optim.base import Common, DistributedOptimizer
 
 AGGREGATIONS = ("mavo", "avg")
 
 
-class VotingOptimizer(DistributedOptimizer):
-    """Signs up; their majority (``mavo``) or their mean (``avg``) down; signed descent."""
+class LevelOptimizer(DistributedOptimizer):
+    """Small integers up, their sum or its sign down; signed descent with decoupled weight decay.
+
+    Each parameter is encoded straight from its gradient, in one pass that also moves the momentum;
+    answers are unpacked in the pass that applies them.
+    """
 
     own_state = ["momentum"]
 
@@ -26,17 +29,69 @@ class VotingOptimizer(DistributedOptimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
+        ties: str,
+        **common: Unpack[Common],
+    ):
+        if ties not in TIES:
+            raise ValueError(f"ties={ties} is unknown: choose one of {', '.join(TIES)}")
+        self.ties = ties
+        super().__init__(params, defaults, **common)
+
+    def prepare(self) -> None:
+        values = torch.zeros(64)
+        bucket = Bucket([torch.nn.Parameter(values)], [""], self.param_groups[0])
+        exchange = self.make_exchange(bucket)
+        message = exchange.outbox(0).view(torch.int64)
+        self.encode(exchange, message, 0, values.clone(), values.clone(), 0, bucket.group)
+        exchange.apply(torch.zeros(exchange.numel), exchange.deliver(0), lr=0.0, weight_decay=0.0)
+
+    @abstractmethod
+    def encode(
+        self,
+        exchange: LevelSum,
+        message: Tensor,
+        at: int,
+        momentum: Tensor,
+        grad: Tensor,
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        """Write what a worker says about one parameter into its message, and move its momentum.
+
+        ``message``: int64 ``[n, any]``; ``at``: where the parameter starts in the bucket.
+        """
+
+    def speak(self, bucket: Bucket, exchange: LevelSum, i: int, step: int) -> None:
+        message = exchange.outbox(i).view(torch.int64)
+        momenta = bucket.own["momentum"][i]
+        for tensor, (start, stop) in zip(bucket.tensors, bucket.spans, strict=True):
+            momentum = momenta[start:stop]
+            if tensor.grad is None:
+                grad = torch.zeros_like(momentum)
+            else:
+                grad = dense(tensor.grad).flatten()
+            self.encode(exchange, message, start, momentum, grad, step, bucket.group)
+
+    def update(self, bucket: Bucket, exchange: LevelSum, answers: list[Tensor], step: int) -> None:
+        group = bucket.group
+        exchange.apply(bucket.params, answers, group["lr"], group["weight_decay"])
+
+
+class VotingOptimizer(LevelOptimizer):
+    """Signs up; their majority (``mavo``) or their mean (``avg``) down."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
         aggregation: str,
         ties: str,
-        workers: Workers | None,
-        seed: int,
+        **common: Unpack[Common],
     ):
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation={aggregation} is unknown: choose mavo or avg")
-        if ties not in TIES:
-            raise ValueError(f"ties={ties} is unknown: choose one of {', '.join(TIES)}")
-        self.aggregation, self.ties = aggregation, ties
-        super().__init__(params, defaults, workers, seed)
+        self.aggregation = aggregation
+        super().__init__(params, defaults, ties, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:
@@ -53,19 +108,26 @@ class VotingOptimizer(DistributedOptimizer):
             ties=self.ties,
             seed=self.seed,
             header_bytes=bucket.header_bytes,
+            device=bucket.device,
         )
 
     @abstractmethod
-    def direction(self, momentum: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """What a worker takes the sign of; updates its momentum in place."""
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Of the direction whose sign is said, and of the momentum."""
 
-    def speak(self, bucket: Bucket, i: int, step: int) -> tuple[Tensor, ...]:
-        direction = self.direction(bucket.own["momentum"][i], bucket.grads[i], bucket.group)
-        return (one_bit_sign(direction, step),)
-
-    def update(self, bucket: Bucket, answer: Tensor, step: int) -> None:
-        group = bucket.group
-        descent(bucket.params, answer, group["lr"], group["weight_decay"])
+    def encode(
+        self,
+        exchange: LevelSum,
+        message: Tensor,
+        at: int,
+        momentum: Tensor,
+        grad: Tensor,
+        step: int,
+        group: dict[str, Any],
+    ) -> None:
+        kernels.choose(momentum, grad).encode_signs(
+            message, at, momentum, grad, *self.betas(group), step % 2 == 0, exchange.words
+        )
 
 
 class DLion(VotingOptimizer):
@@ -83,9 +145,8 @@ class DLion(VotingOptimizer):
     Args:
         lr, betas, weight_decay: as for Lion; the decay is decoupled and not voted on.
         aggregation: ``mavo`` (1 bit down) or ``avg`` (``ceil(log2(n + 1))`` bits down).
-        ties: zero | plus | alternate | random | previous. Only zero costs more than 1 bit down
+        ties: previous | zero | plus | alternate | random. Only zero costs more than 1 bit down
             (1.6, for even n). Not used by ``avg``.
-        workers: who takes part; seed: of random ties.
     """
 
     def __init__(
@@ -95,16 +156,14 @@ class DLion(VotingOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         aggregation: str = "mavo",
-        ties: str = "alternate",
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        ties: str = "previous",
+        **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, workers, seed)
+        super().__init__(params, defaults, aggregation, ties, **common)
 
-    def direction(self, momentum: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        return lion_direction(momentum, grad, *group["betas"])
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        return group["betas"]
 
 
 class Signum(VotingOptimizer):
@@ -122,13 +181,11 @@ class Signum(VotingOptimizer):
         momentum: float = 0.99,
         weight_decay: float = 0.0,
         aggregation: str = "mavo",
-        ties: str = "alternate",
-        *,
-        workers: Workers | None = None,
-        seed: int = 0,
+        ties: str = "previous",
+        **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, workers, seed)
+        super().__init__(params, defaults, aggregation, ties, **common)
 
-    def direction(self, momentum: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        return momentum.mul_(group["momentum"]).add_(grad, alpha=1 - group["momentum"])
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        return group["momentum"], group["momentum"]

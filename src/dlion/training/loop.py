@@ -34,7 +34,12 @@ def train(job: Job, workers: Workers) -> float | None:
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
     model = models.build(config.model, data).to(device)
     optimizer: DistributedOptimizer = make(
-        config.optimizer, model.named_parameters(), workers=workers, seed=config.seed
+        config.optimizer,
+        model.named_parameters(),
+        workers=workers,
+        seed=config.seed,
+        overlap=config.overlap,
+        bucket_cap_mb=config.bucket_cap_mb,
     )
     schedule = make_schedule(config.schedule, optimizer, job.steps)
     virtual = VirtualWorkers(model, workers, config.seed)
