@@ -128,6 +128,11 @@ class Channel:
         if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=0)
 
+    def barrier(self) -> None:
+        """Wait until all processes are here, and have received what was sent before."""
+        if self.workers.processes > 1:
+            dist.barrier(group=self.workers.group)
+
     def _count(self, sent: int, received: int, process: int) -> None:
         self.traffic.sent_bytes += sent
         self.traffic.received_bytes += received

@@ -12,6 +12,7 @@ from dlion.config import make
 from dlion.data import ImageData, Sharding, TextData
 from dlion.errors import UserError
 from dlion.launch.environment import Place
+from dlion.launch.network import check_possible, parse_rate
 from dlion.results.record import holds_run
 from dlion.training.job import Job
 from dlion.workers import Workers
@@ -59,6 +60,7 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
         data,
         sharding,
         output_dir,
+        _rate(config, backend, place),
     )
 
 
@@ -104,6 +106,25 @@ def _device(asked: str | None) -> str:
     if asked == "cuda" and not there:
         raise UserError("device=cuda, but torch finds no GPU on this machine: type device=cpu")
     return asked
+
+
+def _rate(config: DictConfig, backend: str, place: Place | None) -> int | None:
+    """Bits per second of the emulated links, None for the machine's own network."""
+    if config.network.rate is None:
+        return None
+    rate = parse_rate(config.network.rate)
+    if place is not None:
+        raise UserError(
+            f"network={config.network.name} needs train.py to start its own processes, but"
+            f" {place.source} started them: type network=none"
+        )
+    if backend != "gloo":
+        raise UserError(
+            "an emulated network carries gloo only, as GPUs of one machine would talk past it: type"
+            " backend=gloo, or network=none"
+        )
+    check_possible()
+    return rate
 
 
 def _processes(config: DictConfig, device: str, place: Place | None) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from dlion.errors import RunFailed
+from dlion.launch.network import Network
 
 # seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
@@ -30,10 +31,13 @@ PATIENCE = 2.0
 GRACE = 3.0
 
 
-def run_processes(processes: int, work: Callable[..., Any], *args: Any) -> Any:
+def run_processes(
+    processes: int, work: Callable[..., Any], *args: Any, network: Network | None = None
+) -> Any:
     """Run ``work(*args)`` in so many processes; returns what process 0 returned.
 
-    In each, :func:`dlion.launch.environment.join_process_group` joins the others.
+    In each, :func:`dlion.launch.environment.join_process_group` joins the others, over the emulated
+    ``network`` (already entered here) if there is one, else over loopback.
 
     Raises:
         RunFailed: naming the process that failed first and its error. The others are ended.
@@ -43,7 +47,7 @@ def run_processes(processes: int, work: Callable[..., Any], *args: Any) -> Any:
         before = signal.signal(signal.SIGTERM, _interrupt)
         context = start_processes(
             _work,
-            args=(os.getpid(), processes, Path(directory), work, args),
+            args=(os.getpid(), processes, Path(directory), network, work, args),
             nprocs=processes,
             join=False,
             start_method="fork" if sys.platform == "linux" else "spawn",
@@ -76,6 +80,7 @@ def _work(
     parent: int,
     processes: int,
     directory: Path,
+    network: Network | None,
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -91,6 +96,8 @@ def _work(
         # everything stays on this machine
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
+    if network is not None:
+        network.enter(rank)
     result = report_failure(work, *args)
     if rank == 0:
         (directory / "result").write_text(json.dumps(result))

@@ -36,17 +36,18 @@ class NoLogger:
         pass
 
 
-def make_logger(node: Any, config: dict[str, Any], directory: Path) -> Logger:
+def make_logger(node: Any, config: dict[str, Any], directory: Path, online: bool = True) -> Logger:
     """The logger of a config node.
 
     Args:
         node: ``name: none``, or ``name: wandb`` with project, entity, group, tags and mode.
         config: the resolved configuration, to be shown with the run.
         directory: of the run.
+        online: False where there is no way to a server.
     """
     if node.name == "none" or node.mode == "disabled":
         return NoLogger()
-    return WandbLogger(node, config, directory)
+    return WandbLogger(node, config, directory, online)
 
 
 class WandbLogger:
@@ -60,13 +61,15 @@ class WandbLogger:
     in the environment decides first. Whatever goes wrong becomes one warning.
     """
 
-    def __init__(self, node: Any, config: dict[str, Any], directory: Path):
+    def __init__(self, node: Any, config: dict[str, Any], directory: Path, online: bool = True):
         self._run: Any = None
         mode = node.mode
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if _can_sync() else "offline")
         if mode == "disabled":
             return
+        if not online:
+            mode = "offline"
         self._safely(lambda: self._start(node, config, directory, mode))
 
     def _start(self, node: Any, config: dict[str, Any], directory: Path, mode: str) -> None:

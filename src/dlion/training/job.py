@@ -20,6 +20,7 @@ class Job:
         steps: optimizer steps.
         data: loaded once; forked processes share it.
         output_dir: where the run is recorded.
+        rate: bits per second of emulated links; None on the machine's own network.
     """
 
     config: DictConfig
@@ -31,3 +32,4 @@ class Job:
     data: ImageData | TextData
     sharding: Sharding
     output_dir: Path
+    rate: int | None = None

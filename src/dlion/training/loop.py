@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from dlion import models
 from dlion.config import make
 from dlion.exchange import Channel
+from dlion.exchange.nic import NicMeter
 from dlion.optim import DistributedOptimizer
 from dlion.results.loggers import make_logger
 from dlion.results.record import RunRecord
@@ -46,7 +47,8 @@ def train(job: Job, workers: Workers) -> float | None:
     control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
     output = Output(job, workers, model, optimizer)
 
-    clock = Clock()
+    control.barrier()  # the first parameters have arrived
+    clock, nic = Clock(), NicMeter(job.rate is not None)
     losses = torch.zeros(workers.local, dtype=torch.float64)
     since = 0
     for step in range(job.steps):
@@ -73,12 +75,12 @@ def train(job: Job, workers: Workers) -> float | None:
                 "step": done,
                 "epoch": done / job.sharding.steps_per_epoch,
                 "seconds": clock.seconds(),
-                **totals(control, losses / (done - since), optimizer),
+                **totals(control, losses / (done - since), optimizer, nic.bytes),
             }
             losses.zero_()
             since = done
             if evaluates:
-                with clock.paused():
+                with clock.paused(), nic.paused():
                     virtual.load_mean_buffers(control)
                     row |= evaluate(model, data, control, device)
             output.row(row)
@@ -86,22 +88,31 @@ def train(job: Job, workers: Workers) -> float | None:
 
 
 def totals(
-    control: Channel, losses: torch.Tensor, optimizer: DistributedOptimizer
+    control: Channel, losses: torch.Tensor, optimizer: DistributedOptimizer, nic_bytes: int
 ) -> dict[str, float]:
-    """Means over all workers: the loss, and the bytes sent and received so far."""
+    """Means over all workers: the loss, and the bytes sent and received so far.
+
+    ``nic_bytes`` belong to processes; the mean over workers is that over processes.
+    """
     traffic, local = optimizer.channel.traffic, control.workers.local
     rows = torch.stack(
         [
             losses,
             torch.full_like(losses, traffic.sent_bytes / local),
             torch.full_like(losses, traffic.received_bytes / local),
+            torch.full_like(losses, nic_bytes),
         ],
         dim=1,
     )
     device = optimizer.buckets[0].params.device
     everyone = control.gather(rows.view(torch.uint8).to(device)).cpu().view(torch.float64)
-    loss, sent, received = (everyone.cumsum(0)[-1] / len(everyone)).tolist()
-    return {"train_loss": loss, "sent_bytes": round(sent), "received_bytes": round(received)}
+    loss, sent, received, nic = (everyone.cumsum(0)[-1] / len(everyone)).tolist()
+    return {
+        "train_loss": loss,
+        "sent_bytes": round(sent),
+        "received_bytes": round(received),
+        "nic_bytes": round(nic) or None,
+    }
 
 
 @dataclass
@@ -145,7 +156,8 @@ class Output:
         if self.first:
             resolved = OmegaConf.to_container(job.config, resolve=True)
             self.record = RunRecord(job.output_dir)
-            self.logger = make_logger(job.config.logger, resolved, job.output_dir)
+            online = job.rate is None  # an emulated network leads nowhere else
+            self.logger = make_logger(job.config.logger, resolved, job.output_dir, online)
 
     def first_step(self) -> None:
         """Show the table; what travels was counted in the first step."""
@@ -159,8 +171,8 @@ class Output:
                 "method": config.optimizer.name,
                 "task": f"{config.model.name} on {config.dataset.name}, {self.job.steps} steps of"
                 f" {n} x {config.batch_size} samples",
-                "workers": f"{n}: {self.workers.processes} processes{virtual},"
-                f" {self.job.backend} on {self.job.device}",
+                "workers": f"{n}: {self.workers.processes} processes{virtual}",
+                "network": _network(self.job),
                 "parameters": f"{self.parameters:,}",
                 "a worker sends": f"{human_bytes(sent)} a step"
                 + (f", 1/{ring / sent:.1f} of a float32 ring all-reduce" if sent else ""),
@@ -202,7 +214,7 @@ class Output:
             "sent_bytes_per_step": row["sent_bytes"] / self.job.steps,
             "seconds": row["seconds"],
             "seconds_per_step": row["seconds"] / self.job.steps,
-            "nic_bytes": None,
+            "nic_bytes": row["nic_bytes"],
             "parameters_sha256": sha256,
         }
         summary = {k: None if _is_nan(v) else v for k, v in summary.items()}
@@ -213,6 +225,12 @@ class Output:
             f" python -m dlion.results.plot {self.job.output_dir}"
         )
         return result
+
+
+def _network(job: Job) -> str:
+    if job.rate is None:
+        return f"{job.backend} on {job.device}"
+    return f"{job.backend} on {job.device}, links of {job.rate / 1e6:g} Mbit/s (emulated)"
 
 
 def _is_nan(value: Any) -> bool:

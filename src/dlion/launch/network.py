@@ -1,0 +1,170 @@
+"""A slow Ethernet on one machine: a network namespace for every process, around one switch.
+
+Each process gets a namespace with one interface, a link to a bridge, and both directions of the
+link are shaped by a token bucket (``tc tbf``), as by a switch port of that speed. The bridge has a
+namespace of its own: no interface of the machine is touched, and removing the namespaces removes
+all there is.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from dlion.errors import UserError
+from dlion.exchange.nic import INTERFACE
+
+_CLONE_NEWNET = 0x40000000
+_NAMESPACES = Path("/run/netns")
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_QUEUE = 1_000_000  # bytes that may wait at a port
+
+
+def parse_rate(text: object) -> int:
+    """Bits per second of ``100mbit``, ``2.5gbit`` and so on.
+
+    Raises:
+        UserError: if it is not a rate.
+    """
+    match = re.fullmatch(r"([0-9.]+)(bit|kbit|mbit|gbit)", str(text).lower())
+    try:
+        rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        rate = 0.0
+    if rate < 1000:
+        raise UserError(
+            f"network.rate={text} is not a rate: write a number and a unit, such as 100mbit or"
+            " 2.5gbit (at least 1kbit)"
+        )
+    return round(rate)
+
+
+def check_possible() -> None:
+    """Whether this machine can emulate a network.
+
+    Raises:
+        UserError: with the reason why not.
+    """
+    if sys.platform != "linux":
+        raise UserError("an emulated network needs Linux: type network=none")
+    if os.geteuid() != 0:
+        raise UserError("an emulated network needs root: run as root, or type network=none")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise UserError(
+            f"an emulated network needs iproute2, but there is no {' and no '.join(missing)} here:"
+            " apt install iproute2, or type network=none"
+        )
+
+
+class Network:
+    """Namespaces for so many processes, there while the context is entered.
+
+    Their names tell the launcher's process id and start time, so that what a killed launcher left
+    is recognised, and removed, when the next one starts.
+    """
+
+    def __init__(self, processes: int, rate: int):
+        self.processes, self.rate = processes, rate
+        self._prefix = f"dlion-{os.getpid()}-{_started(os.getpid())}-"
+
+    def __enter__(self) -> "Network":
+        remove_leftovers()
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def namespace(self, rank: int) -> str:
+        """The name of a process's namespace."""
+        return f"{self._prefix}{rank}"
+
+    def enter(self, rank: int) -> None:
+        """Move this process, from now on, into its namespace (before it has any socket)."""
+        with (_NAMESPACES / self.namespace(rank)).open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error), self.namespace(rank))
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+    def set_rate(self, rate: int) -> None:
+        """Change the speed of all links, bits per second."""
+        self.rate = rate
+        burst = max(rate // 8 // 250, 16384)  # bytes: what may pass between two timer ticks
+        for rank in range(self.processes):
+            for name, device in (
+                (self.namespace(rank), INTERFACE),
+                (f"{self._prefix}switch", f"port{rank}"),
+            ):
+                shape = f"tbf rate {rate}bit burst {burst} limit {_QUEUE + burst}"
+                _call("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape.split())
+
+    def _build(self) -> None:
+        switch = f"{self._prefix}switch"
+        _call("ip", "netns", "add", switch)
+        _call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _call("ip", "-n", switch, "link", "set", "bridge", "up")
+        for rank in range(self.processes):
+            name = self.namespace(rank)
+            _call("ip", "netns", "add", name)
+            port = f"port{rank} type veth peer name {INTERFACE} netns {name}"
+            _call("ip", "-n", switch, "link", "add", *port.split())
+            _call("ip", "-n", switch, "link", "set", f"port{rank}", "master", "bridge", "up")
+            high, low = divmod(rank + 1, 250)
+            address = f"10.177.{high}.{low + 1}/16"
+            _call("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
+            _call("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _call("ip", "-n", name, "link", "set", "lo", "up")
+        self.set_rate(self.rate)
+
+    def _remove(self) -> None:
+        _delete(name for name in _names() if name.startswith(self._prefix))
+
+
+def remove_leftovers() -> None:
+    """Remove the namespaces of launchers that are no longer alive."""
+    for name in _names():
+        match = re.fullmatch(r"dlion-(\d+)-(\d+)-\w+", name)
+        if match and _started(int(match[1])) != int(match[2]):
+            _delete([name])
+
+
+def _names() -> list[str]:
+    return sorted(path.name for path in _NAMESPACES.glob("dlion-*"))
+
+
+def _delete(names: Iterable[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is none of that id."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except OSError:
+        return 0
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            f"the emulated network could not be made: `{' '.join(command)}` said"
+            f" {done.stderr.strip()}; network=none runs without it"
+        )

@@ -1,0 +1,134 @@
+"""Runs over an emulated Ethernet: real namespaces, real shaping, nothing left behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlion.errors import UserError
+from dlion.exchange.nic import sent_bytes
+from dlion.launch.environment import join_process_group
+from dlion.launch.local import run_processes
+from dlion.launch.network import Network, check_possible, parse_rate
+from dlion.optim import DLion
+from tests.conftest import ROOT
+
+able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None
+needs_root = pytest.mark.skipif(
+    not able, reason="an emulated network needs Linux, root and iproute2 (ip and tc)"
+)
+SETTINGS = ["logger=none", "workers=4", "processes=4", "steps=8", "eval_every=4"]
+
+
+def namespaces() -> list[str]:
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return [line.split()[0] for line in found.splitlines() if line.startswith("dlion-")]
+
+
+def interfaces() -> str:
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.netns
+@needs_root
+def test_a_run_over_ethernet_gives_the_same_bits(train_py, tmp_path):
+    before = interfaces()
+    summaries = {}
+    for network in ("none", "ethernet_100m"):
+        directory = tmp_path / network
+        done = train_py(*SETTINGS, f"network={network}", f"output_dir={directory}")
+        assert done.returncode == 0, done.stderr
+        summaries[network] = json.loads((directory / "summary.json").read_text())
+    plain, ethernet = summaries["none"], summaries["ethernet_100m"]
+    assert "links of 100 Mbit/s (emulated)" in done.stdout
+    assert ethernet["parameters_sha256"] == plain["parameters_sha256"]
+    assert plain["nic_bytes"] is None
+    assert ethernet["nic_bytes"] > 8 * ethernet["sent_bytes_per_step"]
+    assert not namespaces() and interfaces() == before
+
+
+def _count(path: Path) -> None:
+    join_process_group("gloo")
+    param = torch.nn.Parameter(torch.zeros(4_000_000))
+    optimizer = DLion([param])
+    rank = dist.get_rank()
+    dist.barrier()  # the first parameters have arrived
+    before, steps = sent_bytes(), 4
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    dist.barrier()
+    (path / str(rank)).write_text(
+        json.dumps([optimizer.channel.traffic.sent_bytes, sent_bytes() - before])
+    )
+    dist.destroy_process_group()
+
+
+@pytest.mark.netns
+@needs_root
+def test_the_interface_counts_what_we_count(tmp_path):
+    with Network(4, parse_rate("1gbit")) as network:
+        run_processes(4, _count, tmp_path, network=network)
+    for rank in range(4):
+        ours, interface = json.loads((tmp_path / str(rank)).read_text())
+        assert ours <= interface <= 1.1 * ours  # headers and acknowledgements
+
+
+@pytest.mark.netns
+@needs_root
+def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path):
+    command = [sys.executable, "train.py", *SETTINGS[:3], "network=ethernet_100m", "steps=100000"]
+    launcher = subprocess.Popen(
+        [*command, f"output_dir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in launcher.stdout:
+        if line.startswith("output"):
+            break
+    left = set(namespaces())
+    assert len(left) == 5
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    assert left <= set(namespaces())
+    time.sleep(0.5)
+    with Network(1, parse_rate("1gbit")):
+        assert not left & set(namespaces())
+    assert not namespaces()
+
+
+def test_rates():
+    assert parse_rate("100mbit") == 100_000_000
+    assert parse_rate("2.5gbit") == 2_500_000_000
+    for wrong in ("fast", "100", "1.2.3mbit", "0mbit", 5, None):
+        with pytest.raises(UserError, match="is not a rate: write a number and a unit"):
+            parse_rate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["network=ethernet_2m"], "network=ethernet_2m is unknown"),
+        (["network.rate=quick"], "network.rate=quick is not a rate"),
+    ],
+)
+def test_wrong_networks_are_named(train_py, settings, sentence):
+    done = train_py(*settings)
+    assert done.returncode == 2 and sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_root_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UserError, match=r"needs (root|Linux)"):
+        check_possible()
