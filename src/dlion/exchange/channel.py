@@ -1,5 +1,6 @@
 """How bytes travel between workers, and the one place where they are counted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +32,17 @@ class Channel:
     """The collectives the exchanges are made of, in terms of workers instead of processes.
 
     All tensors are uint8 and contiguous; k is the number of workers hosted here, n of all.
+
+    Over gloo everything goes directly from process to process, in rounds: in round i process r
+    sends to r + i and receives from r - i. So a link carries one message at a time; gloo's own
+    all-to-all starts all at once, and on a switched Ethernet they get in each other's way (1.45
+    instead of 1.1 times the wire time, results/speed).
     """
 
     def __init__(self, workers: Workers):
         self.workers = workers
         self.traffic = Traffic()
+        self._rounds = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
 
     def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
         """Send ``parts[i, j]`` from local worker i to worker j.
@@ -53,8 +60,11 @@ class Channel:
         if w.processes == 1:
             return parts
         outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
-        incoming = torch.empty_like(outgoing) if out is None else out
-        dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=w.group)
+        incoming = torch.empty_like(outgoing) if out is None else out.view(outgoing.shape)
+        if self._rounds:
+            self._exchange(outgoing, incoming)
+        else:
+            dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=w.group)
         return incoming.view(n, k, s)
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
@@ -65,7 +75,11 @@ class Channel:
         if w.processes == 1:
             return part
         everything = part.new_empty(w.count, s) if out is None else out
-        _all_gather(everything, part.contiguous(), group=w.group)
+        part = part.contiguous()
+        if self._rounds:
+            self._exchange([part] * w.processes, everything.view(w.processes, k, s))
+        else:
+            _all_gather(everything, part, group=w.group)
         return everything
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
@@ -98,7 +112,10 @@ class Channel:
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
         receive = [int(sizes[q * k : (q + 1) * k].sum()) for q in blocks]
         incoming = outgoing.new_empty(sum(receive))
-        dist.all_to_all_single(incoming, outgoing, receive, send, group=w.group)
+        if self._rounds:
+            self._exchange(outgoing.split(send), incoming.split(receive))
+        else:
+            dist.all_to_all_single(incoming, outgoing, receive, send, group=w.group)
         pieces = iter(incoming.split(sizes.flatten().tolist()))
         return [[next(pieces) for _ in range(k)] for _ in range(w.count)]
 
@@ -114,10 +131,14 @@ class Channel:
         )
         if w.processes == 1:
             return part
-        outgoing = torch.cat(part).repeat(w.processes)
+        outgoing = torch.cat(part)
         receive = [sum(sizes[q * w.local : (q + 1) * w.local]) for q in range(w.processes)]
         incoming = outgoing.new_empty(sum(receive))
-        dist.all_to_all_single(incoming, outgoing, receive, [mine] * w.processes, group=w.group)
+        if self._rounds:
+            self._exchange([outgoing] * w.processes, incoming.split(receive))
+        else:
+            copies = outgoing.repeat(w.processes)
+            dist.all_to_all_single(incoming, copies, receive, [mine] * w.processes, group=w.group)
         return list(incoming.split(sizes))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -127,6 +148,20 @@ class Channel:
         self._count(sent=peers, received=tensor.nbytes if w.rank else 0, process=peers)
         if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=0)
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it, round by round."""
+        w = self.workers
+        incoming[w.rank].copy_(outgoing[w.rank])
+        for i in range(1, w.processes):
+            to, source = (w.rank + i) % w.processes, (w.rank - i) % w.processes
+            pending = []
+            if incoming[source].numel():
+                pending.append(dist.irecv(incoming[source], group=w.group, group_src=source))
+            if outgoing[to].numel():
+                pending.append(dist.isend(outgoing[to], group=w.group, group_dst=to))
+            for request in pending:
+                request.wait()
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received what was sent before."""

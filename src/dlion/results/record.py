@@ -20,6 +20,16 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file: all of it or, whatever happens, nothing."""
+    temporary = path.with_name(f"{path.name}.part")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 class RunRecord:
     """Writes the record of one run. The one place where a run is recorded."""
 
@@ -36,13 +46,7 @@ class RunRecord:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json: all of it or, whatever happens, nothing."""
         self._metrics.close()
-        temporary = self.directory / f"{SUMMARY}.part"
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(_finite(summary), file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.directory / SUMMARY)
+        write_atomically(self.directory / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
 
 
 @dataclass(frozen=True)
