@@ -131,6 +131,15 @@ def test_apply(length, dtype):
     assert all(same(a, b) for a, b in both("apply_trits", params, trits, size, 0.1, 0.2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lion(length, dtype):
+    params = vector(length, dtype, 1)
+    momentum, grad = vector(length, torch.float32, 2), vector(length, torch.float32, 3)
+    arguments = (params, momentum, grad, 0.9, 0.99, 0.1, 0.2)
+    assert all(same(a, b) for a, b in both("lion", *arguments))
+
+
 def test_threads_do_not_change_a_bit():
     length = 1 << 19
     momentum, grad = vector(length, torch.float32, 1), vector(length, torch.float32, 2)

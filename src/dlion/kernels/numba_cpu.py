@@ -117,6 +117,20 @@ def apply_trits(
     _apply_trits(_array(params), answers.numpy(), length, decay, rate)
 
 
+def lion(
+    params: Tensor,
+    momentum: Tensor,
+    grad: Tensor,
+    beta1: float,
+    beta2: float,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    factors = (*_betas(beta1, beta2), np.float32(1 - lr * weight_decay), np.float32(-lr))
+    args = (_array(params), momentum.numpy(), grad.numpy(), *factors)
+    _spread(lambda start, stop: _lion(*args, start, stop), params.numel())
+
+
 # ------------------------------------------------------------------ torch to NumPy, and threads
 
 
@@ -527,3 +541,35 @@ def _apply_trits(params, answers, length, decay, rate):
                     for j in range(64):
                         spare[j] = spare[j] * decay + changes[part + j]
                     _keep(params, s, count, spare, bits)
+
+
+@_inline
+def _lion_word(x, m, g, b1, a1, b2, a2, decay, rate):
+    for j in range(64):
+        old, new = m[j], g[j]
+        u = b1 * old + a1 * new
+        sign = np.float32(u > np.float32(0)) - np.float32(u < np.float32(0))
+        x[j] = x[j] * decay + sign * rate
+        m[j] = b2 * old + a2 * new
+
+
+@_compile
+def _lion(params, momentum, grad, b1, a1, b2, a2, decay, rate, start, stop):
+    bits, last_m = np.empty(64, np.uint32), np.empty(64, np.uint32)
+    last_g = np.empty(64, np.uint32)
+    spare = bits.view(np.float32)
+    whole = stop - stop % 64
+    for s in range(start, whole, 64):
+        x = _window(params, s, spare, bits)
+        _lion_word(x, momentum[s : s + 64], grad[s : s + 64], b1, a1, b2, a2, decay, rate)
+        if params.itemsize == 2:
+            _keep(params, s, 64, x, bits)
+    if whole < stop:
+        count = stop - whole
+        m, g = last_m.view(np.float32), last_g.view(np.float32)
+        _load(params, whole, count, spare, bits)
+        _load(momentum, whole, count, m, last_m)
+        _load(grad, whole, count, g, last_g)
+        _lion_word(spare, m, g, b1, a1, b2, a2, decay, rate)
+        _keep(params, whole, count, spare, bits)
+        momentum[whole:stop] = m[:count]

@@ -135,6 +135,20 @@ def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> N
     params.copy_(params.to(torch.float32) * (1 - lr * weight_decay) + answer * -lr)
 
 
+def lion(
+    params: Tensor,
+    momentum: Tensor,
+    grad: Tensor,
+    beta1: float,
+    beta2: float,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """A step of Lion itself, on a float32 gradient; the sign of 0 and of NaN is 0."""
+    direction = lion_direction(momentum, grad, beta1, beta2)
+    descend(params, direction.sign_(), lr, weight_decay)
+
+
 def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:
     """Decode votes and apply them to ``[m]`` parameters: answers int64 ``[n, words]``."""
     votes = wire.unpack_bits(answers.contiguous().view(torch.uint8).flatten(), params.numel())

@@ -5,9 +5,9 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from dlion import kernels
 from dlion.exchange import DenseMean
 from dlion.flat import Bucket
-from dlion.kernels.reference import descend, lion_direction
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.updates import adamw
 
@@ -88,6 +88,12 @@ class GLion(MeanGradientOptimizer):
         super().__init__(params, defaults, **common)
 
     def update(self, bucket: Bucket, exchange: DenseMean, answers: list[Tensor], step: int) -> None:
-        group, mean = bucket.group, exchange.read(answers)
-        direction = lion_direction(bucket.shared["momentum"], mean, *group["betas"])
-        descend(bucket.params, direction.sign_(), group["lr"], group["weight_decay"])
+        group = bucket.group
+        kernels.choose(bucket.params).lion(
+            bucket.params,
+            bucket.shared["momentum"],
+            exchange.read(answers),
+            *group["betas"],
+            group["lr"],
+            group["weight_decay"],
+        )
