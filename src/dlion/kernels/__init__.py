@@ -5,6 +5,7 @@ dtype), for CPUs (:mod:`.numba_cpu`) and for CUDA (:mod:`.triton_cuda`); the arg
 runs. ``DLION_KERNELS=reference`` in the environment always takes the reference.
 """
 
+import importlib.util
 import os
 from functools import cache
 from types import ModuleType
@@ -33,4 +34,8 @@ def _compiled(device: str) -> ModuleType:
         from dlion.kernels import numba_cpu
 
         return numba_cpu
+    if device == "cuda" and importlib.util.find_spec("triton"):  # torch brings it along
+        from dlion.kernels import triton_cuda
+
+        return triton_cuda
     return reference
