@@ -30,6 +30,7 @@ def node(name: str, **options):
 
 CASES = [
     ("vit_tiny", images(28, 1), {}),
+    ("linear", images(28, 1), {}),
     ("vit_tiny", images(8, 1), {}),
     ("vit_cifar", images(), {"depth": 1}),
     ("resnet18", images(28, 1), {}),

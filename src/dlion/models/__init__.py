@@ -6,10 +6,10 @@ from torch import nn
 
 from dlion.config import make
 from dlion.data import ImageData, TextData
-from dlion.models.factories import gpt, gpt2, resnet, timm_model, vit
+from dlion.models.factories import gpt, gpt2, linear, resnet, timm_model, vit
 from dlion.models.transformer import GPT, ViT
 
-__all__ = ["GPT", "ViT", "build", "gpt", "gpt2", "resnet", "timm_model", "vit"]
+__all__ = ["GPT", "ViT", "build", "gpt", "gpt2", "linear", "resnet", "timm_model", "vit"]
 
 
 def build(node: Any, data: ImageData | TextData) -> nn.Module:

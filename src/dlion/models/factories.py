@@ -11,6 +11,13 @@ from dlion.models.torchvision_ops import declare_missing_operators
 from dlion.models.transformer import GPT, ViT
 
 
+def linear(data: ImageData | TextData) -> nn.Module:
+    """Logistic regression on the pixels: what a model has to beat."""
+    images = _images(data)
+    pixels = images.channels * images.image_size**2
+    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, images.classes))
+
+
 def vit(
     data: ImageData | TextData,
     patch_size: int | None = None,
