@@ -1,7 +1,7 @@
-"""Put finished runs, small files only, into results/: python sweep/publish.py RUNS... -o results/NAME
+"""Put finished runs into results/: python sweep/publish.py RUNS... -o results/NAME
 
-Copies each run's metrics, summary and configuration to NAME/runs/METHOD-sSEED, and writes what was
-typed and measured (runs.csv), the table of the plots (table.txt) and the figure (curves.png).
+Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-sSEED,
+and writes what was typed and measured (runs.csv), a table (table.txt) and a figure (curves.png).
 """
 
 import argparse

@@ -58,11 +58,13 @@ def gpt(
     mlp_dim: int = 256,
     dropout: float = 0.0,
     tie_embeddings: bool = True,
+    init_std: float | None = None,
 ) -> GPT:
     """A small GPT for the vocabulary and context of the data."""
     text = _text(data)
     _check_heads(dim, heads)
-    return GPT(text.vocabulary, text.context, dim, depth, heads, mlp_dim, dropout, tie_embeddings)
+    shape = (text.vocabulary, text.context, dim, depth, heads, mlp_dim)
+    return GPT(*shape, dropout, tie_embeddings, init_std)
 
 
 def resnet(data: ImageData | TextData, architecture: str = "resnet18") -> nn.Module:

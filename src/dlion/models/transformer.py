@@ -70,7 +70,7 @@ class ViT(nn.Module):
 class GPT(nn.Module):
     """Decoder-only language model with learned positions, GPT-2's shape.
 
-    Weights start with deviation ``1 / sqrt(dim)``. GPT-2's 0.02 suits its width of 768; at a width
+    Weights start with deviation ``init_std``, by default ``1 / sqrt(dim)``. GPT-2's 0.02 suits its width of 768; at a width
     of 64 sign updates, whose size does not depend on the weights, shake so small weights apart
     (results/stdlib_text).
 
@@ -87,8 +87,10 @@ class GPT(nn.Module):
         mlp_dim: int,
         dropout: float = 0.0,
         tie_embeddings: bool = True,
+        init_std: float | None = None,
     ):
         super().__init__()
+        std = init_std or dim**-0.5
         self.tokens = nn.Embedding(vocabulary, dim)
         self.positions = nn.Embedding(context, dim)
         self.drop = nn.Dropout(dropout)
@@ -99,9 +101,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(dim, vocabulary, bias=False)
         for name, param in self.named_parameters():
             if name.endswith(("attention_out.weight", "mlp_out.weight")):
-                nn.init.normal_(param, std=dim**-0.5 / math.sqrt(2 * depth))
+                nn.init.normal_(param, std=std / math.sqrt(2 * depth))
             elif param.dim() > 1:
-                nn.init.normal_(param, std=dim**-0.5)
+                nn.init.normal_(param, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
         if tie_embeddings:
