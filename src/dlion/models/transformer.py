@@ -70,9 +70,9 @@ class ViT(nn.Module):
 class GPT(nn.Module):
     """Decoder-only language model with learned positions, GPT-2's shape.
 
-    Weights start with deviation ``init_std``, by default ``1 / sqrt(dim)``. GPT-2's 0.02 suits its width of 768; at a width
-    of 64 sign updates, whose size does not depend on the weights, shake so small weights apart
-    (results/stdlib_text).
+    Weights start with deviation ``init_std``, by default ``1 / sqrt(dim)``. GPT-2's 0.02 suits its
+    width of 768; at a width of 64 sign updates, whose size does not depend on the weights, shake so
+    small weights apart (results/stdlib_text).
 
     Tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``.
     """
