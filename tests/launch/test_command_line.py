@@ -59,7 +59,7 @@ def test_a_folder_with_wrong_columns(train_py, tmp_path):
 
 def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
     out = tmp_path / "run"
-    run = train_py("steps=4", "workers=4", "processes=2", f"output_dir={out}")
+    run = train_py("steps=4", "workers=4", "processes=2", "profile=true", f"output_dir={out}")
     assert run.returncode == 0, run.stderr
     assert "1/3" in run.stdout and "collectives" in run.stdout
     assert f"wandb sync {out}/wandb/offline-run" in run.stdout
@@ -90,6 +90,8 @@ def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
         "parameters_sha256",
     ]
     assert (summary["paper_bits_up"], summary["paper_bits_down"]) == (1, 1)
+    profile = json.loads((out / "profile.json").read_text())
+    assert all(profile[phase] > 0 for phase in ("forward", "backward", "encode", "vote", "apply"))
     before = (out / ".hydra" / "overrides.yaml").read_text()
 
     again = train_py("steps=8", f"output_dir={out}")

@@ -55,6 +55,7 @@ def _job(method: str, processes: int, data, directory) -> Job:
             "batch_size": 16,
             "seed": 3,
             "threads": 1,
+            "profile": False,
             "overlap": processes > 1,  # which must not change a bit either
             "bucket_cap_mb": 0.005,
             "eval_every": 6,

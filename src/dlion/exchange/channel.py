@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlion.timer import Timer
 from dlion.workers import Workers
 
 # torch 2.13 renamed it; the old name warns there
@@ -42,6 +43,7 @@ class Channel:
     def __init__(self, workers: Workers):
         self.workers = workers
         self.traffic = Traffic()
+        self.timer = Timer()
         self._rounds = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
 
     def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:

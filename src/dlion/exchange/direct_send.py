@@ -107,11 +107,15 @@ class DirectSend(Exchange):
         self._outbox[i, :, self.up.nbytes(self.slice) :] = header
 
     def deliver(self, step: int) -> list[Tensor]:
-        received = self.channel.scatter(self._outbox, self._inbox)
+        timer = self.channel.timer
+        with timer("travel", beside=True):
+            received = self.channel.scatter(self._outbox, self._inbox)
         self.headers = received[:, 0, self.up.nbytes(self.slice) :]
-        for j, answer in enumerate(self._answers):
-            self.combine(received, j, step, answer)
-        return [self.channel.gather(self._answers, self._everyones)]
+        with timer("vote", beside=True):
+            for j, answer in enumerate(self._answers):
+                self.combine(received, j, step, answer)
+        with timer("travel", beside=True):
+            return [self.channel.gather(self._answers, self._everyones)]
 
     @abstractmethod
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:

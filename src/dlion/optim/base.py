@@ -194,11 +194,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._send()
         pairs = zip(self.buckets, self._exchanges, strict=True)
         for place, (bucket, exchange) in enumerate(pairs):
-            answers = self._courier.receive(place)
+            with self.channel.timer("wait"):
+                answers = self._courier.receive(place)
             bucket.adopt()
             step = bucket.group["steps"]
             missing = bucket.missing_everywhere(exchange.headers)
-            with bucket.untouched(missing, bucket.params, *bucket.shared.values()):
+            kept = bucket.untouched(missing, bucket.params, *bucket.shared.values())
+            with self.channel.timer("apply"), kept:
                 self.update(bucket, exchange, answers, step)
         for bucket in self.buckets:
             self.finish(bucket, bucket.group["steps"])
@@ -236,7 +238,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket, exchange = self.buckets[place], self._exchanges[place]
         present = bucket.present() if self.skips_missing else (True,) * len(bucket.tensors)
         missing = [] if all(present) else [t for t, there in enumerate(present) if not there]
-        with bucket.untouched(missing, *(rows[i] for rows in bucket.own.values())):
+        kept = bucket.untouched(missing, *(rows[i] for rows in bucket.own.values()))
+        with self.channel.timer("encode"), kept:
             self.speak(bucket, exchange, i, bucket.group["steps"])
         exchange.post_header(i, bucket.header(present))
 

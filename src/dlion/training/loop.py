@@ -1,5 +1,6 @@
 """The training loop, top to bottom."""
 
+import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from dlion.exchange import Channel
 from dlion.exchange.nic import NicMeter
 from dlion.optim import DistributedOptimizer
 from dlion.results.loggers import make_logger
-from dlion.results.record import RunRecord
+from dlion.results.record import RunRecord, write_atomically
 from dlion.streams import stream, stream_seed
+from dlion.timer import Timer
 from dlion.training.console import RunConsole, human_bytes
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
@@ -47,6 +49,8 @@ def train(job: Job, workers: Workers) -> float | None:
     control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
     output = Output(job, workers, model, optimizer)
 
+    timer = optimizer.channel.timer
+    timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived
     clock, nic = Clock(), NicMeter(job.rate is not None)
     losses = torch.zeros(workers.local, dtype=torch.float64)
@@ -56,8 +60,10 @@ def train(job: Job, workers: Workers) -> float | None:
             virtual.enter(i, step)
             coins = stream(config.seed, "augmentation", worker, step)
             x, y = data.batch(job.sharding.indices(worker, step), coins, device)
-            loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-            loss.backward()
+            with timer("forward"):
+                loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+            with timer("backward"):
+                loss.backward()
             optimizer.collect(i)
             virtual.leave(i)
             losses[i] += loss.detach().double().cpu()
@@ -84,6 +90,8 @@ def train(job: Job, workers: Workers) -> float | None:
                     virtual.load_mean_buffers(control)
                     row |= evaluate(model, data, control, device)
             output.row(row)
+    if config.profile:
+        output.profile(timer, clock.seconds())
     return output.finish(row, parameters_sha256(model))
 
 
@@ -187,6 +195,20 @@ class Output:
         if self.first:
             self.record.append(row)
             self.logger.log(row)
+
+    def profile(self, timer: Timer, seconds: float) -> None:
+        """Show where this process's time went and write profile.json (milliseconds per step)."""
+        phases = ("forward", "backward", "encode", "wait", "apply")
+        beside = ("travel", "vote")  # during the backward pass, or while step() waits
+        table = {phase: 1e3 * timer.seconds[phase] / self.job.steps for phase in phases + beside}
+        table["other"] = 1e3 * seconds / self.job.steps - sum(table[phase] for phase in phases)
+        if self.first:
+            write_atomically(self.job.output_dir / "profile.json", json.dumps(table, indent=2))
+        self.console.close()
+        notes = dict.fromkeys(beside, " (beside the rest, or waited for)")
+        self.console.table(
+            {phase: f"{ms:.2f} ms a step{notes.get(phase, '')}" for phase, ms in table.items()}
+        )
 
     def finish(self, row: dict[str, Any], sha256: str) -> float | None:
         """Write the summary. Returns what a sweep compares."""
