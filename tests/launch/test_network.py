@@ -17,8 +17,9 @@ from dlion.errors import UserError
 from dlion.exchange.nic import sent_bytes
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
-from dlion.launch.network import Network, check_possible, parse_rate
+from dlion.launch.network import Network, check_possible
 from dlion.optim import DLion
+from dlion.units import parse_rate
 from tests.conftest import ROOT
 
 able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None

@@ -12,9 +12,10 @@ from dlion.config import make
 from dlion.data import ImageData, Sharding, TextData
 from dlion.errors import UserError
 from dlion.launch.environment import Place
-from dlion.launch.network import check_possible, parse_rate
+from dlion.launch.network import check_possible
 from dlion.results.record import holds_run
 from dlion.training.job import Job
+from dlion.units import parse_rate
 from dlion.workers import Workers
 
 

@@ -21,27 +21,7 @@ from dlion.exchange.nic import INTERFACE
 
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
-_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _QUEUE = 1_000_000  # bytes that may wait at a port
-
-
-def parse_rate(text: object) -> int:
-    """Bits per second of ``100mbit``, ``2.5gbit`` and so on.
-
-    Raises:
-        UserError: if it is not a rate.
-    """
-    match = re.fullmatch(r"([0-9.]+)(bit|kbit|mbit|gbit)", str(text).lower())
-    try:
-        rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except ValueError:
-        rate = 0.0
-    if rate < 1000:
-        raise UserError(
-            f"network.rate={text} is not a rate: write a number and a unit, such as 100mbit or"
-            " 2.5gbit (at least 1kbit)"
-        )
-    return round(rate)
 
 
 def check_possible() -> None:

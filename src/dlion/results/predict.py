@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlion.errors import UserError
-from dlion.launch.network import parse_rate
+from dlion.units import parse_rate
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dlion.units import human_bytes
+
 QUIET_INTERVAL = 10.0  # seconds between lines where there is no terminal
-
-
-def human_bytes(count: float) -> str:
-    """1,234,000 as ``1.23 MB`` (powers of 1,000)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 class RunConsole:

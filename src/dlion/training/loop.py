@@ -19,12 +19,13 @@ from dlion.results.loggers import make_logger
 from dlion.results.record import RunRecord, write_atomically
 from dlion.streams import stream, stream_seed
 from dlion.timer import Timer
-from dlion.training.console import RunConsole, human_bytes
+from dlion.training.console import RunConsole
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
 from dlion.training.replicas import check_replicas, parameters_sha256
 from dlion.training.schedule import make_schedule
 from dlion.training.virtual import VirtualWorkers
+from dlion.units import human_bytes
 from dlion.workers import Workers
 
 

@@ -1,0 +1,35 @@
+"""Amounts as people write them."""
+
+import re
+
+from dlion.errors import UserError
+
+_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+def parse_rate(text: object) -> int:
+    """Bits per second of ``100mbit``, ``2.5gbit`` and so on.
+
+    Raises:
+        UserError: if it is not a rate.
+    """
+    match = re.fullmatch(r"([0-9.]+)(bit|kbit|mbit|gbit)", str(text).lower())
+    try:
+        rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        rate = 0.0
+    if rate < 1000:
+        raise UserError(
+            f"network.rate={text} is not a rate: write a number and a unit, such as 100mbit or"
+            " 2.5gbit (at least 1kbit)"
+        )
+    return round(rate)
+
+
+def human_bytes(count: float) -> str:
+    """1,234,000 as ``1.23 MB`` (powers of 1,000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
