@@ -7,7 +7,8 @@ plain loopback); a step is forward, backward, exchange and update, timed from ba
 All methods take part in every round, in a new random order, beside a step without exchange and
 update (``compute``), which bounds what any method can reach. The setting is fixed here: batches are
 so small that compute is well below a sixth of DDP float32's step at 100 Mbit/s, the regime the Lion
-Cub paper is about. Writes results/speed/end_to_end.{json,png}.
+Cub paper is about. Writes results/speed/end_to_end.{json,png}. ``--study buckets`` compares sizes of
+buckets, and no overlap, instead.
 """
 
 import argparse
@@ -58,8 +59,8 @@ def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return done.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
 
-def make_cases(model_name: str) -> dict[str, Callable[[], None]]:
-    """Every method with a model and an optimizer of its own."""
+def make_cases(model_name: str, study: str) -> dict[str, Callable[[], None]]:
+    """Every method, or bucket size, with a model and an optimizer of its own."""
     warnings.filterwarnings("ignore")
 
     def build() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
@@ -84,8 +85,8 @@ def make_cases(model_name: str) -> dict[str, Callable[[], None]]:
 
     def ours(cls, **options) -> Callable[[], None]:
         model, x, y = build()
-        common = {"overlap": True, "bucket_cap_mb": BUCKET_CAP_MB}
-        return step_of(model, x, y, cls(model.parameters(), lr=LR, **common, **options))
+        options = {"overlap": True, "bucket_cap_mb": BUCKET_CAP_MB, **options}
+        return step_of(model, x, y, cls(model.parameters(), lr=LR, **options))
 
     def adamw(params):
         return torch.optim.AdamW(params, lr=LR, fused=True)
@@ -93,6 +94,14 @@ def make_cases(model_name: str) -> dict[str, Callable[[], None]]:
     def lion(params):
         return Lion(params, lr=LR)
 
+    if study == "buckets":
+        sizes = {f"{cap} MB": {"bucket_cap_mb": cap} for cap in (2, 5, 10, 25)}
+        sizes |= {"one bucket": {"bucket_cap_mb": None}, "no overlap": {"overlap": False}}
+        return {
+            "compute": step_of(*build(), None),
+            "DDP float32 Lion": ddp(lion),
+            **{f"dlion_mavo, {name}": ours(optim.DLion, **how) for name, how in sizes.items()},
+        }
     power = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=True
     )
@@ -119,6 +128,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e8, 1e9, 0, 1e7])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--study", default="methods", choices=["methods", "buckets"])
     parser.add_argument("--slow-rounds", type=int, default=2, help="below 50 Mbit/s")
     args = parser.parse_args()
     points = []
@@ -127,7 +137,9 @@ def main() -> None:
         for rate in map(int, args.rates):
             rounds = args.slow_rounds if 0 < rate < 5e7 else args.rounds
             warmups = 1 if 0 < rate < 5e7 else 3  # PowerSGD starts in its third step
-            found = run(N, rate or None, make_cases, name, rounds=rounds, warmups=warmups)
+            found = run(
+                N, rate or None, make_cases, name, args.study, rounds=rounds, warmups=warmups
+            )
             points += evaluate(found, name, d, rate)
     save(
         "end_to_end", {**machine(), "workers": N, "bucket_cap_mb": BUCKET_CAP_MB, "points": points}
@@ -168,7 +180,7 @@ def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
     return points
 
 
-def draw(points: list[dict]) -> None:
+def draw(points: list[dict], name: str) -> None:
     """Step times, a panel for each model and rate, the compute bound as a line."""
     models = list(dict.fromkeys(p["model"] for p in points))
     rates = list(dict.fromkeys(p["rate"] for p in points))
@@ -187,7 +199,7 @@ def draw(points: list[dict]) -> None:
             axis.set_xscale("log")
             axis.invert_yaxis()
     figure.tight_layout()
-    figure.savefig(RESULTS / "end_to_end.png", dpi=110)
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
 if __name__ == "__main__":
