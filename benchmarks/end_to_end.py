@@ -7,8 +7,8 @@ plain loopback); a step is forward, backward, exchange and update, timed from ba
 All methods take part in every round, in a new random order, beside a step without exchange and
 update (``compute``), which bounds what any method can reach. The setting is fixed here: batches are
 so small that compute is well below a sixth of DDP float32's step at 100 Mbit/s, the regime the Lion
-Cub paper is about. Writes results/speed/end_to_end.{json,png}. ``--study buckets`` compares sizes of
-buckets, and no overlap, instead.
+Cub paper is about. Writes results/speed/end_to_end.{json,png}. ``--study buckets`` compares sizes
+of buckets, and no overlap, instead.
 """
 
 import argparse
@@ -141,10 +141,9 @@ def main() -> None:
                 N, rate or None, make_cases, name, args.study, rounds=rounds, warmups=warmups
             )
             points += evaluate(found, name, d, rate)
-    save(
-        "end_to_end", {**machine(), "workers": N, "bucket_cap_mb": BUCKET_CAP_MB, "points": points}
-    )
-    draw(points)
+    study = "end_to_end" if args.study == "methods" else args.study
+    save(study, {**machine(), "workers": N, "bucket_cap_mb": BUCKET_CAP_MB, "points": points})
+    draw(points, study)
 
 
 def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
@@ -180,7 +179,7 @@ def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
     return points
 
 
-def draw(points: list[dict], name: str) -> None:
+def draw(points: list[dict], study: str) -> None:
     """Step times, a panel for each model and rate, the compute bound as a line."""
     models = list(dict.fromkeys(p["model"] for p in points))
     rates = list(dict.fromkeys(p["rate"] for p in points))
@@ -199,7 +198,7 @@ def draw(points: list[dict], name: str) -> None:
             axis.set_xscale("log")
             axis.invert_yaxis()
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    figure.savefig(RESULTS / f"{study}.png", dpi=110)
 
 
 if __name__ == "__main__":
