@@ -225,6 +225,19 @@ def test_overlap_and_buckets_keep_every_bit(cls, options, local):
     assert torch.equal(*results)
 
 
+def test_with_overlap_frozen_and_unused_parameters_wait_for_nobody():
+    results = []
+    for overlap in (False, True):
+        model = net()
+        model[0].bias.requires_grad_(False)
+        unused = torch.nn.Parameter(torch.ones(5))
+        params = [*model.parameters(), unused]
+        optimizer = DLion(params, overlap=overlap, bucket_cap_mb=1e-3, weight_decay=0.1)
+        results.append(train(model, optimizer, 3))
+        assert torch.equal(unused.detach(), torch.ones(5))
+    assert torch.equal(*results)
+
+
 def test_with_overlap_gradients_accumulate_in_no_sync():
     x, y = samples()
     momenta = []
@@ -321,6 +334,13 @@ def test_exponential_synchronisation_steps():
 def test_wrong_values_are_named(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(net().parameters())
+
+
+def test_collecting_a_worker_twice_is_refused():
+    optimizer = DLion(net().parameters(), workers=Workers(local=2))
+    optimizer.collect(0)
+    with pytest.raises(RuntimeError, match="worker 0 was collected twice"):
+        optimizer.collect(0)
 
 
 def test_step_before_collect_says_who_is_missing():

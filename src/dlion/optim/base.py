@@ -153,14 +153,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self.overlap:
             ready = partial(self._ready, len(self.buckets))
             for tensor in tensors:
-                tensor.register_post_accumulate_grad_hook(ready)
+                if tensor.requires_grad:
+                    tensor.register_post_accumulate_grad_hook(ready)
         self.buckets.append(bucket)
         self._exchanges.append(exchange)
-        self._waiting.append(len(tensors))
+        self._waiting.append(_trainable(bucket))
         self._publish_state(bucket)
 
     def collect(self, worker: int) -> None:
-        """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters."""
+        """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters.
+
+        Raises:
+            RuntimeError: if they were taken before in this step.
+        """
+        if worker in self._collected:
+            raise RuntimeError(f"virtual worker {worker} was collected twice in one step")
         self._take(worker)
         self.zero_grad()
 
@@ -168,8 +175,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def no_sync(self) -> Iterator[None]:
         """With ``overlap``: backward passes in here only accumulate gradients."""
         self._synchronising = False
-        yield
-        self._synchronising = True
+        try:
+            yield
+        finally:
+            self._synchronising = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -208,15 +217,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             group["steps"] += 1
         self._collected.clear()
         self._sent = 0
-        self._waiting = [len(bucket.tensors) for bucket in self.buckets]
+        self._waiting = [_trainable(bucket) for bucket in self.buckets]
         return loss
 
     def _take(self, worker: int) -> None:
         """Let a local worker speak, about all buckets that have not left yet."""
-        if worker not in self._collected:
-            self._collected.add(worker)
-            for place in range(self._sent, len(self.buckets)):
-                self._speak(place, worker)
+        self._collected.add(worker)
+        for place in range(self._sent, len(self.buckets)):
+            self._speak(place, worker)
 
     @torch.no_grad()
     def _ready(self, place: int, _: Tensor) -> None:
@@ -292,6 +300,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         for exchange, saved in zip(self._exchanges, state_dict.get("exchanges", []), strict=False):
             for name, value in saved.items():
                 exchange.state[name].copy_(value)
+
+
+def _trainable(bucket: Bucket) -> int:
+    return sum(tensor.requires_grad for tensor in bucket.tensors)
 
 
 def _check(group: dict[str, Any]) -> None:
