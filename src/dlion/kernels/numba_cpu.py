@@ -24,8 +24,15 @@ _TOP = np.uint64(56)
 _ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer
 
-_compile = numba.njit(nogil=True, cache=True, boundscheck=False)
 _inline = numba.extending.register_jitable
+
+
+def _compile(function: Callable) -> Callable:
+    """Compile at first use, and keep the result on disk where there is a place for it."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither this folder nor the home directory can be written to
+        return numba.njit(nogil=True)(function)
 
 
 def encode_signs(
