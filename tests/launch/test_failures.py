@@ -32,6 +32,8 @@ def start(*overrides: str, env: dict[str, str] | None = None) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background jobs, and what they start, are born with Ctrl-C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
