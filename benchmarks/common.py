@@ -54,12 +54,13 @@ def machine() -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "benchmarks")
+    commit = git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
     return {
         "machine": f"{len(os.sched_getaffinity(0))} shared cores, {model}",
         "torch": torch.__version__,

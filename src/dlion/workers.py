@@ -1,6 +1,6 @@
 """Who the workers are: processes x virtual workers. The one place where ranks are known."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -32,6 +32,13 @@ class Workers:
     def ids(self) -> range:
         """The workers hosted here."""
         return range(self.rank * self.local, (self.rank + 1) * self.local)
+
+    def apart(self) -> "Workers":
+        """The same workers with a process group of their own, for talk beside others'."""
+        if self.processes == 1:
+            return self
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        return replace(self, group=dist.new_group(ranks, use_local_synchronization=True))
 
     @classmethod
     def current(cls, local: int = 1, group: dist.ProcessGroup | None = None) -> "Workers":

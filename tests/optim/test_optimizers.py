@@ -129,10 +129,29 @@ def test_state_dict_resumes_to_the_bit(cls, options, tmp_path):
     assert torch.equal(flat(resumed), expected)
 
 
-def test_state_of_another_spread_is_refused():
-    saved = DLion(net().parameters(), workers=Workers(local=2)).state_dict()
+def test_state_of_another_spread_or_cut_is_refused():
+    workers = Workers(local=2)
+    saved = DLion(net().parameters(), workers=workers, aggregation="avg").state_dict()
     with pytest.raises(ValueError, match="as many virtual"):
-        DLion(net().parameters()).load_state_dict(saved)
+        DLion(net().parameters(), aggregation="avg").load_state_dict(saved)
+    saved = DLion(net().parameters(), workers=workers).state_dict()
+    with pytest.raises(ValueError, match="ties and spread of workers"):
+        DLion(net().parameters(), workers=workers, bucket_cap_mb=1e-3).load_state_dict(saved)
+
+
+def test_frozen_parameters_are_left_alone_by_all():
+    for cls, options in ALL:
+        model = net()
+        model[0].weight.requires_grad_(False)
+        before = model[0].weight.clone()
+        train(model, cls(model.parameters(), weight_decay=0.1, **options), 3)
+        assert torch.equal(model[0].weight, before)
+
+
+def test_a_second_optimizer_takes_over_from_one_that_overlapped():
+    model = net()
+    for _ in range(2):
+        train(model, DLion(model.parameters(), overlap=True), 3)
 
 
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
@@ -205,6 +224,7 @@ def test_gradients_accumulate_over_backward_passes():
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
 @pytest.mark.parametrize("local", [1, 2])
 def test_overlap_and_buckets_keep_every_bit(cls, options, local):
+    options = {name: value for name, value in options.items() if name != "clip_norm"}
     results = []
     for overlap in (False, True):
         model = net()
@@ -328,7 +348,11 @@ def test_exponential_synchronisation_steps():
         (lambda p: LionCub(p, scale="l2"), "scale=l2 is unknown"),
         (lambda p: LionCub(p, momentum_sync="often"), "momentum_sync=often"),
         (lambda p: LionCub(p, momentum_sync=1, sync_pattern="w"), "matches no parameter name"),
+        (lambda p: LionCub(p, sync_pattern="w"), "has no effect with momentum_sync=0"),
+        (lambda p: LionCub(p, momentum_sync="exponential", sync_rate=0), "sync_rate=0 is out of"),
         (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
+        (lambda p: DGC(p, clip_norm=1.0, bucket_cap_mb=1e-3), "needs the whole gradient"),
+        (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
     ],
 )
 def test_wrong_values_are_named(make, sentence):

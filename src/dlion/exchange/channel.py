@@ -154,6 +154,12 @@ class Channel:
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it, round by round."""
         w = self.workers
+        if outgoing[0].is_cuda:  # gloo sends from main memory
+            there = [torch.empty_like(part, device="cpu") for part in incoming]
+            self._exchange([part.cpu() for part in outgoing], there)
+            for part, received in zip(incoming, there, strict=True):
+                part.copy_(received)
+            return
         incoming[w.rank].copy_(outgoing[w.rank])
         for i in range(1, w.processes):
             to, source = (w.rank + i) % w.processes, (w.rank - i) % w.processes

@@ -325,7 +325,7 @@ class SparseMean(Exchange):
             )
         told = self.channel.scatter(announce.contiguous())
         self.headers = told[:, 0, 4:]
-        sizes = 8 * told[..., :4].contiguous().view(torch.int32).squeeze(-1)
+        sizes = 8 * told[..., :4].contiguous().view(torch.int32).squeeze(-1).to(torch.int64)
         return self.channel.scatter_ragged([parts for parts, _ in posts], sizes)
 
     def _answer(self, total: Tensor) -> tuple[Tensor, int]:

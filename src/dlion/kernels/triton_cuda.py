@@ -5,6 +5,9 @@ messages are packed in memory and on the wire only. Nothing here waits for the d
 the same code runs under Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested.
 """
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +19,18 @@ _WORDS = 16  # of a program
 _EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
 
 
+def _there(function: Callable) -> Callable:
+    """Run on the device of the first argument, whichever is the current one."""
+
+    @wraps(function)
+    def on_device(first: Tensor, *args):
+        with torch.cuda.device_of(first):
+            return function(first, *args)
+
+    return on_device
+
+
+@_there
 def encode_signs(
     out: Tensor,
     at: int,
@@ -43,6 +58,7 @@ def encode_signs(
     )
 
 
+@_there
 def measure(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
     size = momentum.numel()
     if scale == "geometric" or size == 0:
@@ -54,6 +70,7 @@ def measure(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
     return value.to(torch.float32)
 
 
+@_there
 def encode_levels(
     out: Tensor,
     at: int,
@@ -84,12 +101,14 @@ def encode_levels(
     )
 
 
+@_there
 def sum_planes(rows: Tensor, at: int, words: int, planes: int, largest: int, out: Tensor) -> None:
     n = rows.shape[0]
     q = (n * largest).bit_length()
     _sum_planes[_grid(64 * words)](rows, rows.stride(0), at, words, n, planes, q, out, _WORDS)
 
 
+@_there
 def compare_sum(
     rows: Tensor,
     at: int,
@@ -105,12 +124,14 @@ def compare_sum(
     )
 
 
+@_there
 def pack_votes(greater: Tensor, equal: Tensor, out: Tensor) -> None:
     block = 256
     grid = (triton.cdiv(out.numel(), block),)
     _pack_votes[grid](greater, equal, 64 * greater.numel(), out, out.numel(), block)
 
 
+@_there
 def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:
     size = params.numel()
     _apply_signs[_grid(size)](
@@ -118,6 +139,7 @@ def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float)
     )
 
 
+@_there
 def apply_levels(
     params: Tensor, answers: Tensor, largest: int, lr: float, weight_decay: float
 ) -> None:
@@ -136,6 +158,7 @@ def apply_levels(
     )
 
 
+@_there
 def apply_trits(
     params: Tensor, answers: Tensor, length: int, lr: float, weight_decay: float
 ) -> None:
@@ -153,6 +176,7 @@ def apply_trits(
     )
 
 
+@_there
 def lion(
     params: Tensor,
     momentum: Tensor,

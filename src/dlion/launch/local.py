@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def run_processes(
         RunFailed: naming the process that failed first and its error. The others are ended.
         KeyboardInterrupt: on SIGINT and SIGTERM, when all are ended.
     """
-    with tempfile.TemporaryDirectory(prefix="dlion-") as directory:
-        before = signal.signal(signal.SIGTERM, _interrupt)
+    with interruptible(), tempfile.TemporaryDirectory(prefix="dlion-") as directory:
         context = start_processes(
             _work,
             args=(os.getpid(), processes, Path(directory), network, work, args),
@@ -67,8 +67,17 @@ def run_processes(
             for process in context.processes:
                 process.kill()
                 process.join()
-            signal.signal(signal.SIGTERM, before)
         return json.loads((Path(directory) / "result").read_text())
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt in here, as SIGINT does, so that things are put away."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(*_: Any) -> None:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from dlion.launch.check import check
 from dlion.launch.environment import detect, join_process_group, set_rendezvous
-from dlion.launch.local import report_failure, run_processes
+from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
 from dlion.training import Job, train
 from dlion.workers import Workers
@@ -28,7 +28,7 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     if place is None:
         if job.rate is None:
             return run_processes(job.processes, work, job)
-        with Network(job.processes, job.rate) as network:
+        with interruptible(), Network(job.processes, job.rate) as network:
             return run_processes(job.processes, work, job, network=network)
     set_rendezvous(place)
     return report_failure(work, job)

@@ -1,5 +1,6 @@
 """The walk that every method shares: collect gradients, speak, exchange, update."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
-    workers' state alone; without one on any worker it is not touched, as in torch.
+    workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
+    residuals count it as zero everywhere: what they held back must still be sent.)
 
     Args:
         params: parameters, named parameters, or parameter groups.
@@ -51,10 +53,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         workers: who takes part; by default the processes of the default process group.
         seed: of all random draws of the method (the same on every process).
         overlap: let messages leave during the (last virtual worker's) backward pass, bucket by
-            bucket, as soon as the gradients of a bucket are there. Then what changes gradients
-            between ``backward()`` and ``step()``, clipping say, comes too late, and all but the
-            last of several backward passes per step must run in :meth:`no_sync`. The result is the
-            same to the bit.
+            bucket, each as soon as its gradients and the bucket before it are there; give
+            ``bucket_cap_mb`` too. Then what changes gradients between ``backward()`` and
+            ``step()``, clipping say, comes too late, and all but the last of several backward
+            passes per step must run in :meth:`no_sync`. The result is the same to the bit.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's). None: one bucket a group.
 
@@ -80,6 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
         self.workers = workers or Workers.current()
+        if overlap:
+            self.workers = self.workers.apart()  # others may talk during the backward pass
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.channel = Channel(self.workers)
         self.buckets: list[Bucket] = []
@@ -88,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._waiting: list[int] = []  # parameters of each bucket whose gradient is not there yet
         self._sent = 0  # buckets whose messages have left
         self._synchronising = True
-        self._courier = Courier(self.channel, overlap)
+        self._courier = Courier(overlap)
         super().__init__(params, {**defaults, "steps": 0})
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
 
@@ -151,7 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket.allocate(exchange.numel, self.workers.local, self.own_state, self.shared_state)
         self.channel.broadcast(bucket.params)
         if self.overlap:
-            ready = partial(self._ready, len(self.buckets))
+            ready = partial(_call, weakref.WeakMethod(self._ready), len(self.buckets))
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_post_accumulate_grad_hook(ready)
@@ -235,8 +239,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._waiting[place] -= 1
         if self._waiting[place] < 0:
             raise RuntimeError(
-                "a second backward pass after messages have left: run all but the last backward"
-                " pass of a step in `with optimizer.no_sync():`, or create it with overlap=False"
+                "a second backward pass in one step, after messages have left: run all but the last"
+                " backward pass of a step in `with optimizer.no_sync():`, or create the optimizer"
+                " with overlap=False"
             )
         while self._sent < len(self.buckets) and self._waiting[self._sent] == 0:
             self._speak(self._sent, last)
@@ -244,7 +249,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _speak(self, place: int, i: int) -> None:
         bucket, exchange = self.buckets[place], self._exchanges[place]
-        present = bucket.present() if self.skips_missing else (True,) * len(bucket.tensors)
+        present = bucket.present()
+        if not self.skips_missing:
+            present = tuple(tensor.requires_grad for tensor in bucket.tensors)
         missing = [] if all(present) else [t for t, there in enumerate(present) if not there]
         kept = bucket.untouched(missing, *(rows[i] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
@@ -260,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.agree(bucket, exchange, step)
             return exchange.deliver(step)
 
-        self._courier.send(self._sent, exchanged)
+        self._courier.send(self._sent, bucket.device, exchanged)
         self._sent += 1
 
     def _publish_state(self, bucket: Bucket) -> None:
@@ -297,13 +304,31 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                         " workers per process as it was saved with"
                     )
                 view.copy_(value)
-        for exchange, saved in zip(self._exchanges, state_dict.get("exchanges", []), strict=False):
+        kept = state_dict["exchanges"]
+        held = [exchange.state for exchange in self._exchanges]
+        if [_shapes(state) for state in kept] != [_shapes(state) for state in held]:
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the bucket_cap_mb,"
+                " ties and spread of workers that it was saved with"
+            )
+        for exchange, saved in zip(self._exchanges, kept, strict=True):
             for name, value in saved.items():
                 exchange.state[name].copy_(value)
 
 
+def _call(method: weakref.WeakMethod, place: int, tensor: Tensor) -> None:
+    """Call the method of an optimizer, if there still is one."""
+    alive = method()
+    if alive is not None:
+        alive(place, tensor)
+
+
 def _trainable(bucket: Bucket) -> int:
     return sum(tensor.requires_grad for tensor in bucket.tensors)
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in state.items()}
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -6,8 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from dlion.exchange import Channel
-
 Exchanged = Callable[[], list[Tensor]]
 
 
@@ -16,18 +14,18 @@ class Courier:
 
     One thread, first in first out: collectives must be issued in the same order on every process.
     On CUDA that thread works on a stream of its own, which waits for the gradients and which the
-    update waits for; the host waits for nothing.
+    update waits for.
     """
 
-    def __init__(self, channel: Channel, overlap: bool):
-        self.channel, self.overlap = channel, overlap
+    def __init__(self, overlap: bool):
+        self.overlap = overlap
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._jobs: dict[int, Future[list[Tensor]] | Exchanged] = {}
         self._done: dict[int, torch.cuda.Event] = {}
 
-    def send(self, place: int, exchanged: Exchanged) -> None:
-        """Begin an exchange (without overlap: note it)."""
+    def send(self, place: int, device: torch.device, exchanged: Exchanged) -> None:
+        """Begin the exchange of a bucket on ``device`` (without overlap: note it)."""
         if not self.overlap:
             self._jobs[place] = exchanged
             return
@@ -36,10 +34,10 @@ class Courier:
             self._thread = ThreadPoolExecutor(
                 1, "exchange", initializer=torch.set_num_threads, initargs=(threads,)
             )
-        ready = torch.cuda.Event() if torch.cuda.is_initialized() else None
+        ready = torch.cuda.Event() if device.type == "cuda" else None
         if ready is not None:
-            ready.record()
-        self._jobs[place] = self._thread.submit(self._carry, place, exchanged, ready)
+            ready.record(torch.cuda.current_stream(device))
+        self._jobs[place] = self._thread.submit(self._carry, place, device, exchanged, ready)
 
     def receive(self, place: int) -> list[Tensor]:
         """The answers of an exchange, when they are there."""
@@ -49,18 +47,25 @@ class Courier:
         answers = job.result()
         done = self._done.pop(place, None)
         if done is not None:
-            done.wait()
+            stream = torch.cuda.current_stream(answers[0].device)
+            done.wait(stream)
+            for answer in answers:
+                answer.record_stream(stream)
         return answers
 
     @torch.no_grad()
     def _carry(
-        self, place: int, exchanged: Exchanged, ready: torch.cuda.Event | None
+        self,
+        place: int,
+        device: torch.device,
+        exchanged: Exchanged,
+        ready: torch.cuda.Event | None,
     ) -> list[Tensor]:
         if ready is None:
             return exchanged()
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             ready.wait()
             answers = exchanged()
             done = torch.cuda.Event()

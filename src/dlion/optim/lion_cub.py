@@ -12,6 +12,7 @@ from dlion.exchange import DenseMean, LevelSum
 from dlion.flat import Bucket
 from dlion.optim.base import Common
 from dlion.optim.voting import LevelOptimizer
+from dlion.streams import stream_seed
 
 BITS = (1, 2, 4, 8)
 SCALES = ("l1", "max", "geometric")
@@ -40,8 +41,9 @@ class LionCub(LevelOptimizer):
         ties: of a sum of exactly zero. ``zero`` (the default, as abstentions make it common and
             it means that nobody knows) costs 1.6 bits down instead of 1.
         momentum_sync: average the momenta of all workers every so many steps (an int; 0 never), or
-            ``"exponential"``: after step 1, 2, 4, 8 ... times ``2**(1 / sync_rate)`` (0/1 Adam's
-            rule, T_{j+1} = T_j + 2^(j / rate)). Costs float32 both ways for what is averaged.
+            ``"exponential"``: ever more rarely, after the steps T_0 = 1, T_{j+1} = T_j + 2^(j /
+            sync_rate), rounded down (0/1 Adam's rule; 1, 2, 4, 8 ... at a rate of 1). Costs float32
+            both ways for what is averaged.
         sync_rate: of the exponential rule.
         sync_pattern: a regular expression; only parameters whose name contains it are averaged
             (pass ``model.named_parameters()``). None: all.
@@ -72,6 +74,8 @@ class LionCub(LevelOptimizer):
                 f"momentum_sync={momentum_sync} is not possible: give a number of steps (0 for"
                 " never) or exponential"
             )
+        if not sync_rate > 0:
+            raise ValueError(f"sync_rate={sync_rate} is out of range: it must be above 0")
         self.bits, self.scale = bits, scale
         self.momentum_sync, self.sync_rate = momentum_sync, sync_rate
         self.sync_pattern = sync_pattern
@@ -79,6 +83,11 @@ class LionCub(LevelOptimizer):
         self._sync_exchanges: dict[Bucket, DenseMean] = {}
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, ties, **common)
+        if sync_pattern is not None and not momentum_sync:
+            raise ValueError(
+                f"sync_pattern={sync_pattern} has no effect with momentum_sync=0: give a number of"
+                " steps or exponential"
+            )
         if sync_pattern is not None and not any(self._synchronised(b) for b in self.buckets):
             raise ValueError(
                 f"sync_pattern={sync_pattern} matches no parameter name: pass"
@@ -95,7 +104,7 @@ class LionCub(LevelOptimizer):
             bucket.numel,
             levels=self.levels,
             ties=self.ties,
-            seed=self.seed,
+            seed=stream_seed(self.seed, "exchange", len(self.buckets)),
             header_bytes=bucket.header_bytes,
             device=bucket.device,
         )
@@ -131,7 +140,8 @@ class LionCub(LevelOptimizer):
         rows = bucket.own["momentum"]
         exchange = self._sync_exchanges.get(bucket)
         if exchange is None:
-            exchange = DenseMean(self.channel, sum(stop - start for start, stop in spans))
+            size = sum(stop - start for start, stop in spans)
+            exchange = DenseMean(self.channel, size, device=bucket.device)
             self._sync_exchanges[bucket] = exchange
         for i, row in enumerate(rows):
             message = torch.cat([row[start:stop] for start, stop in spans])

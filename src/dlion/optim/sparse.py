@@ -102,7 +102,8 @@ class DGC(SparseOptimizer):
         lr, momentum, weight_decay: of SGD; the decay is decoupled.
         density: share of entries sent after the warm-up.
         warmup_steps: the density falls from 1 exponentially over so many steps.
-        clip_norm: of the gradient over all workers; None does not clip.
+        clip_norm: of the gradient over all workers; None does not clip. It needs the whole
+            gradient, so one bucket.
     """
 
     own_state = ["velocity", "accumulated"]
@@ -121,6 +122,11 @@ class DGC(SparseOptimizer):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, **common)
+        if clip_norm is not None and len(self.buckets) > 1:
+            raise ValueError(
+                f"clip_norm={clip_norm} needs the whole gradient, which is in {len(self.buckets)}"
+                " buckets here: give bucket_cap_mb=null (None) and one group of parameters"
+            )
 
     def speak(self, bucket: Bucket, exchange: SparseMean, i: int, step: int) -> None:
         grad = bucket.gradients()

@@ -65,6 +65,8 @@ class TernGrad(DistributedOptimizer):
         everyone = self.channel.gather(local.view(torch.uint8)).view(torch.float32)
         scales = bucket.spread(everyone.nan_to_num(0.0).amax(0))
         for i, (clipped, _) in enumerate(pairs):
+            if clipped.is_cuda:  # it was made on the stream of the backward pass
+                clipped.record_stream(torch.cuda.current_stream())
             worker = workers.ids[i]
             coins = stream(self.seed, "terngrad", worker, place, step, device=scales.device)
             exchange.post(i, ternarise(clipped, scales, coins))

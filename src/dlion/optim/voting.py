@@ -12,6 +12,7 @@ from dlion import kernels
 from dlion.exchange import TIES, LevelSum
 from dlion.flat import Bucket, dense
 from dlion.optim.base import Common, DistributedOptimizer
+from dlion.streams import stream_seed
 
 AGGREGATIONS = ("mavo", "avg")
 
@@ -106,7 +107,7 @@ class VotingOptimizer(LevelOptimizer):
             bucket.numel,
             answer="sign" if self.aggregation == "mavo" else "level",
             ties=self.ties,
-            seed=self.seed,
+            seed=stream_seed(self.seed, "exchange", len(self.buckets)),
             header_bytes=bucket.header_bytes,
             device=bucket.device,
         )
