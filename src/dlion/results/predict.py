@@ -39,10 +39,10 @@ class Method:
     vote: float = 0.0
 
 
-# ns: results/speed/local_step.json, d = 1e7, one thread; AdamW's and Lion's are torch's fused step
-# and lion-pytorch's
+# ns: results/speed/local_step.json, one thread, d = 1e7; DDP's are lion-pytorch's at d = 1e6, which
+# is the size of a model's tensors, and the bf16 hook's own passes are guessed
 METHODS = {
-    "ddp_float32": Method(lambda n: 64, 1.6),
+    "ddp_float32": Method(lambda n: 64, 1.7),
     "ddp_bf16": Method(lambda n: 32, 2.0),
     "dlion_mavo": Method(lambda n: 2, 0.55, 0.05),
     "dlion_avg": Method(lambda n: 1 + n.bit_length(), 0.85, 0.05),
