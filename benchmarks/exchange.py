@@ -56,16 +56,16 @@ def main() -> None:
         for n in args.workers:
             found = run(n, rate or None, make_cases, d, rounds=args.rounds)
             for case, values in found.items():
-                sent = (n - 1) / n * d * bits(case, n) / 8
+                payload = (n - 1) / n * d * bits(case, n) / 8
                 point = {
                     "rate": rate or None,
                     "workers": n,
                     "d": d,
                     "case": case,
                     "seconds": spread(values["seconds"]),
-                    "sent_bytes": sent,
-                    "ideal_seconds": 8 * sent / rate if rate else None,
-                    "nic_over_sent": spread([b / sent for b in values["nic_bytes"]]),
+                    "payload_bytes": payload,
+                    "ideal_seconds": 8 * payload / rate if rate else None,
+                    "nic_over_payload": spread([b / payload for b in values["nic_bytes"]]),
                 }
                 points.append(point)
                 ideal = (
@@ -76,7 +76,7 @@ def main() -> None:
                 print(
                     f"{rate / 1e6:6.0f} Mbit/s  n={n}  {case:20s}"
                     f" {1e3 * point['seconds']['median']:8.1f} ms{ideal}"
-                    f"  nic/sent {point['nic_over_sent']['median']:.3f}",
+                    f"  nic/payload {point['nic_over_payload']['median']:.3f}",
                     flush=True,
                 )
     save("exchange", {**machine(), "points": points})

@@ -99,7 +99,7 @@ def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
     assert (out / ".hydra" / "overrides.yaml").read_text() == before
 
 
-def test_torchrun_slurm_and_plain_give_the_same_bits(train_py, tmp_path):
+def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(train_py, tmp_path):
     import subprocess
 
     settings = [*QUICK, "workers=4"]
@@ -108,6 +108,9 @@ def test_torchrun_slurm_and_plain_give_the_same_bits(train_py, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = train_py(*settings, f"output_dir={tmp_path / 'torchrun'}", launcher=torchrun)
     assert run.returncode == 0, run.stderr
+
+    slow = {"DLION_KERNELS": "reference"}
+    assert train_py(*settings, f"output_dir={tmp_path / 'reference'}", env=slow).returncode == 0
 
     tasks = []
     for task in range(2):
@@ -120,9 +123,18 @@ def test_torchrun_slurm_and_plain_give_the_same_bits(train_py, tmp_path):
 
     hashes = {
         json.loads((tmp_path / how / "summary.json").read_text())["parameters_sha256"]
-        for how in ("plain", "torchrun", "slurm")
+        for how in ("plain", "torchrun", "reference", "slurm")
     }
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("method", ["terngrad", "dgc"])
+def test_a_profile_knows_every_phase_of_every_exchange(train_py, tmp_path, method):
+    settings = [*QUICK, f"optimizer={method}", "workers=2", "processes=2", "profile=true"]
+    run = train_py(*settings, f"output_dir={tmp_path}")
+    assert run.returncode == 0, run.stderr
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert all(milliseconds > 0 for milliseconds in profile.values()), profile
 
 
 def test_a_multirun_keeps_every_run(train_py, tmp_path):

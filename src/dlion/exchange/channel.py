@@ -10,9 +10,6 @@ from torch import Tensor
 from dlion.timer import Timer
 from dlion.workers import Workers
 
-# torch 2.13 renamed it; the old name warns there
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 @dataclass
 class Traffic:
@@ -63,10 +60,7 @@ class Channel:
             return parts
         outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
         incoming = torch.empty_like(outgoing) if out is None else out.view(outgoing.shape)
-        if self._rounds:
-            self._exchange(outgoing, incoming)
-        else:
-            dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=w.group)
+        self._all_to_all(outgoing, incoming)
         return incoming.view(n, k, s)
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
@@ -77,11 +71,7 @@ class Channel:
         if w.processes == 1:
             return part
         everything = part.new_empty(w.count, s) if out is None else out
-        part = part.contiguous()
-        if self._rounds:
-            self._exchange([part] * w.processes, everything.view(w.processes, k, s))
-        else:
-            _all_gather(everything, part, group=w.group)
+        self._all_to_all([part.contiguous()] * w.processes, everything.view(w.processes, k, s))
         return everything
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
@@ -114,10 +104,7 @@ class Channel:
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
         receive = [int(sizes[q * k : (q + 1) * k].sum()) for q in blocks]
         incoming = outgoing.new_empty(sum(receive))
-        if self._rounds:
-            self._exchange(outgoing.split(send), incoming.split(receive))
-        else:
-            dist.all_to_all_single(incoming, outgoing, receive, send, group=w.group)
+        self._all_to_all(outgoing.split(send), incoming.split(receive))
         pieces = iter(incoming.split(sizes.flatten().tolist()))
         return [[next(pieces) for _ in range(k)] for _ in range(w.count)]
 
@@ -136,11 +123,7 @@ class Channel:
         outgoing = torch.cat(part)
         receive = [sum(sizes[q * w.local : (q + 1) * w.local]) for q in range(w.processes)]
         incoming = outgoing.new_empty(sum(receive))
-        if self._rounds:
-            self._exchange([outgoing] * w.processes, incoming.split(receive))
-        else:
-            copies = outgoing.repeat(w.processes)
-            dist.all_to_all_single(incoming, copies, receive, [mine] * w.processes, group=w.group)
+        self._all_to_all([outgoing] * w.processes, incoming.split(receive))
         return list(incoming.split(sizes))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -151,12 +134,19 @@ class Channel:
         if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=0)
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it, round by round."""
+    def _all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it."""
+        with self.timer("travel", beside=True):
+            if self._rounds:
+                self._in_rounds(outgoing, incoming)
+            else:
+                dist.all_to_all(list(incoming), list(outgoing), group=self.workers.group)
+
+    def _in_rounds(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         w = self.workers
         if outgoing[0].is_cuda:  # gloo sends from main memory
             there = [torch.empty_like(part, device="cpu") for part in incoming]
-            self._exchange([part.cpu() for part in outgoing], there)
+            self._in_rounds([part.cpu() for part in outgoing], there)
             for part, received in zip(incoming, there, strict=True):
                 part.copy_(received)
             return

@@ -107,15 +107,12 @@ class DirectSend(Exchange):
         self._outbox[i, :, self.up.nbytes(self.slice) :] = header
 
     def deliver(self, step: int) -> list[Tensor]:
-        timer = self.channel.timer
-        with timer("travel", beside=True):
-            received = self.channel.scatter(self._outbox, self._inbox)
+        received = self.channel.scatter(self._outbox, self._inbox)
         self.headers = received[:, 0, self.up.nbytes(self.slice) :]
-        with timer("vote", beside=True):
+        with self.channel.timer("vote", beside=True):
             for j, answer in enumerate(self._answers):
                 self.combine(received, j, step, answer)
-        with timer("travel", beside=True):
-            return [self.channel.gather(self._answers, self._everyones)]
+        return [self.channel.gather(self._answers, self._everyones)]
 
     @abstractmethod
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
@@ -298,15 +295,9 @@ class SparseMean(Exchange):
         posts = [self._posts.pop(i) for i in range(w.local)]
         received = self._scatter(posts)
         device = posts[0][1].device
-        answers, counts = [], []
-        for j in range(w.local):
-            total = torch.zeros(self.slice, device=device)
-            for i in range(w.count):
-                indices, values = self.up.decode(received[i][j], received[i][j].numel() // 8)
-                total[indices] += values  # no index occurs twice in one message
-            answer, count = self._answer(total.div_(w.count))
-            answers.append(answer)
-            counts.append(count)
+        with self.channel.timer("vote", beside=True):
+            pairs = [self._combine([row[j] for row in received], device) for j in range(w.local)]
+        answers, counts = [answer for answer, _ in pairs], [count for _, count in pairs]
         header = torch.tensor(counts, dtype=torch.int32, device=device).view(torch.uint8)
         told = self.channel.gather(header.view(w.local, 4)).view(torch.int32).flatten().tolist()
         dense = self.dense.nbytes(self.slice)
@@ -328,8 +319,13 @@ class SparseMean(Exchange):
         sizes = 8 * told[..., :4].contiguous().view(torch.int32).squeeze(-1).to(torch.int64)
         return self.channel.scatter_ragged([parts for parts, _ in posts], sizes)
 
-    def _answer(self, total: Tensor) -> tuple[Tensor, int]:
+    def _combine(self, messages: list[Tensor], device: torch.device) -> tuple[Tensor, int]:
         """The packed answer about one slice, and its number of entries (-1: all of them)."""
+        total = torch.zeros(self.slice, device=device)
+        for message in messages:
+            indices, values = self.up.decode(message, message.numel() // 8)
+            total[indices] += values  # no index occurs twice in one message
+        total /= len(messages)
         indices = total.nonzero().squeeze(-1)
         if self.down.nbytes(indices.numel()) < self.dense.nbytes(self.slice):
             return self.down.encode(indices, total[indices]), indices.numel()

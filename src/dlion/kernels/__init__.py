@@ -18,8 +18,6 @@ from dlion.kernels import reference
 
 def choose(*tensors: Tensor) -> ModuleType:
     """The fastest module that takes the given vectors, of values or of messages."""
-    if os.environ.get("DLION_KERNELS") == "reference":
-        return reference
     if not all(t.dtype in _DTYPES and t.is_contiguous() for t in tensors):
         return reference
     return _compiled(tensors[0].device.type)
@@ -30,6 +28,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 @cache
 def _compiled(device: str) -> ModuleType:
+    if os.environ.get("DLION_KERNELS") == "reference":
+        return reference
     if device == "cpu":
         from dlion.kernels import numba_cpu
 

@@ -12,7 +12,6 @@ from dlion.exchange import DenseMean, LevelSum
 from dlion.flat import Bucket
 from dlion.optim.base import Common
 from dlion.optim.voting import LevelOptimizer
-from dlion.streams import stream_seed
 
 BITS = (1, 2, 4, 8)
 SCALES = ("l1", "max", "geometric")
@@ -98,17 +97,6 @@ class LionCub(LevelOptimizer):
     def paper_bits(self) -> tuple[float, float]:
         return self.bits, 1
 
-    def make_exchange(self, bucket: Bucket) -> LevelSum:
-        return LevelSum(
-            self.channel,
-            bucket.numel,
-            levels=self.levels,
-            ties=self.ties,
-            seed=stream_seed(self.seed, "exchange", len(self.buckets)),
-            header_bytes=bucket.header_bytes,
-            device=bucket.device,
-        )
-
     def encode(
         self,
         exchange: LevelSum,
@@ -119,12 +107,11 @@ class LionCub(LevelOptimizer):
         step: int,
         group: dict[str, Any],
     ) -> None:
-        beta1, beta2 = group["betas"]
-        use = kernels.choose(momentum, grad)
         if self.bits == 1:
-            positive = step % 2 == 0
-            use.encode_signs(message, at, momentum, grad, beta1, beta2, positive, exchange.words)
+            super().encode(exchange, message, at, momentum, grad, step, group)
             return
+        beta1, beta2 = self.betas(group)
+        use = kernels.choose(momentum, grad)
         largest = (self.levels - 1) // 2
         unit = use.measure(momentum, grad, beta1, self.scale)
         smallest = torch.finfo(unit.dtype).tiny

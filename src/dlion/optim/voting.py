@@ -1,7 +1,6 @@
 """Methods whose workers vote: Distributed Lion and distributed Signum."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, Unpack
 
@@ -25,6 +24,8 @@ class LevelOptimizer(DistributedOptimizer):
     """
 
     own_state = ["momentum"]
+    levels = 2  # of a message, see LevelSum
+    answer = "sign"
 
     def __init__(
         self,
@@ -46,7 +47,22 @@ class LevelOptimizer(DistributedOptimizer):
         self.encode(exchange, message, 0, values.clone(), values.clone(), 0, bucket.group)
         exchange.apply(torch.zeros(exchange.numel), exchange.deliver(0), lr=0.0, weight_decay=0.0)
 
-    @abstractmethod
+    def make_exchange(self, bucket: Bucket) -> LevelSum:
+        return LevelSum(
+            self.channel,
+            bucket.numel,
+            levels=self.levels,
+            answer=self.answer,
+            ties=self.ties,
+            seed=stream_seed(self.seed, "exchange", len(self.buckets)),
+            header_bytes=bucket.header_bytes,
+            device=bucket.device,
+        )
+
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Of the direction whose sign is said, and of the momentum."""
+        return group["betas"]
+
     def encode(
         self,
         exchange: LevelSum,
@@ -61,6 +77,9 @@ class LevelOptimizer(DistributedOptimizer):
 
         ``message``: int64 ``[n, any]``; ``at``: where the parameter starts in the bucket.
         """
+        kernels.choose(momentum, grad).encode_signs(
+            message, at, momentum, grad, *self.betas(group), step % 2 == 0, exchange.words
+        )
 
     def speak(self, bucket: Bucket, exchange: LevelSum, i: int, step: int) -> None:
         message = exchange.outbox(i).view(torch.int64)
@@ -92,6 +111,7 @@ class VotingOptimizer(LevelOptimizer):
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation={aggregation} is unknown: choose mavo or avg")
         self.aggregation = aggregation
+        self.answer = "sign" if aggregation == "mavo" else "level"
         super().__init__(params, defaults, ties, **common)
 
     @property
@@ -100,35 +120,6 @@ class VotingOptimizer(LevelOptimizer):
             return 1, math.log2(self.workers.count + 1)
         tied = self.ties == "zero" and self.workers.count % 2 == 0
         return 1, math.log2(3) if tied else 1
-
-    def make_exchange(self, bucket: Bucket) -> LevelSum:
-        return LevelSum(
-            self.channel,
-            bucket.numel,
-            answer="sign" if self.aggregation == "mavo" else "level",
-            ties=self.ties,
-            seed=stream_seed(self.seed, "exchange", len(self.buckets)),
-            header_bytes=bucket.header_bytes,
-            device=bucket.device,
-        )
-
-    @abstractmethod
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Of the direction whose sign is said, and of the momentum."""
-
-    def encode(
-        self,
-        exchange: LevelSum,
-        message: Tensor,
-        at: int,
-        momentum: Tensor,
-        grad: Tensor,
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
-        kernels.choose(momentum, grad).encode_signs(
-            message, at, momentum, grad, *self.betas(group), step % 2 == 0, exchange.words
-        )
 
 
 class DLion(VotingOptimizer):
@@ -162,9 +153,6 @@ class DLion(VotingOptimizer):
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, **common)
-
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        return group["betas"]
 
 
 class Signum(VotingOptimizer):
