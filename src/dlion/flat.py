@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,15 @@ from torch import Tensor
 from dlion.wire import reference
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
+
+    tensor: torch.nn.Parameter
+    start: int
+    stop: int
+    view: Tensor
 
 
 class Bucket:
@@ -36,7 +46,7 @@ class Bucket:
             self.spans.append((start, start + tensor.numel()))
             start += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
         self.numel = start
-        self._row: Tensor | None = None
+        self._row: tuple[Tensor, list[Piece]] | None = None
         self._headers: dict[tuple[bool, ...], Tensor] = {}
 
     def allocate(self, padded: int, local: int, own: list[str], shared: list[str]) -> None:
@@ -73,21 +83,28 @@ class Bucket:
                 view.copy_(tensor.data)
                 tensor.data = view
 
+    def cut(self, rows: Tensor) -> list["Piece"]:
+        """Where the parameters lie in ``rows``, ``[n, slice]``, a flat buffer cut into slices."""
+        size = rows.shape[1]
+        pieces = []
+        for tensor, (start, stop) in zip(self.tensors, self.spans, strict=True):
+            at = start
+            while at < stop:
+                row, column = divmod(at, size)
+                end = min(stop, at + size - column)
+                view = rows[row, column : column + end - at]
+                pieces.append(Piece(tensor, at - start, end - start, view))
+                at = end
+        return pieces
+
     def gradients(self) -> Tensor:
         """The latest gradients in one vector, float32 ``[padded]``; the next call overwrites it."""
         if self._row is None:
-            self._row = torch.zeros(len(self.params), device=self.device)
-            self._row_views = self.views(self._row)
-        views, grads = [], []
-        for view, tensor in zip(self._row_views, self.tensors, strict=True):
-            if tensor.grad is None:
-                view.zero_()
-            else:
-                views.append(view)
-                grads.append(dense(tensor.grad))
-        if grads:
-            torch._foreach_copy_(views, grads)
-        return self._row
+            row = torch.zeros(len(self.params), device=self.device)
+            self._row = row, self.cut(row.unsqueeze(0))
+        row, pieces = self._row
+        copy_gradients(pieces)
+        return row
 
     def present(self) -> tuple[bool, ...]:
         """Which parameters have a gradient."""
@@ -122,6 +139,19 @@ class Bucket:
         yield
         for part, old in zip(parts, kept, strict=True):
             part.copy_(old)
+
+
+def copy_gradients(pieces: list[Piece]) -> None:
+    """Copy the gradients to their places, zero where there is none."""
+    views, parts = [], []
+    for tensor, start, stop, view in pieces:
+        if tensor.grad is None:
+            view.zero_()
+        else:
+            views.append(view)
+            parts.append(dense(tensor.grad).flatten()[start:stop])
+    if parts:
+        torch._foreach_copy_(views, parts)
 
 
 def dense(grad: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Clipping, ternarising and choosing the largest entries."""
 
+import math
+
 import pytest
 import torch
 
@@ -36,3 +38,24 @@ def test_largest_entries_are_exact_in_number_and_place():
     values = torch.tensor([0.0, -5.0, 1.0, 4.0, 0.1, 0.2, 0.3, 9.0])
     assert rules.largest_entries(values, [(0, 4), (4, 8)], density=0.5).tolist() == [1, 3, 6, 7]
     assert rules.largest_entries(values, [(0, 8)], density=0.01).tolist() == [7]
+
+
+LONG = {
+    "random": torch.randn(100_000, generator=torch.Generator().manual_seed(0)),
+    "all equal": torch.ones(100_000),
+    "zeros but for a few": torch.zeros(100_000).index_fill_(0, torch.arange(0, 100_000, 997), 2.0),
+    "large where a sample looks": torch.arange(100_000.0).index_fill_(
+        0, torch.arange(0, 100_000, 24), 1e9
+    ),
+    "with NaN": torch.arange(100_000.0).index_fill_(0, torch.arange(5, 100_000, 500), torch.nan),
+}
+
+
+@pytest.mark.parametrize("density", [1e-5, 0.001, 0.04, 0.3, 1.0])
+@pytest.mark.parametrize("kind", LONG)
+def test_largest_entries_of_a_long_vector(kind, density):
+    sizes = LONG[kind].abs().nan_to_num(nan=float("inf"))
+    chosen = rules.largest_entries(LONG[kind], [(0, 100_000)], density)
+    count = math.ceil(density * 100_000)
+    assert chosen.unique().numel() == count
+    assert sizes[chosen].sort().values.equal(sizes.sort().values[-count:])

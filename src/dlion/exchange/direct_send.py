@@ -131,6 +131,10 @@ class DenseMean(DirectSend):
     ) -> None:
         super().__init__(channel, numel, Float32(), Float32(), header_bytes, device)
 
+    def values(self, i: int) -> Tensor:
+        """The values in the message of local worker i before it leaves: float32 ``[n, slice]``."""
+        return self._outbox[i].view(torch.float32)[:, : self.slice]
+
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
         rows = received[:, j].view(torch.float32)[:, : self.slice]
         total = answer.view(torch.float32)
@@ -270,9 +274,17 @@ class SparseMean(Exchange):
 
     down: Sparse
 
-    def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__(channel, numel, Sparse(), Sparse(), header_bytes)
         self.dense = Float32()
+        self._total = torch.zeros(self.slice, device=device)
+        self._values = torch.zeros(channel.workers.count, self.slice, device=device)
         self._posts: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._post_headers: dict[int, Tensor] = {}
         self._counts: list[int] = []
@@ -296,7 +308,7 @@ class SparseMean(Exchange):
         received = self._scatter(posts)
         device = posts[0][1].device
         with self.channel.timer("vote", beside=True):
-            pairs = [self._combine([row[j] for row in received], device) for j in range(w.local)]
+            pairs = [self._combine([row[j] for row in received]) for j in range(w.local)]
         answers, counts = [answer for answer, _ in pairs], [count for _, count in pairs]
         header = torch.tensor(counts, dtype=torch.int32, device=device).view(torch.uint8)
         told = self.channel.gather(header.view(w.local, 4)).view(torch.int32).flatten().tolist()
@@ -319,9 +331,9 @@ class SparseMean(Exchange):
         sizes = 8 * told[..., :4].contiguous().view(torch.int32).squeeze(-1).to(torch.int64)
         return self.channel.scatter_ragged([parts for parts, _ in posts], sizes)
 
-    def _combine(self, messages: list[Tensor], device: torch.device) -> tuple[Tensor, int]:
+    def _combine(self, messages: list[Tensor]) -> tuple[Tensor, int]:
         """The packed answer about one slice, and its number of entries (-1: all of them)."""
-        total = torch.zeros(self.slice, device=device)
+        total = self._total.zero_()
         for message in messages:
             indices, values = self.up.decode(message, message.numel() // 8)
             total[indices] += values  # no index occurs twice in one message
@@ -329,10 +341,10 @@ class SparseMean(Exchange):
         indices = total.nonzero().squeeze(-1)
         if self.down.nbytes(indices.numel()) < self.dense.nbytes(self.slice):
             return self.down.encode(indices, total[indices]), indices.numel()
-        return self.dense.encode(total), -1
+        return self.dense.encode(total).clone(), -1
 
     def read(self, answers: list[Tensor]) -> Tensor:
-        result = torch.zeros(len(answers), self.slice, device=answers[0].device)
+        result = self._values.zero_()
         for row, answer, count in zip(result, answers, self._counts, strict=True):
             if count < 0:
                 row.copy_(self.dense.decode(answer, self.slice))

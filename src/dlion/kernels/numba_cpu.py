@@ -19,6 +19,7 @@ Array = NDArray
 
 _WORDS = 512  # of a vote, per block: its planes stay in the first cache
 _SMALL = 1 << 17  # elements below which threads do not pay
+_LOWEST = np.uint64(0x0101010101010101)  # the lowest bit of each of eight bytes
 _GATHER = np.uint64(0x0102040810204080)  # moves the bits of eight 0/1 bytes into the top byte
 _TOP = np.uint64(56)
 _ONES = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -243,6 +244,16 @@ def _pack(flags):
 
 
 @_inline
+def _plane(levels, b):
+    """Bit b of each of 64 bytes, seen as 8 words, as the bits of one word."""
+    result = np.uint64(0)
+    for r in range(8):
+        flags = levels[r] >> np.uint64(b) & _LOWEST
+        result |= ((flags * _GATHER) >> _TOP) << np.uint64(8 * r)
+    return result
+
+
+@_inline
 def _sign_word(m, g, b1, a1, b2, a2, positive, signs, flags):
     neutral = np.uint8(positive)
     for j in range(64):
@@ -332,29 +343,21 @@ def _level_word(m, g, b1, a1, b2, a2, factor, largest, levels):
         m[j] = b2 * old + a2 * new
 
 
-@_inline
-def _plane(levels, b, signs, flags):
-    mask = np.uint8(1 << b)
-    for j in range(64):
-        signs[j] = (levels[j] & mask) != 0
-    return _pack(flags)
-
-
 @_compile
 def _encode_levels(
     out, first, words, momentum, grad, b1, a1, b2, a2, factor, largest, planes, start, stop
 ):
     bits, last_bits = np.empty(64, np.uint32), np.empty(64, np.uint32)
     spare, last = bits.view(np.float32), last_bits.view(np.float32)
-    levels, signs = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
-    flags = signs.view(np.uint64)
+    levels = np.zeros(64, np.uint8)
+    bytes_ = levels.view(np.uint64)
     row, place = (first + start // 64) // words, (first + start // 64) % words
     whole = stop - stop % 64
     for s in range(start, whole, 64):
         m, g = momentum[s : s + 64], _window(grad, s, spare, bits)
         _level_word(m, g, b1, a1, b2, a2, factor, largest, levels)
         for b in range(planes):
-            out[row, b * words + place] = _plane(levels, b, signs, flags)
+            out[row, b * words + place] = _plane(bytes_, b)
         place += 1
         if place == words:
             row, place = row + 1, 0
@@ -364,7 +367,7 @@ def _encode_levels(
         _load(grad, whole, count, spare, bits)
         _level_word(last, spare, b1, a1, b2, a2, factor, largest, levels)
         for b in range(planes):
-            word = _plane(levels, b, signs, flags)
+            word = _plane(bytes_, b)
             out[row, b * words + place] = word & (_ONES >> np.uint64(64 - count))
         momentum[whole:stop] = last[:count]
 

@@ -131,8 +131,12 @@ def pack_votes(greater: Tensor, equal: Tensor, out: Tensor) -> None:
 
 
 def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
-    """``x <- (1 - lr wd) x - lr a`` for a float32 answer: Lion's last step, decoupled decay."""
-    params.copy_(params.to(torch.float32) * (1 - lr * weight_decay) + answer * -lr)
+    """``x <- (1 - lr wd) x - lr a`` for a float32 answer, which is used up; decoupled decay."""
+    change = answer.mul_(-lr)
+    if params.dtype == torch.float32:
+        params.mul_(1 - lr * weight_decay).add_(change)
+    else:
+        params.copy_(params.to(torch.float32).mul_(1 - lr * weight_decay).add_(change))
 
 
 def lion(

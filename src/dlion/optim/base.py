@@ -89,6 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self._exchanges: list[Exchange] = []
         self._collected: set[int] = set()
+        self._missing: list[list[int]] = []  # of each bucket, what nobody has a gradient for
         self._waiting: list[int] = []  # parameters of each bucket whose gradient is not there yet
         self._sent = 0  # buckets whose messages have left
         self._synchronising = True
@@ -161,6 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                     tensor.register_post_accumulate_grad_hook(ready)
         self.buckets.append(bucket)
         self._exchanges.append(exchange)
+        self._missing.append([])
         self._waiting.append(_trainable(bucket))
         self._publish_state(bucket)
 
@@ -211,8 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 answers = self._courier.receive(place)
             bucket.adopt()
             step = bucket.group["steps"]
-            missing = bucket.missing_everywhere(exchange.headers)
-            kept = bucket.untouched(missing, bucket.params, *bucket.shared.values())
+            kept = bucket.untouched(self._missing[place], bucket.params, *bucket.shared.values())
             with self.channel.timer("apply"), kept:
                 self.update(bucket, exchange, answers, step)
         for bucket in self.buckets:
@@ -260,14 +261,17 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _send(self) -> None:
         """Send the messages of the next bucket."""
-        bucket, exchange = self.buckets[self._sent], self._exchanges[self._sent]
+        place = self._sent
+        bucket, exchange = self.buckets[place], self._exchanges[place]
         step = bucket.group["steps"]
 
         def exchanged() -> list[Tensor]:
             self.agree(bucket, exchange, step)
-            return exchange.deliver(step)
+            answers = exchange.deliver(step)
+            self._missing[place] = bucket.missing_everywhere(exchange.headers)
+            return answers
 
-        self._courier.send(self._sent, bucket.device, exchanged)
+        self._courier.send(place, bucket.device, exchanged)
         self._sent += 1
 
     def _publish_state(self, bucket: Bucket) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange import DenseMean
-from dlion.flat import Bucket
+from dlion.flat import Bucket, Piece, copy_gradients
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.updates import adamw
 
@@ -19,11 +19,20 @@ class MeanGradientOptimizer(DistributedOptimizer):
     def paper_bits(self) -> tuple[float, float]:
         return 32, 32
 
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], **common: Unpack[Common]
+    ) -> None:
+        self._pieces: dict[tuple[Bucket, int], list[Piece]] = {}
+        super().__init__(params, defaults, **common)
+
     def make_exchange(self, bucket: Bucket) -> DenseMean:
         return DenseMean(self.channel, bucket.numel, bucket.header_bytes, bucket.device)
 
     def speak(self, bucket: Bucket, exchange: DenseMean, i: int, step: int) -> None:
-        exchange.post(i, bucket.gradients())
+        pieces = self._pieces.get((bucket, i))
+        if pieces is None:
+            pieces = self._pieces[bucket, i] = bucket.cut(exchange.values(i))
+        copy_gradients(pieces)
 
 
 class GAdamW(MeanGradientOptimizer):

@@ -37,7 +37,7 @@ class SparseOptimizer(DistributedOptimizer):
         return 32 * self.density, 32
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:
-        return SparseMean(self.channel, bucket.numel, bucket.header_bytes)
+        return SparseMean(self.channel, bucket.numel, bucket.header_bytes, bucket.device)
 
 
 class GradDrop(SparseOptimizer):

@@ -12,7 +12,7 @@ def momentum_descent(
 ) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
     buffer.mul_(momentum).add_(answer)
-    descend(params, buffer, lr, weight_decay)
+    descend(params, buffer.clone(), lr, weight_decay)
 
 
 def adamw(
