@@ -5,13 +5,15 @@
 4 workers on this machine, each with a network namespace and a link of 10, 100 or 1000 Mbit/s (and
 plain loopback); a step is forward, backward, exchange and update, timed from barrier to barrier.
 All methods take part in every round, in a new random order, beside a step without exchange and
-update (``compute``), which bounds what any method can reach. The setting is fixed here: batches are
-so small that compute is well below a sixth of DDP float32's step at 100 Mbit/s, the regime the Lion
-Cub paper is about. Writes results/speed/end_to_end.{json,png}. ``--study buckets`` compares sizes
-of buckets, and no overlap, instead.
+update (``compute``), which bounds what any method can reach. The settings are fixed here: batches
+such that at 100 Mbit/s compute is below a sixth of DDP float32's step, the regime the Lion Cub
+paper is about, and ``vit_cifar_2``, where compute is about as long as messages of one bit take on
+the wire, so that overlap has the most to hide. Writes results/speed/end_to_end.{json,png}. ``--study
+buckets`` compares sizes of buckets, and no overlap, instead.
 """
 
 import argparse
+import json
 import warnings
 from collections.abc import Callable
 
@@ -30,26 +32,31 @@ from dlion.data import ImageData, TextData
 from dlion.models import gpt2, vit
 
 N, LR = 4, 1e-4
-BUCKET_CAP_MB = 25
+BUCKET_CAP_MB = 5
+Setting = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 
 
-def make_vit() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """The CIFAR-10 model of arXiv 2404.00438, and a batch of 2 images a worker."""
+def make_vit(images: int) -> Setting:
+    """The CIFAR-10 model of arXiv 2404.00438, and a batch for a worker."""
     blank = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
     data = ImageData(blank, torch.zeros(1).long(), blank, torch.zeros(1).long(), 10)
     model = vit(data, dim=512, depth=6, heads=8, mlp_dim=512, patch_size=4, dropout=0.0)
-    return model, torch.randn(2, 3, 32, 32), torch.randint(10, (2,))
+    return model, torch.randn(images, 3, 32, 32), torch.randint(10, (images,))
 
 
-def make_gpt2() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """GPT-2 from transformers, 21 million parameters, and 2 sequences of 32 tokens a worker."""
+def make_gpt2() -> Setting:
+    """GPT-2 from transformers, 21 million parameters, and 4 sequences of 64 tokens a worker."""
     tokens = torch.zeros(100, dtype=torch.int32)
-    data = TextData(tokens, tokens, vocabulary=8192, context=32)
+    data = TextData(tokens, tokens, vocabulary=8192, context=64)
     model = gpt2(data, n_embd=384, n_layer=10, n_head=6, dropout=0.0)
-    return model, torch.randint(8192, (2, 32)), torch.randint(8192, (2, 32))
+    return model, torch.randint(8192, (4, 64)), torch.randint(8192, (4, 64))
 
 
-MODELS = {"vit_cifar": make_vit, "gpt2": make_gpt2}
+SETTINGS = {
+    "vit_cifar": lambda: make_vit(6),
+    "gpt2": make_gpt2,
+    "vit_cifar_2": lambda: make_vit(2),
+}
 
 
 def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -59,13 +66,13 @@ def bf16_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return done.then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
 
-def make_cases(model_name: str, study: str) -> dict[str, Callable[[], None]]:
+def make_cases(setting: str, study: str, slow: bool) -> dict[str, Callable[[], None]]:
     """Every method, or bucket size, with a model and an optimizer of its own."""
     warnings.filterwarnings("ignore")
 
-    def build() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    def build() -> Setting:
         torch.manual_seed(0)
-        return MODELS[model_name]()
+        return SETTINGS[setting]()
 
     def step_of(model, x, y, optimizer) -> Callable[[], None]:
         def step() -> None:
@@ -75,6 +82,10 @@ def make_cases(model_name: str, study: str) -> dict[str, Callable[[], None]]:
             model.zero_grad()
 
         return step
+
+    def forward() -> Callable[[], None]:
+        model, x, y = build()
+        return lambda: F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     def ddp(make_optimizer, hook=None, **options) -> Callable[[], None]:
         model, x, y = build()
@@ -94,20 +105,20 @@ def make_cases(model_name: str, study: str) -> dict[str, Callable[[], None]]:
     def lion(params):
         return Lion(params, lr=LR)
 
+    bounds = {"forward": forward(), "compute": step_of(*build(), None)}
     if study == "buckets":
         sizes = {f"{cap} MB": {"bucket_cap_mb": cap} for cap in (2, 5, 10, 25)}
         sizes |= {"one bucket": {"bucket_cap_mb": None}, "no overlap": {"overlap": False}}
-        return {
-            "compute": step_of(*build(), None),
+        return bounds | {
             "DDP float32 Lion": ddp(lion),
             **{f"dlion_mavo, {name}": ours(optim.DLion, **how) for name, how in sizes.items()},
         }
     power = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=True
     )
-    return {
-        "compute": step_of(*build(), None),
-        "DDP float32 AdamW": ddp(adamw),
+    if not slow:  # it sends what Lion sends
+        bounds["DDP float32 AdamW"] = ddp(adamw)
+    return bounds | {
         "DDP float32 Lion": ddp(lion),
         "DDP bf16 hook": ddp(lion, (None, bf16_hook)),
         # one bucket: over gloo, the chained collectives of several can be issued in another order
@@ -125,29 +136,44 @@ def make_cases(model_name: str, study: str) -> dict[str, Callable[[], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e8, 1e9, 0, 1e7])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--study", default="methods", choices=["methods", "buckets"])
     parser.add_argument("--slow-rounds", type=int, default=2, help="below 50 Mbit/s")
+    parser.add_argument("--add", action="store_true", help="to the points of an earlier run")
     args = parser.parse_args()
-    points = []
-    for name in args.models:
-        d = sum(p.numel() for p in MODELS[name]()[0].parameters())
-        for rate in map(int, args.rates):
-            rounds = args.slow_rounds if 0 < rate < 5e7 else args.rounds
-            warmups = 1 if 0 < rate < 5e7 else 3  # PowerSGD starts in its third step
-            found = run(
-                N, rate or None, make_cases, name, args.study, rounds=rounds, warmups=warmups
-            )
-            points += evaluate(found, name, d, rate)
     study = "end_to_end" if args.study == "methods" else args.study
-    save(study, {**machine(), "workers": N, "bucket_cap_mb": BUCKET_CAP_MB, "points": points})
+    points = earlier(study) if args.add else []
+    for name in args.models:
+        d = sum(p.numel() for p in SETTINGS[name]()[0].parameters())
+        for rate in map(int, args.rates):
+            slow = 0 < rate < 5e7
+            found = run(
+                *(N, rate or None, make_cases, name, args.study, slow),
+                rounds=args.slow_rounds if slow else args.rounds,
+                warmups=3,  # PowerSGD starts in its third step
+            )
+            points = [p for p in points if (p["model"], p["rate"]) != (name, rate or None)]
+            points += evaluate(found, name, d, rate)
+            save(
+                study, {**machine(), "workers": N, "bucket_cap_mb": BUCKET_CAP_MB, "points": points}
+            )
     draw(points, study)
 
 
+def earlier(study: str) -> list[dict]:
+    """The points measured before."""
+    return json.loads((RESULTS / f"{study}.json").read_text())["points"]
+
+
 def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
-    """One point a method, with its bounds."""
+    """One point a method, with its bounds.
+
+    ``bound``: no step is shorter than what it computes, nor than what it sends takes on the wire;
+    ``causal``: nor does a gradient leave before the forward pass is over.
+    """
+    forward = spread(found.pop("forward")["seconds"])["median"]
     compute = spread(found["compute"]["seconds"])["median"]
     lion = found["DDP float32 Lion"]["seconds"]
     points = []
@@ -155,25 +181,28 @@ def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
         nic = spread(values["nic_bytes"])["median"]
         wire = 8 * nic / rate if rate else 0.0
         seconds = spread(values["seconds"])
-        bound = max(compute, wire)
         point = {
             "model": name,
             "d": d,
             "rate": rate or None,
+            "commit": machine()["commit"],
             "method": method,
             "seconds": seconds,
+            "forward_seconds": forward,
             "compute_seconds": compute,
             "nic_bytes": nic if rate else None,
             "wire_seconds": wire,
-            "over_bound": seconds["median"] / bound,
+            "over_bound": seconds["median"] / max(compute, wire),
+            "over_causal": seconds["median"] / max(compute, forward + wire),
             "speedup": spread([a / b for a, b in zip(lion, values["seconds"], strict=True)]),
         }
         points.append(point)
         print(
-            f"{name:10s} {rate / 1e6:5.0f} Mbit/s  {method:18s} {1e3 * seconds['median']:8.0f} ms"
+            f"{name:11s} {rate / 1e6:5.0f} Mbit/s  {method:22s} {1e3 * seconds['median']:8.0f} ms"
             f" ({1e3 * seconds['low']:.0f} to {1e3 * seconds['high']:.0f})"
             f"  {point['speedup']['median']:6.2f} x DDP Lion  {nic / 1e6:7.2f} MB"
-            f"  wire {1e3 * wire:6.0f} ms  {point['over_bound']:5.2f} x max(compute, wire)",
+            f"  wire {1e3 * wire:6.0f} ms  {point['over_bound']:5.2f} x max(compute, wire)"
+            f"  {point['over_causal']:5.2f} x max(compute, forward + wire)",
             flush=True,
         )
     return points
@@ -182,13 +211,16 @@ def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
 def draw(points: list[dict], study: str) -> None:
     """Step times, a panel for each model and rate, the compute bound as a line."""
     models = list(dict.fromkeys(p["model"] for p in points))
-    rates = list(dict.fromkeys(p["rate"] for p in points))
+    rates = sorted({p["rate"] for p in points}, key=lambda rate: rate or 1e12)
     figure, axes = plt.subplots(
         len(models), len(rates), figsize=(4.4 * len(rates), 3.6 * len(models)), squeeze=False
     )
     for row, model in zip(axes, models, strict=True):
         for axis, rate in zip(row, rates, strict=True):
             chosen = [p for p in points if p["model"] == model and p["rate"] == rate]
+            if not chosen:
+                axis.axis("off")
+                continue
             seconds = [p["seconds"]["median"] for p in chosen]
             colours = ["tab:gray" if "DDP" in p["method"] else "tab:blue" for p in chosen]
             axis.barh([p["method"] for p in chosen], seconds, color=colours)

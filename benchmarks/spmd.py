@@ -14,6 +14,7 @@ from dlion.launch.local import run_processes
 from dlion.launch.network import Network
 
 Case = Callable[[], Any]
+FAST = 1_000_000_000  # bits per second, while warming up
 
 
 def run(
@@ -27,33 +28,53 @@ def run(
 
     Args:
         rate: of emulated links, bits per second; None: plain loopback.
-        how: ``rounds`` and ``seed`` of :func:`measure`.
+        how: ``rounds``, ``warmups`` and ``seed`` of :func:`measure`.
 
     Returns:
         case -> ``{"seconds": [...], "nic_bytes": [...]}``, a value a round.
     """
     if rate is None:
-        return run_processes(processes, _work, False, make_cases, args, how)
-    with Network(processes, rate) as network:
-        return run_processes(processes, _work, True, make_cases, args, how, network=network)
+        return run_processes(processes, _work, None, None, make_cases, args, how)
+    with Network(processes, max(rate, FAST)) as network:
+        return run_processes(
+            processes, _work, network, rate, make_cases, args, how, network=network
+        )
 
 
-def _work(emulated: bool, make_cases: Any, args: tuple, how: dict) -> dict[str, Any]:
+def _work(
+    network: Network | None, rate: int | None, make_cases: Any, args: tuple, how: dict
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     join_process_group("gloo")
-    result = measure(make_cases(*args), emulated=emulated, **how)
+
+    def slow_down() -> None:
+        if network is not None and rate is not None and dist.get_rank() == 0:
+            network.set_rate(rate)
+        dist.barrier()
+
+    result = measure(make_cases(*args), slow_down, emulated=network is not None, **how)
     dist.barrier()
     dist.destroy_process_group()
     return result
 
 
 def measure(
-    cases: dict[str, Case], rounds: int, emulated: bool, seed: int = 0, warmups: int = 1
+    cases: dict[str, Case],
+    warmed_up: Callable[[], None],
+    rounds: int,
+    emulated: bool,
+    seed: int = 0,
+    warmups: int = 1,
 ) -> dict[str, Any]:
-    """Time every case in every round, all in a new random order, from barrier to barrier."""
+    """Time every case in every round, all in a new random order, from barrier to barrier.
+
+    Some rounds before are not counted; after them ``warmed_up`` is called.
+    """
     rng, order = random.Random(seed), list(cases)
     found: dict[str, Any] = {name: {"seconds": [], "nic_bytes": []} for name in cases}
     for round_ in range(-warmups, rounds):
+        if round_ == 0:
+            warmed_up()
         rng.shuffle(order)
         for name in order:
             dist.barrier()
