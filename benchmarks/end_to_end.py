@@ -5,11 +5,13 @@
 4 workers on this machine, each with a network namespace and a link of 10, 100 or 1000 Mbit/s (and
 plain loopback); a step is forward, backward, exchange and update, timed from barrier to barrier.
 All methods take part in every round, in a new random order, beside a step without exchange and
-update (``compute``), which bounds what any method can reach. The settings are fixed here: batches
-such that at 100 Mbit/s compute is below a sixth of DDP float32's step, the regime the Lion Cub
-paper is about, and ``vit_cifar_2``, where compute is about as long as messages of one bit take on
-the wire, so that overlap has the most to hide. Writes results/speed/end_to_end.{json,png}. ``--study
-buckets`` compares sizes of buckets, and no overlap, instead.
+update (``compute``), which bounds what any method can reach.
+
+The settings are fixed here: batches such that at 100 Mbit/s compute is below a sixth of DDP
+float32's step, the regime the Lion Cub paper is about, and ``vit_cifar_2``, where compute is about
+as long as messages of one bit take on the wire, so that overlap has the most to hide. Writes
+results/speed/end_to_end.{json,png}. ``--study buckets`` compares sizes of buckets, and no overlap,
+instead.
 """
 
 import argparse

@@ -7,6 +7,7 @@ what it must send, 2 (n - 1) / n d times the bits per value. Writes results/spee
 """
 
 import argparse
+from functools import partial
 
 import matplotlib.pyplot as plt
 import torch
@@ -17,19 +18,21 @@ from spmd import run
 from dlion.exchange import Channel, LevelSum
 from dlion.workers import Workers
 
+CUB_BITS = (2, 4, 8)  # p; with 1 bit it is the vote
+
 
 def make_cases(d: int) -> dict:
     channel = Channel(Workers.current())
     dense, half = torch.ones(d), torch.ones(d, dtype=torch.bfloat16)
     votes = LevelSum(channel, d)
     means = LevelSum(channel, d, answer="level")
-    levels = LevelSum(channel, d, levels=15, ties="previous")
+    sums = {p: LevelSum(channel, d, levels=2**p - 1, ties="zero") for p in CUB_BITS}
     return {
         "all_reduce float32": lambda: dist.all_reduce(dense),
         "all_reduce bfloat16": lambda: dist.all_reduce(half),
         "vote, 1 bit": lambda: votes.deliver(0),
         "mean of signs": lambda: means.deliver(0),
-        "sum of 4 bits": lambda: levels.deliver(0),
+        **{f"Lion Cub, {p} bits": partial(sum_.deliver, 0) for p, sum_ in sums.items()},
     }
 
 
@@ -40,7 +43,7 @@ def bits(case: str, n: int) -> float:
         "all_reduce bfloat16": 32,
         "vote, 1 bit": 2,
         "mean of signs": 1 + n.bit_length(),
-        "sum of 4 bits": 5,
+        **{f"Lion Cub, {p} bits": p + 1.6 for p in CUB_BITS},
     }[case]
 
 
