@@ -3,15 +3,17 @@
 A small model of a training step, fed with costs that the benchmarks measured (results/speed):
 
     payload  = (n - 1) / n * d * bits / 8 bytes, bits counted to the owner of a slice and back
-    exchange = overhead * payload / rate + rounds * latency + host * payload + vote
-    step     = compute + encode + apply + what of the exchange the backward pass cannot hide
+    exchange = max(overhead * payload / rate, work of the host) + waits * latency
+    step     = a bucket after the other: each leaves when its gradients are there and the exchange
+               before it is over; then the update
 
-Direct-send, like a ring, takes n - 1 rounds each way for every bucket. A backward pass hides all of
-the exchange but that of the last bucket, if it is long enough.
+Direct-send sends n - 1 messages each way for every bucket. They wait for each other only while more
+than 128 KB are under way; a ring has to wait n - 1 times each way.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlion.errors import UserError
+from dlion.exchange.channel import IN_FLIGHT
 from dlion.units import parse_rate
 
 
@@ -30,25 +33,41 @@ class Method:
 
     Attributes:
         bits: to the owner of a slice and back, a function of n.
-        local: ns for encode and apply together, on one core.
+        encode, apply: ns before the exchange and after it, on one core.
         vote: ns for one message about one parameter, on one core.
+        schedule: direct (send) | ring | halving (recursive halving and doubling).
+        overhead: bytes' worth of time on the link for a byte of payload: headers, acknowledgements,
+            and what the schedule leaves unused.
     """
 
     bits: Callable[[int], float]
-    local: float
+    encode: float
+    apply: float
     vote: float = 0.0
+    schedule: str = "direct"
+    overhead: float = 1.07
+
+
+def _halving_bits(n: int) -> float:
+    """Votes that are added on the way: in round k, d / 2^k sums of 2^(k - 1) signs; then signs."""
+    rounds = range(1, max(1, math.ceil(math.log2(n))) + 1)
+    up = sum((2 ** (k - 1)).bit_length() / 2**k for k in rounds)
+    return (up + 1 - 1 / n) * n / max(n - 1, 1)
 
 
 # ns: results/speed/local_step.json, one thread, d = 1e7; DDP's are lion-pytorch's at d = 1e6, which
-# is the size of a model's tensors, and the bf16 hook's own passes are guessed
+# is the size of a model's tensors. Overheads: results/speed/exchange.json, n = 4, 100 Mbit/s
 METHODS = {
-    "ddp_float32": Method(lambda n: 64, 1.7),
-    "ddp_bf16": Method(lambda n: 32, 2.0),
-    "dlion_mavo": Method(lambda n: 2, 0.55, 0.05),
-    "dlion_avg": Method(lambda n: 1 + n.bit_length(), 0.85, 0.05),
-    "lion_cub_2": Method(lambda n: 3.6, 2.2, 0.1),
-    "lion_cub_4": Method(lambda n: 5.6, 2.6, 0.2),
+    "ddp_float32": Method(lambda n: 64, 0.0, 1.7, schedule="ring", overhead=1.12),
+    "ddp_bf16": Method(lambda n: 32, 0.5, 2.0, schedule="ring", overhead=1.12),
+    "g_lion": Method(lambda n: 64, 0.35, 0.7, 0.1, overhead=1.07),
+    "dlion_mavo": Method(lambda n: 2, 0.35, 0.2, 0.05),
+    "dlion_avg": Method(lambda n: 1 + n.bit_length(), 0.35, 0.5, 0.05),
+    "lion_cub_2": Method(lambda n: 3.6, 1.1, 0.8, 0.1),
+    "lion_cub_4": Method(lambda n: 5.6, 1.3, 0.8, 0.2),
 }
+# what would replace direct-send where its messages are too many; not implemented
+HALVING = replace(METHODS["dlion_mavo"], bits=_halving_bits, schedule="halving")
 
 
 @dataclass(frozen=True)
@@ -58,12 +77,13 @@ class Setting:
     Attributes:
         parameters, workers: d and n.
         rate: of a worker's link, bits per second each way; None: as fast as the host copies.
-        latency: seconds of a round: a small message and its handling on both sides.
-        overhead: bytes on the link for a byte of payload (headers, acknowledgements).
-        host: seconds per byte of payload that a worker's core spends to send and receive.
         compute: seconds of forward and backward.
-        backward: share of them in the backward pass.
+        latency: seconds until a message that is waited for has come.
+        message: seconds of a core for a message, sent and received.
+        host: seconds of a core for a byte of payload, sent and received.
+        backward: share of compute in the backward pass.
         buckets: exchanges a step.
+        tail: share of the parameters in the last bucket; None: as in every other.
         sharing: processes that share a core.
     """
 
@@ -72,27 +92,58 @@ class Setting:
     rate: float | None
     compute: float
     latency: float = 2e-4
-    overhead: float = 1.05
+    message: float = 1e-4
     host: float = 1e-9
     backward: float = 2 / 3
-    buckets: int = 4
+    buckets: int = 8
+    tail: float | None = None
     sharing: float = 1.0
+
+
+def payload_bytes(method: Method, s: Setting) -> float:
+    """What a worker sends in a step."""
+    return (s.workers - 1) / s.workers * s.parameters * method.bits(s.workers) / 8
+
+
+def _exchange(method: Method, s: Setting, share: float) -> tuple[float, float]:
+    """Seconds of the exchange of a share of the parameters, and seconds of a core within."""
+    n, payload = s.workers, share * payload_bytes(method, s)
+    if n == 1:
+        return 0.0, 0.0
+    messages = {"direct": n - 1, "ring": n - 1, "halving": math.ceil(math.log2(n))}[method.schedule]
+    waits = float(messages)
+    if method.schedule == "direct":
+        waits = min(waits, max(1.0, payload / 2 / IN_FLIGHT))
+    vote = 1e-9 * share * s.parameters * method.vote
+    work = s.sharing * (2 * messages * s.message + s.host * payload + vote)
+    wire = method.overhead * 8 * payload / s.rate if s.rate else 0.0
+    return max(wire, work) + 2 * waits * s.latency, work
 
 
 def exchange_seconds(method: Method, s: Setting) -> float:
     """Seconds of all exchanges of a step, were nothing else going on."""
-    n, d = s.workers, s.parameters
-    payload = (n - 1) / n * d * method.bits(n) / 8
-    wire = s.overhead * 8 * payload / s.rate if s.rate else 0.0
-    rounds = 2 * (n - 1) * s.buckets
-    return wire + rounds * s.latency + s.host * payload + 1e-9 * d * method.vote * s.sharing
+    return sum(_exchange(method, s, share)[0] for share in _shares(s))
+
+
+def _shares(s: Setting) -> list[float]:
+    """The buckets, as shares of the parameters, in the order they leave."""
+    if s.buckets == 1:
+        return [1.0]
+    tail = 1 / s.buckets if s.tail is None else s.tail
+    return [(1 - tail) / (s.buckets - 1)] * (s.buckets - 1) + [tail]
 
 
 def step_seconds(method: Method, s: Setting) -> float:
     """Seconds of a training step."""
-    exchange = exchange_seconds(method, s)
-    hidden = min(exchange * (1 - 1 / s.buckets), s.compute * s.backward * (1 - 1 / s.buckets))
-    return s.compute + 1e-9 * s.parameters * method.local * s.sharing + exchange - hidden
+    ns = 1e-9 * s.parameters * s.sharing
+    clock, free = s.compute * (1 - s.backward), 0.0
+    for share in _shares(s):
+        exchange, work = _exchange(method, s, share)
+        clock += s.compute * s.backward * share + ns * method.encode * share
+        free = max(free, clock) + exchange
+        if s.sharing > 1:  # what the exchange computes is taken from the backward pass
+            clock += work
+    return max(clock, free) + ns * method.apply
 
 
 def check(file: Path) -> list[tuple[str, float | None, str, float, float]]:
@@ -104,6 +155,7 @@ def check(file: Path) -> list[tuple[str, float | None, str, float, float]]:
     names = {
         "DDP float32 Lion": "ddp_float32",
         "DDP bf16 hook": "ddp_bf16",
+        "g_lion": "g_lion",
         "dlion_mavo": "dlion_mavo",
         "dlion_avg": "dlion_avg",
         "lion_cub 1 bit": "dlion_mavo",
@@ -113,21 +165,32 @@ def check(file: Path) -> list[tuple[str, float | None, str, float, float]]:
     data = json.loads(file.read_text())
     points = []
     for point in data["points"]:
-        method = names.get(point["method"])
-        if method is None:
+        name = names.get(point["method"])
+        if name is None:
             continue
+        cap = 25 if name.startswith("ddp") else data["bucket_cap_mb"]
         setting = Setting(
             parameters=point["d"],
             workers=data["workers"],
             rate=point["rate"],
             compute=point["compute_seconds"],
-            buckets=max(1, round(4e-6 * point["d"] / data["bucket_cap_mb"])),
+            backward=1 - point["forward_seconds"] / point["compute_seconds"],
+            buckets=max(1, math.ceil(4e-6 * point["d"] / cap)),
             sharing=2.0,
         )
-        predicted = step_seconds(METHODS[method], setting)
+        predicted = step_seconds(METHODS[name], setting)
         measured = point["seconds"]["median"]
         points.append((point["model"], point["rate"], point["method"], measured, predicted))
     return points
+
+
+def waits_for(method: Method, s: Setting) -> str:
+    """What a step would be shorter without: compute, bandwidth or messages."""
+    step = step_seconds(method, s)
+    if step < 1.1 * s.compute:
+        return "compute"
+    free = step_seconds(method, replace(s, latency=0.0, message=0.0))
+    return "messages" if step - free > (step - s.compute) / 2 else "bandwidth"
 
 
 def show(setting: Setting, console: Console) -> None:
@@ -137,22 +200,42 @@ def show(setting: Setting, console: Console) -> None:
         table.add_column(column, justify="left" if column == "method" else "right")
     slowest = step_seconds(METHODS["ddp_float32"], setting)
     for name, method in METHODS.items():
-        n, d = setting.workers, setting.parameters
-        step, exchange = step_seconds(method, setting), exchange_seconds(method, setting)
-        latency = exchange - exchange_seconds(method, replace(setting, latency=0.0))
-        reason = "compute" if step < 1.1 * setting.compute else "bandwidth"
-        if reason == "bandwidth" and latency > exchange / 2:
-            reason = "latency"
-        payload = (n - 1) / n * d * method.bits(n) / 8
+        step = step_seconds(method, setting)
         table.add_row(
             name,
-            f"{payload / 1e6:,.2f} MB",
-            f"{1e3 * exchange:,.1f} ms",
+            f"{payload_bytes(method, setting) / 1e6:,.2f} MB",
+            f"{1e3 * exchange_seconds(method, setting):,.1f} ms",
             f"{1e3 * step:,.1f} ms",
             f"{slowest / step:.2f}x",
-            reason,
+            waits_for(method, setting),
         )
     console.print(table)
+
+
+def accelerated(d: float, n: int, rate: float) -> Setting:
+    """A cluster of accelerators: assumed, not measured.
+
+    3,000 tokens a worker at 200 TFLOP/s; 10 µs a message, 20 µs until one has come; local work 100
+    times faster than on a CPU core, as memory is; no copies by the host; 8 buckets.
+    """
+    compute = 6 * d * 3000 / 200e12
+    return Setting(d, n, rate, compute, latency=2e-5, message=1e-5 / 0.01, host=0.0, sharing=0.01)
+
+
+RATES, SIZES, WORKERS = (
+    (1e9, 10e9, 100e9, 400e9),
+    (1e8, 1e9, 1e10, 1e11),
+    [2**i for i in range(1, 11)],
+)
+
+
+def overtaken(d: float, rate: float) -> int | None:
+    """From how many workers on (a power of 2) a vote by halving is 10 % faster than direct-send."""
+    for n in WORKERS:
+        s = accelerated(d, n, rate)
+        if step_seconds(METHODS["dlion_mavo"], s) > 1.1 * step_seconds(HALVING, s):
+            return n
+    return None
 
 
 def draw(path: Path) -> None:
@@ -162,33 +245,28 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rates, sizes = (1e9, 10e9, 100e9, 400e9), (1e8, 1e9, 1e10, 1e11)
-    workers = [2**i for i in range(1, 11)]
-    figure, axes = pyplot.subplots(len(sizes), len(rates), figsize=(15, 12), sharex=True)
-    for row, d in zip(axes, sizes, strict=True):
-        for axis, rate in zip(row, rates, strict=True):
-            for name in ("dlion_mavo", "dlion_avg", "lion_cub_4"):
-                ups = [_speed_up(name, d, n, rate) for n in workers]
-                axis.plot(workers, ups, marker="o", ms=3, label=name)
+    lines = {name: METHODS[name] for name in ("dlion_mavo", "dlion_avg", "lion_cub_4")}
+    lines["dlion_mavo, halving (not implemented)"] = HALVING
+    figure, axes = pyplot.subplots(len(SIZES), len(RATES), figsize=(15, 12), sharex=True)
+    for row, d in zip(axes, SIZES, strict=True):
+        for axis, rate in zip(row, RATES, strict=True):
+            settings = [accelerated(d, n, rate) for n in WORKERS]
+            dense = [step_seconds(METHODS["ddp_float32"], s) for s in settings]
+            for name, method in lines.items():
+                steps = [step_seconds(method, s) for s in settings]
+                ups = [a / b for a, b in zip(dense, steps, strict=True)]
+                axis.plot(WORKERS, ups, marker="o", ms=3, label=name)
             axis.axhline(1, color="black", lw=0.8, ls=":")
             axis.set(xscale="log", yscale="log", title=f"d = {d:.0e}, {rate / 1e9:g} Gbit/s")
-    axes[0][0].legend()
+    axes[0][0].legend(fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("workers")
     figure.suptitle(
-        "predicted speed-up over DDP float32; compute of 3,000 tokens a worker at 200 TFLOP/s,"
-        " 20 µs a round, 8 buckets"
+        "predicted speed-up over DDP float32; assumed: 3,000 tokens a worker at 200 TFLOP/s,"
+        " 10 µs a message, 20 µs until one has come, 8 buckets"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=80)
-
-
-def _speed_up(name: str, d: float, n: int, rate: float) -> float:
-    """On accelerators: local costs 100 times smaller than a CPU core's, no host copies."""
-    compute = 6 * d * 3000 / 200e12
-    setting = Setting(d, n, rate, compute, latency=2e-5, overhead=1.0, host=0.0, buckets=8)
-    setting = replace(setting, sharing=0.01)
-    return step_seconds(METHODS["ddp_float32"], setting) / step_seconds(METHODS[name], setting)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -199,9 +277,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=8, help="n")
     parser.add_argument("--rate", default="1gbit", help="of a worker's link, such as 10gbit")
     parser.add_argument("--compute", type=float, default=1.0, help="seconds, forward and backward")
-    parser.add_argument("--latency", type=float, default=Setting.latency, help="seconds a round")
-    parser.add_argument("--overhead", type=float, default=Setting.overhead, help="of the protocol")
-    parser.add_argument("--host", type=float, default=Setting.host, help="seconds a byte")
+    parser.add_argument(
+        "--latency", type=float, default=Setting.latency, help="seconds, of a message"
+    )
+    parser.add_argument("--message", type=float, default=Setting.message, help="core seconds, each")
+    parser.add_argument("--host", type=float, default=Setting.host, help="core seconds a byte")
     parser.add_argument("--buckets", type=int, default=Setting.buckets)
     parser.add_argument("--check", type=Path, metavar="END_TO_END.json", help="compare instead")
     parser.add_argument("--curves", type=Path, metavar="FILE.png", help="draw curves instead")
@@ -209,6 +289,9 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console()
     if args.curves:
         draw(args.curves)
+        for d in SIZES:
+            ends = [f"{rate / 1e9:g} Gbit/s: {overtaken(d, rate) or 'never'}" for rate in RATES]
+            print(f"d = {d:.0e}: halving wins from workers on, at {', '.join(ends)}")
         return
     if args.check:
         for model, rate, method, measured, predicted in check(args.check):
@@ -230,7 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
         rate,
         args.compute,
         latency=args.latency,
-        overhead=args.overhead,
+        message=args.message,
         host=args.host,
         buckets=args.buckets,
     )
