@@ -43,7 +43,6 @@ def main() -> None:
         [*plot, str(args.output / "curves")], check=True, capture_output=True, text=True
     )
     (args.output / "table.txt").write_text(table.stdout)
-    (args.output / "curves.html").unlink()  # 5 MB; the plot command makes it again
     collect = [sys.executable, str(Path(__file__).with_name("collect.py")), published]
     rows = subprocess.run(collect, check=True, capture_output=True, text=True)
     (args.output / "runs.csv").write_text(rows.stdout)

@@ -26,6 +26,7 @@ class Curve:
         saving: how many times fewer bytes than a float32 ring all-reduce; None for one worker.
         seconds: per step.
         finished: whether all runs are.
+        settings: what may tell it from other curves, flat.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Curve:
     saving: float | None
     seconds: float
     finished: bool
+    settings: dict[str, Any]
 
     @property
     def seeds(self) -> int:
@@ -67,6 +69,15 @@ def choose_metric(runs: list[Run], asked: str | None = None) -> str:
     if asked == "accuracy" and kinds != {True}:
         raise UserError("these runs have no accuracy: type --metric loss")
     return "accuracy" if kinds == {True} else "loss"
+
+
+def group_runs(runs: list[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Runs that can be compared, by data set and model."""
+    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        settings = _settings(run)
+        groups[str(settings["dataset"]), str(settings["model"])].append(run)
+    return groups
 
 
 def make_curves(runs: list[Run], metric: str) -> list[Curve]:
@@ -137,4 +148,5 @@ def _curve(label: str, runs: list[Run], metric: str) -> Curve:
         saving=ring / bits[-1] if bits[-1] else None,
         seconds=float(np.mean([line[-1]["seconds"] for line in rows]) / steps[-1]),
         finished=all(run.finished for run in runs),
+        settings=_settings(runs[0]),
     )

@@ -1,8 +1,8 @@
 """Draw accuracy against bandwidth: ``python -m dlion.results.plot RUN_DIR... [-o PREFIX]``.
 
-Takes any directories with runs below them, prints a table, and writes PREFIX.png and PREFIX.html
-(one file that needs nothing else). Runs that differ only by their seed become one line with a band
-from the worst to the best.
+Takes any directories with runs below them, prints a table, and writes PREFIX.png. Runs that differ
+only by their seed become one line with a band from the worst to the best. For a page to look around
+in: ``python -m dlion.results.report``.
 """
 
 import argparse
@@ -28,15 +28,17 @@ STYLES = {
     "lion_cub": ("#8B4513", "*"),
 }
 _OTHERS = ["#7F7F7F", "#BCBD22", "#17BECF", "#1F77B4", "#2CA02C", "#D62728"]
-_PLOTLY = {"s": "square", "o": "circle", "D": "diamond", "^": "triangle-up", "v": "triangle-down",
-           "P": "cross", "*": "star"}  # fmt: skip
+PLOTLY_MARKERS = {
+    "s": "square", "o": "circle", "D": "diamond", "^": "triangle-up", "v": "triangle-down",
+    "P": "cross", "*": "star",
+}  # fmt: skip
 
 TITLES = {"accuracy": "test accuracy (%)", "loss": "test loss (nats)"}
 BITS = "bits sent per parameter and worker, so far"
 PAPER_BITS = "bits per parameter and step, both ways (papers' count)"
 
 
-def _styles(curves: list[Curve]) -> dict[str, tuple[str, str]]:
+def styles_of(curves: list[Curve]) -> dict[str, tuple[str, str]]:
     """Colour and marker by label: a method's own, where it has one curve only."""
     counts = {c.method: sum(other.method == c.method for other in curves) for c in curves}
     spare = iter(_OTHERS * len(curves))
@@ -52,7 +54,7 @@ def _shown(curve: Curve, metric: str) -> Any:
     return curve.values * (100 if metric == "accuracy" else 1)
 
 
-def _name(curve: Curve) -> str:
+def name_of(curve: Curve) -> str:
     return curve.label + ("" if curve.finished else " (not finished)")
 
 
@@ -63,14 +65,16 @@ def write_png(curves: list[Curve], metric: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    styles = _styles(curves)
+    styles = styles_of(curves)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(12.5, 5), layout="constrained", sharey=True
     )
     for curve in curves:
         colour, marker = styles[curve.label]
         values = _shown(curve, metric)
-        left.plot(curve.bits, values.mean(0), color=colour, marker=marker, ms=4, label=_name(curve))
+        left.plot(
+            curve.bits, values.mean(0), color=colour, marker=marker, ms=4, label=name_of(curve)
+        )
         left.fill_between(curve.bits, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
         if curve.paper_bits is not None:
             final = values[:, -1]
@@ -95,48 +99,6 @@ def write_png(curves: list[Curve], metric: str, path: Path) -> None:
                   frameon=False)  # fmt: skip
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-def write_html(curves: list[Curve], metric: str, path: Path) -> None:
-    """The same two panels and the metric against steps, interactive, in one file."""
-    from plotly.subplots import make_subplots
-
-    styles = _styles(curves)
-    figure = make_subplots(
-        rows=1, cols=3, subplot_titles=("against traffic", "against bits per step", "against steps")
-    )
-    for curve in curves:
-        colour, marker = styles[curve.label]
-        values = _shown(curve, metric)
-        spread = {"type": "data", "symmetric": False, "thickness": 1}
-        spread["array"] = (values.max(0) - values.mean(0)).tolist()
-        spread["arrayminus"] = (values.mean(0) - values.min(0)).tolist()
-        look = {
-            "name": _name(curve),
-            "legendgroup": curve.label,
-            "line": {"color": colour},
-            "marker": {"symbol": _PLOTLY[marker], "color": colour, "size": 7},
-        }
-        mean = values.mean(0).tolist()
-        bits, steps = curve.bits.tolist(), curve.steps.tolist()
-        figure.add_scatter(x=bits, y=mean, error_y=spread, row=1, col=1, **look)
-        figure.add_scatter(x=steps, y=mean, error_y=spread, row=1, col=3, showlegend=False, **look)
-        if curve.paper_bits is not None:
-            last = {
-                **spread,
-                "array": spread["array"][-1:],
-                "arrayminus": spread["arrayminus"][-1:],
-            }
-            figure.add_scatter(
-                x=[curve.paper_bits], y=mean[-1:], error_y=last, row=1, col=2, showlegend=False,
-                mode="markers", **{**look, "marker": {**look["marker"], "size": 12}},
-            )  # fmt: skip
-    figure.update_xaxes(title_text=BITS, type="log", row=1, col=1)
-    figure.update_xaxes(title_text=PAPER_BITS, type="log", row=1, col=2)
-    figure.update_xaxes(title_text="steps", row=1, col=3)
-    figure.update_yaxes(title_text=TITLES[metric], row=1, col=1)
-    figure.update_layout(template="plotly_white", height=560)
-    figure.write_html(path, include_plotlyjs=True)
 
 
 def print_table(curves: list[Curve], metric: str) -> None:
@@ -166,7 +128,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
         form = ".2f" if percent else ".4f"
         spread = f" ± {final.std(ddof=1):{form}}" if curve.seeds > 1 else ""
         table.add_row(
-            _name(curve),
+            name_of(curve),
             str(curve.seeds),
             f"{final.mean():{form}}{spread}",
             f"{best.mean():{form}}",
@@ -200,10 +162,9 @@ def main() -> None:
         sys.exit(2)
     print_table(curves, metric)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, write in ((".png", write_png), (".html", write_html)):
-        path = options.output.with_name(options.output.name + suffix)
-        write(curves, metric, path)
-        print(path)
+    path = options.output.with_name(options.output.name + ".png")
+    write_png(curves, metric, path)
+    print(path)
 
 
 if __name__ == "__main__":

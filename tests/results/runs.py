@@ -1,0 +1,33 @@
+"""Recorded runs to look at."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+
+def write_run(
+    root: Path,
+    method: str,
+    seed: int,
+    accuracy: bool = True,
+    lr: float = 1e-3,
+    method_name: str | None = None,
+) -> None:
+    """A finished run with two evaluations, in ``root/METHOD-SEED-LR``."""
+    directory = root / f"{method}-{seed}-{lr}"
+    (directory / ".hydra").mkdir(parents=True)
+    method = method_name or method
+    config = {"optimizer": {"name": method, "lr": lr}, "workers": 8, "seed": seed, "steps": 20}
+    config |= {"model": {"name": "m"}, "dataset": {"name": "d"}}
+    (directory / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    per_step = 500_000 if method == "g_lion" else 16_000
+    rows = []
+    for step in (10, 20):
+        row = {"step": step, "seconds": step / 10, "sent_bytes": step * per_step, "test_loss": 1.0}
+        row["sent_bits_per_parameter"] = 8 * row["sent_bytes"] / 72_000
+        rows.append(row | ({"test_accuracy": 0.5 + step / 100 + seed / 100} if accuracy else {}))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = {"optimizer": method, "model": "m", "dataset": "d", "workers": 8}
+    summary |= {"parameters": 72_000, "paper_bits_up": 1, "paper_bits_down": 1}
+    (directory / "summary.json").write_text(json.dumps(summary))

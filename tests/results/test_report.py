@@ -1,0 +1,98 @@
+"""The page that compares runs, as a browser shows it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.results.runs import write_run
+
+HOSTILE = "<script>document.title='broken'</script>"
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dlion.results.report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    """Three methods, one with a name from a hostile place, and a run without evaluation."""
+    root = tmp_path_factory.mktemp("report")
+    for seed in (0, 1, 2):
+        write_run(root / "runs", "dlion_mavo", seed)
+        write_run(root / "runs", "g_lion", seed)
+    write_run(root / "runs" / "other", "dlion_mavo", 0, method_name=HOSTILE)
+    write_run(root / "runs", "dgc", 0)
+    (root / "runs" / "dgc-0-0.001" / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.1}\n')
+    run = report(root / "runs", "-o", root / "page" / "report.html", "--title", "Two & two")
+    assert run.returncode == 0, run.stderr
+    return root / "page" / "report.html"
+
+
+def test_the_page_stands_alone(page):
+    text = page.read_text()
+    assert "<script src=" not in text and "<link" not in text
+    assert "<title>Two &amp; two</title>" in text
+    assert "8 runs" in text and "dgc-0-0.001" in text
+    assert 'class="best"' in text
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    run = report(tmp_path / "nothing")
+    assert run.returncode == 2 and "is not a directory" in run.stderr
+
+
+@pytest.fixture
+def browser():
+    driver = shutil.which("chromedriver")
+    if driver is None or shutil.which("chromium") is None:
+        pytest.skip("needs a browser: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+def lines(browser) -> int:
+    return len(browser.find_elements("css selector", ".scatterlayer .trace"))
+
+
+@pytest.mark.browser
+def test_a_browser_draws_it_and_filters_work(page, browser):
+    browser.set_window_size(1280, 1000)
+    browser.get(page.as_uri())
+    assert browser.title == "Two & two"
+    assert HOSTILE in browser.find_element("tag name", "body").text
+    rows = browser.find_elements("css selector", "table.values tbody tr")
+    drawn = lines(browser)
+    assert len(rows) == 3 and drawn >= 9  # points, and curves of three figures, with bands
+    box = browser.find_element("css selector", "input[data-curve=g_lion]")
+    box.click()
+    assert [row.is_displayed() for row in rows].count(False) == 1 and lines(browser) < drawn
+    box.click()
+    assert all(row.is_displayed() for row in rows) and lines(browser) == drawn
+    browser.find_element("css selector", "button[data-all='']").click()
+    assert lines(browser) == 0
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.browser
+def test_it_fits_a_phone_and_paper(page, browser):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+    )
+    browser.get(page.as_uri())
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    for plot in browser.find_elements("css selector", ".main-svg"):
+        assert plot.size["width"] <= 390
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {})["data"]
+    assert len(printed) > 20_000
