@@ -2,6 +2,8 @@
 
 import difflib
 import itertools
+import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +42,20 @@ def run(main: Callable[[], Any], conf: Path) -> None:
                 "hydra.output_subdir=null",
                 "hydra/job_logging=disabled",
             ]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # what is raised comes here instead of being printed
         main()
     except UserError as error:
         _leave(error, 2)
     except RunFailed as error:
         _leave(error, 1)
+    except HydraException as error:
+        _leave(_first_line(error), 2)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        _leave(_job_failure(error), 1)
 
 
 def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> Any:
@@ -154,6 +163,19 @@ def _keys(node: Any, prefix: str = "") -> set[str]:
 def _nearest(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word, sorted(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _job_failure(error: Exception) -> str:
+    """What became of a job of a sweep on SLURM, in one sentence."""
+    text = str(error)
+    job = re.search(r"\b\d+_\d+\b", text)
+    state = re.search(r"state: ([A-Z_ ]+)", text)
+    lines = [line.strip(" -") for line in text.splitlines()]
+    reason = state[1].strip().lower() if state else next(x for x in reversed(lines) if x)
+    return (
+        f"SLURM job {job[0] if job else ''} of the sweep: {reason}; the others go on, and"
+        " `python sweep/collect.py SWEEP_DIR` tells what became of each"
+    )
 
 
 def _first_line(error: Exception) -> str:

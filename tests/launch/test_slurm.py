@@ -1,0 +1,77 @@
+"""Sweeps on a real SLURM cluster: two nodes, a process on each."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.launch import slurm
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+if slurm.reason_to_skip():
+    pytestmark.append(pytest.mark.skip(reason=slurm.reason_to_skip()))
+SWEEP = [
+    *("-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"),
+    *("workers=4", "eval_every=5", "logger=none"),
+]
+
+
+@pytest.fixture(scope="module")
+def environment():
+    with slurm.cluster(nodes=2, cpus=4) as env:
+        # the nodes' names mean nothing to this machine's resolver
+        yield env | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def start(environment, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "train.py", *SWEEP, *overrides]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def collect(directory) -> list[dict[str, str]]:
+    command = [sys.executable, "sweep/collect.py", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    head, *rows = [line.split(",") for line in done.stdout.splitlines()]
+    return [dict(zip(head, row, strict=False)) for row in rows]
+
+
+def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_path):
+    sweep = start(
+        environment, "steps=10", "optimizer=dlion_mavo,g_lion", "seed=0,1",
+        f"hydra.sweep.dir={tmp_path}",
+    )  # fmt: skip
+    _, errors = sweep.communicate(timeout=240)
+    assert sweep.returncode == 0, errors
+    rows = collect(tmp_path)
+    assert len(rows) == 4 and {row["finished"] for row in rows} == {"True"}
+    jobs = subprocess.run(["sacct", "-XPno", "State,NNodes"], env=environment, capture_output=True)
+    assert jobs.stdout.decode().split() == 4 * ["COMPLETED|2"]
+    logs = [log.read_text() for log in tmp_path.rglob(".submitit/*/*_0_log.out")]
+    assert all("2 processes of 2 virtual workers" in log for log in logs)
+    alone = train_py(
+        *("workers=4", "steps=10", "eval_every=5", "logger=none", "seed=1"),
+        f"output_dir={tmp_path / 'alone'}",
+    )
+    assert alone.returncode == 0, alone.stderr
+    expected = json.loads((tmp_path / "alone" / "summary.json").read_text())["parameters_sha256"]
+    found = {(row["optimizer"], row["seed"]): row["parameters_sha256"] for row in rows}
+    assert found["dlion_mavo", "1"] == expected
+
+
+def test_a_cancelled_job_is_reported(environment, tmp_path):
+    sweep = start(environment, "steps=1000000", f"hydra.sweep.dir={tmp_path}")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    subprocess.run(
+        ["scancel", "--user", os.environ.get("USER", "root")], env=environment, check=True
+    )
+    _, errors = sweep.communicate(timeout=120)
+    assert sweep.returncode == 1
+    assert "cancelled" in errors and "Traceback" not in errors
+    assert collect(tmp_path)[0]["finished"] == "False"
