@@ -33,9 +33,9 @@ def start(environment, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def collect(directory) -> list[dict[str, str]]:
+def collect(directory, env) -> list[dict[str, str]]:
     command = [sys.executable, "sweep/collect.py", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     head, *rows = [line.split(",") for line in done.stdout.splitlines()]
     return [dict(zip(head, row, strict=False)) for row in rows]
 
@@ -47,8 +47,8 @@ def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_
     )  # fmt: skip
     _, errors = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, errors
-    rows = collect(tmp_path)
-    assert len(rows) == 4 and {row["finished"] for row in rows} == {"True"}
+    rows = collect(tmp_path, environment)
+    assert len(rows) == 4 and {row["status"] for row in rows} == {"finished"}
     jobs = subprocess.run(["sacct", "-XPno", "State,NNodes"], env=environment, capture_output=True)
     assert jobs.stdout.decode().split() == 4 * ["COMPLETED|2"]
     logs = [log.read_text() for log in tmp_path.rglob(".submitit/*/*_0_log.out")]
@@ -74,4 +74,4 @@ def test_a_cancelled_job_is_reported(environment, tmp_path):
     _, errors = sweep.communicate(timeout=120)
     assert sweep.returncode == 1
     assert "cancelled" in errors and "Traceback" not in errors
-    assert collect(tmp_path)[0]["finished"] == "False"
+    assert [row["status"] for row in collect(tmp_path, environment)] == ["cancelled"]

@@ -1,12 +1,13 @@
 """The record of a run survives what may happen to it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from dlion.errors import UserError
-from dlion.results.record import RunRecord, find_runs, holds_run, load_run
+from dlion.results.record import RunRecord, find_runs, holds_run, load_run, record_failure
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -20,6 +21,21 @@ def test_what_is_written_is_read(tmp_path):
     run = load_run(tmp_path)
     assert run.finished and run.summary == {"test_accuracy": 0.5, "test_loss": None}
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "summary.json"}
+
+
+def test_the_status_of_a_run(tmp_path):
+    record = RunRecord(tmp_path / "a")
+    assert load_run(tmp_path / "a").status == "running"
+    os.utime(tmp_path / "a" / "metrics.jsonl", (0, 0))
+    assert load_run(tmp_path / "a").status == "stopped"
+    record_failure(tmp_path / "a", "boom")
+    record_failure(tmp_path / "a", "an echo of it")
+    run = load_run(tmp_path / "a")
+    assert run.status == "failed" and run.failure == "boom"
+    record_failure(tmp_path / "b", "before the first line")
+    assert [run.status for run in find_runs([tmp_path])] == ["failed", "failed"]
+    record.finish({})
+    assert load_run(tmp_path / "a").status == "finished"
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dlion.errors import RunFailed, UserError
 from dlion.launch.check import check_numbers
 from dlion.launch.environment import detect
-from dlion.results.record import holds_run
+from dlion.results.record import holds_run, record_failure
 
 
 def run(main: Callable[[], Any], conf: Path) -> None:
@@ -65,18 +65,22 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     multirun the error goes on to Hydra, which runs the other jobs first.
     """
     hydra = HydraConfig.get()
+    output_dir = Path(hydra.runtime.output_dir)
     try:
-        return launch(config, Path(hydra.runtime.output_dir))
+        return launch(config, output_dir)
+    except KeyboardInterrupt:
+        record_failure(output_dir, "interrupted")
+        _leave("interrupted", 130)
     except UserError as error:
         if hydra.mode == RunMode.MULTIRUN:
+            record_failure(output_dir, str(error))
             raise
         _leave(error, 2)
-    except RunFailed as error:
-        if hydra.mode == RunMode.MULTIRUN:
+    except Exception as error:
+        record_failure(output_dir, str(error) or type(error).__name__)
+        if hydra.mode == RunMode.MULTIRUN or not isinstance(error, RunFailed):
             raise
         _leave(error, 1)
-    except KeyboardInterrupt:
-        _leave("interrupted", 130)
 
 
 def _leave(reason: Any, code: int) -> None:

@@ -1,15 +1,21 @@
-"""The record of a run: metrics.jsonl, a line per measurement, and summary.json at the end."""
+"""The record of a run: metrics.jsonl, a line per measurement, and at the end summary.json.
+
+If it fails instead, failure.txt says why.
+"""
 
 import json
 import math
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlion.errors import UserError
 
-METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", ".hydra/config.yaml"
+METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
+CONFIG = ".hydra/config.yaml"
+_SILENT = 900  # seconds without a line after which a run counts as stopped
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +55,13 @@ class RunRecord:
         write_atomically(self.directory / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
 
 
+def record_failure(directory: Path, reason: str) -> None:
+    """Note why a run failed, if nobody has (of several processes, the first knows best)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / FAILURE).exists():
+        write_atomically(directory / FAILURE, reason.strip() + "\n")
+
+
 @dataclass(frozen=True)
 class Run:
     """A recorded run.
@@ -58,34 +71,55 @@ class Run:
         metrics: the rows, oldest first.
         summary: None while the run is not finished.
         config: the resolved configuration, None where it is not known.
+        failure: why it failed, None if it is not known to have failed.
+        silence: seconds since its last line.
     """
 
     directory: Path
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
     config: dict[str, Any] | None
+    failure: str | None
+    silence: float
 
     @property
     def finished(self) -> bool:
         return self.summary is not None
 
+    @property
+    def status(self) -> str:
+        """finished | failed | running | stopped (no line for 15 minutes: killed, or very slow)."""
+        if self.finished:
+            return "finished"
+        if self.failure is not None:
+            return "failed"
+        return "running" if self.silence < _SILENT else "stopped"
+
 
 def holds_run(directory: Path) -> bool:
     """Whether a run was recorded there, finished or not."""
-    return (directory / METRICS).exists() or (directory / SUMMARY).exists()
+    return any((directory / name).exists() for name in (METRICS, SUMMARY))
 
 
 def load_run(directory: Path) -> Run:
     """Read a run. A last line that was being written when the run died is left out."""
-    metrics = []
-    for line in (directory / METRICS).read_text(encoding="utf-8").splitlines():
+    metrics, rows = [], directory / METRICS
+    for line in rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []:
         try:
             metrics.append(json.loads(line))
         except json.JSONDecodeError:
             break
     summary_file, config_file = directory / SUMMARY, directory / CONFIG
     summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else None
-    return Run(directory, metrics, summary, _load_config(config_file))
+    failure = directory / FAILURE
+    return Run(
+        directory,
+        metrics,
+        summary,
+        _load_config(config_file),
+        failure.read_text("utf-8").strip() if failure.exists() else None,
+        time.time() - rows.stat().st_mtime if rows.exists() else math.inf,
+    )
 
 
 def _load_config(file: Path) -> dict[str, Any] | None:
@@ -108,7 +142,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a directory: give the output directories of runs")
-        found = {file.parent for file in path.rglob(METRICS)}
+        found = {file.parent for name in (METRICS, FAILURE) for file in path.rglob(name)}
         if not found:
             raise UserError(f"{path} holds no run: give a directory with a {METRICS} below it")
         directories |= found
