@@ -1,6 +1,7 @@
 """W&B gets accuracy against bits, offline by itself, and never a secret or a say in the run."""
 
 import json
+import re
 import struct
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 
+from dlion.results.dashboard import specification
 from dlion.results.loggers import make_logger
 
 CONFIG = {"optimizer": {"name": "dlion_mavo", "lr": 1e-3}, "workers": 4, "seed": 7}
@@ -79,6 +81,9 @@ def test_offline_run_holds_curves_against_steps_and_bits(nobody, tmp_path, capsy
     assert history[-1]["test_vs_bits/accuracy"] == 0.4
     assert (run.run_group, run.project, list(run.tags)) == ("g", "p", ["t"])
     assert run.display_name == "dlion_mavo-n4-s7"
+    panels = json.dumps(specification("me", "p")["report"]["panels"])
+    drawn = set(re.findall(r'"((?:train|test|test_vs_bits)/\w+|sent_\w+)"', panels))
+    assert len(drawn) >= 6 and drawn <= set().union(*history)
 
 
 def test_secrets_reach_no_file(nobody, tmp_path):

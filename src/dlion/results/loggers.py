@@ -65,7 +65,7 @@ class WandbLogger:
         self._run: Any = None
         mode = node.mode
         if mode == "auto":
-            mode = os.environ.get("WANDB_MODE") or ("online" if _can_sync() else "offline")
+            mode = os.environ.get("WANDB_MODE") or ("online" if can_sync() else "offline")
         if mode == "disabled":
             return
         if not online:
@@ -157,7 +157,7 @@ def _run_id(directory: Path) -> str:
     return file.read_text()
 
 
-def _can_sync() -> bool:
+def can_sync() -> bool:
     """Whether there is a key for the server and the server answers."""
     server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     host = server.hostname or ""
