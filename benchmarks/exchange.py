@@ -87,26 +87,32 @@ def main() -> None:
 
 
 def draw(points: list[dict]) -> None:
-    """Time over the ideal, a panel a rate."""
-    rates = sorted({p["rate"] for p in points if p["rate"]})
-    figure, axes = plt.subplots(1, len(rates), figsize=(5 * len(rates), 4), squeeze=False)
-    for axis, rate in zip(axes[0], rates, strict=True):
+    """Milliseconds against workers, a panel a rate; against p, at the middle number of workers."""
+    rates = sorted({p["rate"] for p in points}, key=lambda rate: rate or 1e12)
+    title = {rate: f"{rate / 1e6:g} Mbit/s" if rate else "loopback" for rate in rates}
+    count = len(rates) + 1
+    figure, axes = plt.subplots(1, count, figsize=(4.2 * count, 4), squeeze=False)
+    for axis, rate in zip(axes[0], rates, strict=False):
         for case in dict.fromkeys(p["case"] for p in points):
             chosen = [p for p in points if p["rate"] == rate and p["case"] == case]
-            axis.plot(
-                [p["workers"] for p in chosen],
-                [1e3 * p["seconds"]["median"] for p in chosen],
-                marker="o",
-                label=case,
-            )
-        axis.set(
-            yscale="log",
-            xlabel="workers",
-            ylabel="ms",
-            title=f"{rate / 1e6:g} Mbit/s, d = {points[0]['d']:.0e}",
-        )
+            values = [1e3 * p["seconds"]["median"] for p in chosen]
+            axis.plot([p["workers"] for p in chosen], values, marker="o", ms=4, label=case)
+        axis.set(yscale="log", xlabel="workers", ylabel="ms", title=title[rate])
         axis.set_xticks(sorted({p["workers"] for p in points}))
-    axes[0][0].legend()
+    axes[0][0].legend(fontsize=7)
+    counts = sorted({p["workers"] for p in points})
+    n, last = counts[len(counts) // 2], axes[0][-1]
+    precision = {"vote, 1 bit": 1, **{f"Lion Cub, {p} bits": p for p in CUB_BITS}}
+    precision |= {"all_reduce bfloat16": 16, "all_reduce float32": 32}
+    for rate in rates:
+        chosen = {p["case"]: p for p in points if p["rate"] == rate and p["workers"] == n}
+        values = [1e3 * chosen[case]["seconds"]["median"] for case in precision]
+        last.plot(list(precision.values()), values, marker="o", ms=4, label=title[rate])
+    last.set(xscale="log", yscale="log", xlabel="p, bits up", title=f"{n} workers")
+    last.set_xticks(list(precision.values()), labels=list(precision.values()))
+    last.minorticks_off()
+    last.legend(fontsize=7)
+    figure.suptitle(f"one exchange, d = {points[0]['d']:.0e}")
     figure.tight_layout()
     figure.savefig(RESULTS / "exchange.png", dpi=110)
 
