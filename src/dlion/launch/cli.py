@@ -92,26 +92,20 @@ def _leave(reason: Any, code: int) -> None:
 
 def _check_command_line(arguments: list[str], conf: Path) -> None:
     """Compose every configuration that the overrides ask for, without running anything."""
-    multirun = any(a in ("-m", "--multirun") for a in arguments)
-    texts = [a for a in arguments if not a.startswith("-")]
-    try:
-        overrides = OverridesParser.create().parse_overrides(texts)
-    except HydraException as error:
-        raise UserError(f"cannot read {' '.join(texts)}: {_first_line(error)}") from None
-    choices = []
-    for override in overrides:
-        if override.is_sweep_override():
-            if not multirun:
-                raise UserError(
-                    f"{override.input_line} names several values: add -m to run them all"
-                )
-            choices.append(
-                [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
-            )
-        else:
-            choices.append([override.input_line])
+    asked = any(a in ("-m", "--multirun") for a in arguments)
+    overrides = _parse([a for a in arguments if not a.startswith("-")])
+    choices = [_choices(override) for override in overrides]
     with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
         _check_names(overrides, choices, conf)
+        multirun, more = _sweep_of([variants[0] for variants in choices])
+        if not asked and not multirun:
+            for override in overrides:
+                if override.is_sweep_override():
+                    raise UserError(
+                        f"{override.input_line} names several values: add -m to run them all"
+                    )
+        keys = {override.key_or_group for override in overrides}
+        choices += [_choices(override) for override in more if override.key_or_group not in keys]
         for job in itertools.product(*choices):
             try:
                 config = compose("config", overrides=list(job))
@@ -119,12 +113,36 @@ def _check_command_line(arguments: list[str], conf: Path) -> None:
             except (HydraException, OmegaConfBaseException) as error:
                 raise UserError(f"{' '.join(job)}: {_first_line(error)}") from None
             check_numbers(config)
-            if not multirun and holds_run(Path(config.output_dir)):
+            if not (asked or multirun) and holds_run(Path(config.output_dir)):
                 raise UserError(
                     f"{config.output_dir} holds another run: choose another directory with"
                     " output_dir=DIR"
                 )
     GlobalHydra.instance().clear()
+
+
+def _parse(texts: list[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(texts)
+    except HydraException as error:
+        raise UserError(f"cannot read {' '.join(texts)}: {_first_line(error)}") from None
+
+
+def _choices(override: Override) -> list[str]:
+    """The values that an override stands for, each as an override of its own."""
+    if not override.is_sweep_override():
+        return [override.input_line]
+    return [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
+
+
+def _sweep_of(overrides: list[str]) -> tuple[bool, list[Override]]:
+    """Whether the configuration itself asks for several runs, and over what (recipes do)."""
+    try:
+        hydra = compose("config", overrides=overrides, return_hydra_config=True).hydra
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{' '.join(overrides)}: {_first_line(error)}") from None
+    params = hydra.sweeper.get("params") or {}
+    return hydra.mode == RunMode.MULTIRUN, _parse([f"{k}={v}" for k, v in params.items()])
 
 
 def _check_names(overrides: list[Override], choices: list[list[str]], conf: Path) -> None:
