@@ -11,7 +11,8 @@ from torch import Tensor
 from dlion.timer import Timer
 from dlion.workers import Workers
 
-IN_FLIGHT = 128 * 1024  # bytes, measured: results/speed
+AT_ONCE = 256 * 1024  # bytes of all messages of a process; both measured, results/speed
+IN_FLIGHT = 128 * 1024
 
 
 @dataclass
@@ -34,18 +35,18 @@ class Channel:
 
     All tensors are uint8 and contiguous; k is the number of workers hosted here, n of all.
 
-    Over gloo everything goes directly from process to process, in rounds: in round i process r
-    sends to r + i and receives from r - i. Rounds wait for each other once more than
-    ``IN_FLIGHT`` bytes are under way, so that a link carries one long message at a time: gloo's own
-    all-to-all starts all at once, and on a switched Ethernet they get in each other's way (1.45
-    instead of 1.1 times the wire time, results/speed). Short ones share one latency.
+    Everything goes directly from process to process. Over gloo, long messages go in rounds: in
+    round i process r sends to r + i and receives from r - i, and rounds wait for each other once
+    more than ``IN_FLIGHT`` bytes are under way. Gloo's own all-to-all starts all at once; on a
+    switched Ethernet long messages then get in each other's way (1.45 instead of 1.1 times the wire
+    time, results/speed), but short ones share one latency and one handing over to its thread.
     """
 
     def __init__(self, workers: Workers):
         self.workers = workers
         self.traffic = Traffic()
         self.timer = Timer()
-        self._rounds = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
+        self._gloo = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
 
     def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
         """Send ``parts[i, j]`` from local worker i to worker j.
@@ -75,7 +76,9 @@ class Channel:
         if w.processes == 1:
             return part
         everything = part.new_empty(w.count, s) if out is None else out
-        self._all_to_all([part.contiguous()] * w.processes, everything.view(w.processes, k, s))
+        self._all_to_all(
+            part.contiguous().expand(w.processes, k, s), everything.view(w.processes, k, s)
+        )
         return everything
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
@@ -139,21 +142,27 @@ class Channel:
             dist.broadcast(tensor, group=w.group, group_src=0)
 
     def _all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it."""
+        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it.
+
+        Tensors, ``[P, ...]``, are of one size on all processes; other sequences may be ragged.
+        """
+        w = self.workers
         with self.timer("travel", beside=True):
-            if self._rounds:
-                self._in_rounds(outgoing, incoming)
+            if not self._gloo:
+                dist.all_to_all(list(incoming), list(outgoing), group=w.group)
+            elif incoming[0].is_cuda:  # gloo sends from main memory
+                there = [torch.empty_like(part, device="cpu") for part in incoming]
+                self._in_rounds([part.cpu() for part in outgoing], there)
+                for part, received in zip(incoming, there, strict=True):
+                    part.copy_(received)
+            elif torch.is_tensor(outgoing) and outgoing.nbytes <= AT_ONCE:
+                sent = outgoing.contiguous().view(-1)
+                dist.all_to_all_single(incoming.view(-1), sent, group=w.group)
             else:
-                dist.all_to_all(list(incoming), list(outgoing), group=self.workers.group)
+                self._in_rounds(outgoing, incoming)
 
     def _in_rounds(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         w = self.workers
-        if outgoing[0].is_cuda:  # gloo sends from main memory
-            there = [torch.empty_like(part, device="cpu") for part in incoming]
-            self._in_rounds([part.cpu() for part in outgoing], there)
-            for part, received in zip(incoming, there, strict=True):
-                part.copy_(received)
-            return
         incoming[w.rank].copy_(outgoing[w.rank])
         rounds: deque[tuple[int, list[dist.Work]]] = deque()
         in_flight = 0
