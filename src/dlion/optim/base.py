@@ -1,5 +1,6 @@
 """The walk that every method shares: collect gradients, speak, exchange, update."""
 
+import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -58,8 +59,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             ``step()``, clipping say, comes too late, and all but the last of several backward
             passes per step must run in :meth:`no_sync`. The result is the same to the bit.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
-            float32 (as DistributedDataParallel's), a quarter of it for the first and the last.
-            None: one bucket a group.
+            float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
+            one bucket a group.
 
     Subclasses fill in the method: the names of their state, the exchange, what a worker says and
     what is done with the answer.
@@ -139,21 +140,19 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _cut(self, indices: list[int], params: list[Tensor]) -> list[list[int]]:
         """Parameters by bucket, in the order in which a backward pass is done with them.
 
-        The first and the last bucket are a quarter as large: messages start early, and little is
-        left when the backward pass is over.
+        The first bucket is a quarter as large, so that messages start early, and each at most half
+        of what is left, so that little is left to send when the backward pass is over.
         """
         if self.bucket_cap_mb is None:
             return [indices]
-        cap = self.bucket_cap_mb * 1e6
-        last = _fitting([params[i] for i in indices], cap / 4)
-        order = indices[last:][::-1]
-        parts = []
+        cap, parts, order = self.bucket_cap_mb * 1e6, [], indices[::-1]
         while order:
-            size = cap if parts else cap / 4
-            count = _fitting([params[i] for i in order], size)
+            sizes = [4 * params[i].numel() for i in order]
+            room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
+            count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
             parts.append(order[:count])
             order = order[count:]
-        return [*parts, indices[:last][::-1]]
+        return parts
 
     def _add_bucket(self, tensors: list[torch.nn.Parameter], names: list[str]) -> None:
         bucket = Bucket(tensors, names, self.param_groups[-1])
@@ -330,15 +329,6 @@ def _call(method: weakref.WeakMethod, place: int, tensor: Tensor) -> None:
     alive = method()
     if alive is not None:
         alive(place, tensor)
-
-
-def _fitting(params: list[Tensor], size: float) -> int:
-    """How many of the parameters, at least one, are within so many bytes of float32."""
-    count, total = 1, 4 * params[0].numel()
-    while count < len(params) and total + 4 * params[count].numel() <= size:
-        total += 4 * params[count].numel()
-        count += 1
-    return count
 
 
 def _trainable(bucket: Bucket) -> int:
