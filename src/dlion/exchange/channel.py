@@ -81,26 +81,6 @@ class Channel:
         )
         return everything
 
-    def scatter_and_gather(
-        self, parts: Tensor, out: Tensor, part: Tensor, everything: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`scatter` ``parts`` and :meth:`gather` ``part``, in one collective."""
-        w = self.workers
-        k, n, s = parts.shape
-        t, processes = part.shape[1], w.processes
-        bytes_ = k * (n - 1) * (s + t)
-        self._count(bytes_, bytes_, k * (n - k) * s + k * t * (processes - 1))
-        if processes == 1:
-            return parts, part
-        scattered = parts.view(k, processes, k, s).transpose(0, 1).reshape(processes, -1)
-        gathered = part.reshape(1, -1).expand(processes, -1)
-        outgoing = torch.cat([scattered, gathered], dim=1)
-        incoming = torch.empty_like(outgoing)
-        self._all_to_all(outgoing, incoming)
-        out.view(processes, -1).copy_(incoming[:, : k * k * s])
-        everything.view(processes, -1).copy_(incoming[:, k * k * s :])
-        return out.view(n, k, s), everything
-
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
         """Like :meth:`scatter` for parts of differing size.
 

@@ -1,8 +1,7 @@
 """Direct-send exchanges: worker j owns the j-th slice of the parameters.
 
 (1) Everyone sends the owner of each slice its packed message about it; (2) the owner combines the n
-messages; (3) everyone gets the packed answers of all owners; of several buckets, (3) of one
-travels with (1) of the next where they are short. A worker sends
+messages; (3) everyone gets the packed answers of all owners. A worker sends
 ``(n - 1) * (up + down)`` bytes, where up and down are one slice in the two wires: for one-bit
 messages 2 (n - 1) / n bits per parameter, 32 times less than a float32 ring all-reduce.
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.exchange.channel import AT_ONCE, Channel
+from dlion.exchange.channel import Channel
 from dlion.streams import stream
 from dlion.wire import Float32, Level, Sign, Sparse, Ternary, Wire
 
@@ -31,7 +30,6 @@ class Exchange(ABC):
         numel: parameters per slice times n, at least the number asked for: what messages must hold.
         slice: parameters owned by one worker.
         headers: ``[n, header_bytes]`` uint8, the headers that came with the latest messages.
-        answers: packed, see :meth:`finish`.
         state: tensors that a checkpoint must keep (empty for most exchanges).
     """
 
@@ -44,7 +42,6 @@ class Exchange(ABC):
         self.slice = -(-numel // (n * up.group)) * up.group
         self.numel = n * self.slice
         self.headers: Tensor
-        self.answers: list[Tensor]
         self.state: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -56,26 +53,11 @@ class Exchange(ABC):
         """What goes with each of its parts: uint8 ``[header_bytes]``."""
 
     @abstractmethod
-    def ask(self, step: int, before: "Exchange | None" = None) -> None:
-        """Send what was posted to the owners, who combine it.
-
-        ``before``: an exchange that was asked earlier and :meth:`joins` this one; what is left of
-        it travels with the messages.
-        """
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Get the packed answers of the n owners into ``answers``, valid until asked again."""
-
-    def joins(self, following: "Exchange") -> bool:
-        """Whether it may be finished by ``following.ask(..., before=self)``."""
-        return False
-
     def deliver(self, step: int) -> list[Tensor]:
-        """Exchange what was posted. Returns the packed answers of the n owners."""
-        self.ask(step)
-        self.finish()
-        return self.answers
+        """Exchange what was posted. Returns the packed answers of the n owners.
+
+        They are valid until the next delivery.
+        """
 
     @abstractmethod
     def read(self, answers: list[Tensor]) -> Tensor:
@@ -109,10 +91,9 @@ class DirectSend(Exchange):
             return torch.zeros(shape, dtype=torch.uint8, device=device)
 
         self._outbox = make(k, n, row)
-        alone = w.processes == 1  # then messages are where they shall be
-        self._inbox = make(0) if alone else make(n, k, row)
+        self._inbox = make(n, k, row) if w.processes > 1 else None
         self._answers = make(k, down.nbytes(self.slice))
-        self._everyones = make(0) if alone else make(n, down.nbytes(self.slice))
+        self._everyones = make(n, down.nbytes(self.slice)) if w.processes > 1 else None
 
     def outbox(self, i: int) -> Tensor:
         """The message of local worker i before it leaves: uint8 ``[n, up bytes + header]``."""
@@ -125,31 +106,13 @@ class DirectSend(Exchange):
     def post_header(self, i: int, header: Tensor) -> None:
         self._outbox[i, :, self.up.nbytes(self.slice) :] = header
 
-    def ask(self, step: int, before: Exchange | None = None) -> None:
-        if before is None:
-            received = self.channel.scatter(self._outbox, self._inbox)
-        else:
-            assert isinstance(before, DirectSend)
-            received, answers = self.channel.scatter_and_gather(
-                self._outbox, self._inbox, before._answers, before._everyones
-            )
-            before.answers = [answers]
+    def deliver(self, step: int) -> list[Tensor]:
+        received = self.channel.scatter(self._outbox, self._inbox)
         self.headers = received[:, 0, self.up.nbytes(self.slice) :]
         with self.channel.timer("vote", beside=True):
             for j, answer in enumerate(self._answers):
                 self.combine(received, j, step, answer)
-
-    def finish(self) -> None:
-        self.answers = [self.channel.gather(self._answers, self._everyones)]
-
-    def joins(self, following: Exchange) -> bool:
-        if not isinstance(following, DirectSend):
-            return False
-        # in terms of workers, so that all spreads send the same
-        together = self.channel.workers.count * (
-            following._outbox.shape[2] + self._answers.shape[1]
-        )
-        return together <= AT_ONCE and self._outbox.device == following._outbox.device
+        return [self.channel.gather(self._answers, self._everyones)]
 
     @abstractmethod
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
@@ -324,8 +287,6 @@ class SparseMean(Exchange):
         self._values = torch.zeros(channel.workers.count, self.slice, device=device)
         self._posts: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._post_headers: dict[int, Tensor] = {}
-        self._combined: list[Tensor] = []
-        self._own_counts: list[int] = []
         self._counts: list[int] = []
 
     def post(  # type: ignore[override]
@@ -341,22 +302,20 @@ class SparseMean(Exchange):
     def post_header(self, i: int, header: Tensor) -> None:
         self._post_headers[i] = header
 
-    def ask(self, step: int, before: Exchange | None = None) -> None:
+    def deliver(self, step: int) -> list[Tensor]:
         w = self.channel.workers
-        received = self._scatter([self._posts.pop(i) for i in range(w.local)])
+        posts = [self._posts.pop(i) for i in range(w.local)]
+        received = self._scatter(posts)
+        device = posts[0][1].device
         with self.channel.timer("vote", beside=True):
             pairs = [self._combine([row[j] for row in received]) for j in range(w.local)]
-        self._combined = [answer for answer, _ in pairs]
-        self._own_counts = [count for _, count in pairs]
-
-    def finish(self) -> None:
-        w, device = self.channel.workers, self._total.device
-        header = torch.tensor(self._own_counts, dtype=torch.int32, device=device).view(torch.uint8)
+        answers, counts = [answer for answer, _ in pairs], [count for _, count in pairs]
+        header = torch.tensor(counts, dtype=torch.int32, device=device).view(torch.uint8)
         told = self.channel.gather(header.view(w.local, 4)).view(torch.int32).flatten().tolist()
         dense = self.dense.nbytes(self.slice)
         sizes = [dense if count < 0 else self.down.nbytes(count) for count in told]
         self._counts = told
-        self.answers = self.channel.gather_ragged(self._combined, sizes)
+        return self.channel.gather_ragged(answers, sizes)
 
     def _scatter(self, posts: list[tuple[list[Tensor], Tensor]]) -> list[list[Tensor]]:
         """Send the counts with the headers, then the entries they announce."""

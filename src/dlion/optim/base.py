@@ -214,12 +214,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         pairs = zip(self.buckets, self._exchanges, strict=True)
         for place, (bucket, exchange) in enumerate(pairs):
             with self.channel.timer("wait"):
-                self._courier.wait(place + self._joins(place), exchange)
+                answers = self._courier.receive(place)
             bucket.adopt()
             step = bucket.group["steps"]
             kept = bucket.untouched(self._missing[place], bucket.params, *bucket.shared.values())
             with self.channel.timer("apply"), kept:
-                self.update(bucket, exchange, exchange.answers, step)
+                self.update(bucket, exchange, answers, step)
         for bucket in self.buckets:
             self.finish(bucket, bucket.group["steps"])
         for group in self.param_groups:
@@ -269,21 +269,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket, exchange = self.buckets[place], self._exchanges[place]
         step = bucket.group["steps"]
 
-        def exchanged() -> None:
+        def exchanged() -> list[Tensor]:
             self.agree(bucket, exchange, step)
-            before = place - 1 if place and self._joins(place - 1) else None
-            exchange.ask(step, None if before is None else self._exchanges[before])
+            answers = exchange.deliver(step)
             self._missing[place] = bucket.missing_everywhere(exchange.headers)
-            if not self._joins(place):
-                exchange.finish()
+            return answers
 
         self._courier.send(place, bucket.device, exchanged)
         self._sent += 1
-
-    def _joins(self, place: int) -> bool:
-        """Whether the answers about a bucket come with the messages about the next."""
-        following = self._exchanges[place + 1 : place + 2]
-        return bool(following) and self._exchanges[place].joins(following[0])
 
     def _publish_state(self, bucket: Bucket) -> None:
         """Show the flat state as ``self.state[param][name]``, as views."""

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
-from dlion.exchange import Exchange
+Exchanged = Callable[[], list[Tensor]]
 
 
 class Courier:
@@ -20,10 +21,10 @@ class Courier:
         self.overlap = overlap
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._jobs: dict[int, Future[None] | Callable[[], None]] = {}
+        self._jobs: dict[int, Future[list[Tensor]] | Exchanged] = {}
         self._done: dict[int, torch.cuda.Event] = {}
 
-    def send(self, place: int, device: torch.device, exchanged: Callable[[], None]) -> None:
+    def send(self, place: int, device: torch.device, exchanged: Exchanged) -> None:
         """Begin the exchange of a bucket on ``device`` (without overlap: note it)."""
         if not self.overlap:
             self._jobs[place] = exchanged
@@ -38,40 +39,36 @@ class Courier:
             ready.record(torch.cuda.current_stream(device))
         self._jobs[place] = self._thread.submit(self._carry, place, device, exchanged, ready)
 
-    def wait(self, place: int, exchange: Exchange) -> None:
-        """Until the exchanges sent up to this place are carried out; then ``exchange`` is used."""
-        for earlier in sorted(key for key in self._jobs if key <= place):
-            job = self._jobs.pop(earlier)
-            if isinstance(job, Future):
-                job.result()
-            else:
-                job()
-        if self._stream is None:
-            return
-        stream = torch.cuda.current_stream(exchange.answers[0].device)
-        for earlier in range(place + 1):
-            done = self._done.pop(earlier, None)
-            if done is not None:
-                done.wait(stream)
-        for answer in exchange.answers:
-            answer.record_stream(stream)
+    def receive(self, place: int) -> list[Tensor]:
+        """The answers of an exchange, when they are there."""
+        job = self._jobs.pop(place)
+        if not isinstance(job, Future):
+            return job()
+        answers = job.result()
+        done = self._done.pop(place, None)
+        if done is not None:
+            stream = torch.cuda.current_stream(answers[0].device)
+            done.wait(stream)
+            for answer in answers:
+                answer.record_stream(stream)
+        return answers
 
     @torch.no_grad()
     def _carry(
         self,
         place: int,
         device: torch.device,
-        exchanged: Callable[[], None],
+        exchanged: Exchanged,
         ready: torch.cuda.Event | None,
-    ) -> None:
+    ) -> list[Tensor]:
         if ready is None:
-            exchanged()
-            return
+            return exchanged()
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             ready.wait()
-            exchanged()
+            answers = exchanged()
             done = torch.cuda.Event()
             done.record()
         self._done[place] = done
+        return answers

@@ -56,8 +56,8 @@ def _halving_bits(n: int) -> float:
 
 
 # ns: results/speed/local_step.json, one thread, d = 1e7; DDP's are lion-pytorch's at d = 1e6, which
-# is the size of a model's tensors. Overheads: results/speed/exchange.json, 4 workers, 100 Mbit/s;
-# direct-send's is 1.07 for one long exchange and more for buckets
+# is the size of a model's tensors. Overheads: results/speed/exchange.json, 4 workers, 100 Mbit/s; of
+# direct-send 1.07 for one long exchange and more for buckets
 METHODS = {
     "ddp_float32": Method(lambda n: 64, 0.0, 1.7, schedule="ring"),
     "ddp_bf16": Method(lambda n: 32, 0.5, 2.0, schedule="ring"),
