@@ -7,8 +7,8 @@ A small model of a training step, fed with costs that the benchmarks measured (r
     step     = a bucket after the other: each leaves when its gradients are there and the exchange
                before it is over; then the update
 
-Direct-send sends n - 1 messages each way for every bucket. They wait for each other only while more
-than 128 KB are under way; a ring has to wait n - 1 times each way.
+Direct-send sends n - 1 messages each way for every bucket. Short ones go all at once, long ones wait
+for each other while more than 128 KB are under way; a ring has to wait n - 1 times each way.
 """
 
 import argparse
@@ -149,6 +149,8 @@ def step_seconds(method: Method, s: Setting) -> float:
     return max(clock, free) + ns * method.apply
 
 
+# of the benchmark's settings: cut at 5 MB, and where parameters end
+BUCKETS = {"vit_cifar": 14, "vit_cifar_2": 14, "gpt2": 17}
 SHARED_CORES = {"sharing": 2.0, "latency": 2e-4, "message": 2e-4, "wakeup": 4e-3, "host": 1e-9}
 
 
@@ -173,15 +175,14 @@ def check(file: Path) -> list[tuple[str, float | None, str, float, float]]:
         name = names.get(point["method"])
         if name is None:
             continue
-        # ours are smaller first and towards the end
-        cap = 25 if name.startswith("ddp") else data["bucket_cap_mb"] / 1.75
+        dense = name.startswith("ddp")
         setting = Setting(
             parameters=point["d"],
             workers=data["workers"],
             rate=point["rate"],
             compute=point["compute_seconds"],
             backward=1 - point["forward_seconds"] / point["compute_seconds"],
-            buckets=max(1, round(4e-6 * point["d"] / cap)),
+            buckets=math.ceil(4e-6 * point["d"] / 25) if dense else BUCKETS[point["model"]],
             tail=0.15 if point["model"] == "gpt2" else None,  # the tied embedding comes last
             **SHARED_CORES,
         )
