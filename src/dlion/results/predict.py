@@ -7,8 +7,8 @@ A small model of a training step, fed with costs that the benchmarks measured (r
     step     = a bucket after the other: each leaves when its gradients are there and the exchange
                before it is over; then the update
 
-Direct-send sends n - 1 messages each way for every bucket. Short ones go all at once, long ones wait
-for each other while more than 128 KB are under way; a ring has to wait n - 1 times each way.
+Direct-send sends n - 1 messages each way for every bucket. Short ones go all at once, long ones
+wait for each other while more than 128 KB are under way; a ring has to wait n - 1 times each way.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def _halving_bits(n: int) -> float:
 
 
 # ns: results/speed/local_step.json, one thread, d = 1e7; DDP's are lion-pytorch's at d = 1e6, which
-# is the size of a model's tensors. Overheads: results/speed/exchange.json, 4 workers, 100 Mbit/s; of
-# direct-send 1.07 for one long exchange and more for buckets
+# is the size of a model's tensors. Overheads: results/speed/exchange.json, 4 workers, 100 Mbit/s;
+# direct-send's is 1.07 for one long exchange and more for buckets
 METHODS = {
     "ddp_float32": Method(lambda n: 64, 0.0, 1.7, schedule="ring"),
     "ddp_bf16": Method(lambda n: 32, 0.5, 2.0, schedule="ring"),
