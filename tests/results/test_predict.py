@@ -18,17 +18,19 @@ def test_a_step_is_never_faster_than_compute_or_wire():
             assert step_seconds(method, setting) >= max(setting.compute, wire)
 
 
-def test_fewer_bits_win_on_slow_links_and_rounds_cost_latency():
+def test_fewer_bits_win_on_slow_links_and_messages_and_waits_cost():
     dense, voted = METHODS["ddp_float32"], METHODS["dlion_mavo"]
     slow = replace(SETTING, rate=1e8)
     assert step_seconds(dense, slow) > 5 * step_seconds(voted, slow)
-    far = replace(SETTING, workers=1024, latency=1e-2)
-    assert step_seconds(voted, far) > 2 * 1023 * 1e-2
+    crowd = replace(SETTING, workers=1024, message=1e-3)
+    assert step_seconds(voted, crowd) > 2 * 1023 * 1e-3
+    far = replace(SETTING, latency=1.0)
+    assert step_seconds(voted, far) > 2 * far.buckets
 
 
 def test_predictions_are_near_what_was_measured():
     for _, _, method, measured, predicted in check(ROOT / "results" / "speed" / "end_to_end.json"):
-        assert predicted == pytest.approx(measured, rel=0.25), method
+        assert predicted == pytest.approx(measured, rel=0.2), method
 
 
 def test_the_command_answers_and_refuses(capsys, tmp_path):
