@@ -40,6 +40,13 @@ def collect(directory, env) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=False)) for row in rows]
 
 
+def states(environment) -> list[str]:
+    """State and number of nodes of every job."""
+    command = ["sacct", "-XPno", "State,NNodes"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
 def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_path):
     sweep = start(
         environment, "steps=10", "optimizer=dlion_mavo,g_lion", "seed=0,1",
@@ -49,8 +56,10 @@ def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_
     assert sweep.returncode == 0, errors
     rows = collect(tmp_path, environment)
     assert len(rows) == 4 and {row["status"] for row in rows} == {"finished"}
-    jobs = subprocess.run(["sacct", "-XPno", "State,NNodes"], env=environment, capture_output=True)
-    assert jobs.stdout.decode().split() == 4 * ["COMPLETED|2"]
+    deadline = time.monotonic() + 60  # accounting is told a little later
+    while (found := states(environment)) != 4 * ["COMPLETED|2"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert found == 4 * ["COMPLETED|2"]
     logs = [log.read_text() for log in tmp_path.rglob(".submitit/*/*_0_log.out")]
     assert all("2 processes of 2 virtual workers" in log for log in logs)
     alone = train_py(
@@ -59,8 +68,8 @@ def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_
     )
     assert alone.returncode == 0, alone.stderr
     expected = json.loads((tmp_path / "alone" / "summary.json").read_text())["parameters_sha256"]
-    found = {(row["optimizer"], row["seed"]): row["parameters_sha256"] for row in rows}
-    assert found["dlion_mavo", "1"] == expected
+    hashes = {(row["optimizer"], row["seed"]): row["parameters_sha256"] for row in rows}
+    assert hashes["dlion_mavo", "1"] == expected
 
 
 def test_a_cancelled_job_is_reported(environment, tmp_path):
