@@ -33,16 +33,18 @@ class Exchange(ABC):
         state: tensors that a checkpoint must keep (empty for most exchanges).
     """
 
-    def __init__(
-        self, channel: Channel, numel: int, up: Wire, down: Wire, header_bytes: int = 0
-    ) -> None:
+    def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
         n = channel.workers.count
-        self.channel, self.up, self.down = channel, up, down
-        self.header_bytes = header_bytes
-        self.slice = -(-numel // (n * up.group)) * up.group
+        self.channel, self.header_bytes = channel, header_bytes
+        self.up, self.down = self.wires(n)
+        self.slice = -(-numel // (n * self.up.group)) * self.up.group
         self.numel = n * self.slice
         self.headers: Tensor
         self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def wires(self, n: int) -> tuple[Wire, Wire]:
+        """Towards the owner of a slice and back, for n workers."""
 
     @abstractmethod
     def post(self, i: int, values: Tensor) -> None:
@@ -78,12 +80,10 @@ class DirectSend(Exchange):
         self,
         channel: Channel,
         numel: int,
-        up: Wire,
-        down: Wire,
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(channel, numel, up, down, header_bytes)
+        super().__init__(channel, numel, header_bytes)
         w = channel.workers
         k, n, row = w.local, w.count, self.up.nbytes(self.slice) + header_bytes
 
@@ -92,8 +92,8 @@ class DirectSend(Exchange):
 
         self._outbox = make(k, n, row)
         self._inbox = make(n, k, row) if w.processes > 1 else None
-        self._answers = make(k, down.nbytes(self.slice))
-        self._everyones = make(n, down.nbytes(self.slice)) if w.processes > 1 else None
+        self._answers = make(k, self.down.nbytes(self.slice))
+        self._everyones = make(n, self.down.nbytes(self.slice)) if w.processes > 1 else None
 
     def outbox(self, i: int) -> Tensor:
         """The message of local worker i before it leaves: uint8 ``[n, up bytes + header]``."""
@@ -122,14 +122,8 @@ class DirectSend(Exchange):
 class DenseMean(DirectSend):
     """The mean of float32 messages, added in the order of the workers."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        numel: int,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(channel, numel, Float32(), Float32(), header_bytes, device)
+    def wires(self, n: int) -> tuple[Wire, Wire]:
+        return Float32(), Float32()
 
     def values(self, i: int) -> Tensor:
         """The values in the message of local worker i before it leaves: float32 ``[n, slice]``."""
@@ -177,20 +171,21 @@ class LevelSum(DirectSend):
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        n = channel.workers.count
         self.levels, self.answer, self.ties, self.seed = levels, answer, ties, seed
-        self.largest = n * (levels - 1)
+        self.largest = channel.workers.count * (levels - 1)
         self.can_tie = self.largest % 2 == 0
-        up = Sign() if levels == 2 else Level(levels)
-        down: Wire = Level(self.largest + 1)
-        if answer == "sign":
-            down = Ternary() if ties == "zero" and self.can_tie else Sign()
-        super().__init__(channel, numel, up, down, header_bytes, device)
+        super().__init__(channel, numel, header_bytes, device)
         self.words = self.slice // 64
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
         if answer == "sign" and ties == "previous" and self.can_tie:
             k = channel.workers.local
             self.state = {"previous": self._masks.new_full((k, self.words), -1)}
+
+    def wires(self, n: int) -> tuple[Wire, Wire]:
+        up = Sign() if self.levels == 2 else Level(self.levels)
+        if self.answer == "level":
+            return up, Level(self.largest + 1)
+        return up, Ternary() if self.ties == "zero" and self.can_tie else Sign()
 
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
         n, row = self.channel.workers.count, received.shape[-1] // 8
@@ -243,15 +238,8 @@ class LevelSum(DirectSend):
 class TernarySum(DirectSend):
     """The mean of ``{-1, 0, 1}``: 1.6 bits up, the sum in ``ceil(log2(2 n + 1))`` bits down."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        numel: int,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        down = Level(2 * channel.workers.count + 1)
-        super().__init__(channel, numel, Ternary(), down, header_bytes, device)
+    def wires(self, n: int) -> tuple[Wire, Wire]:
+        return Ternary(), Level(2 * n + 1)
 
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
         messages = received[:, j, : self.up.nbytes(self.slice)]
@@ -281,13 +269,16 @@ class SparseMean(Exchange):
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(channel, numel, Sparse(), Sparse(), header_bytes)
+        super().__init__(channel, numel, header_bytes)
         self.dense = Float32()
         self._total = torch.zeros(self.slice, device=device)
         self._values = torch.zeros(channel.workers.count, self.slice, device=device)
         self._posts: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._post_headers: dict[int, Tensor] = {}
         self._counts: list[int] = []
+
+    def wires(self, n: int) -> tuple[Wire, Wire]:
+        return Sparse(), Sparse()
 
     def post(  # type: ignore[override]
         self, i: int, indices: Tensor, values: Tensor

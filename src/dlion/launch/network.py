@@ -22,6 +22,10 @@ from dlion.exchange.nic import INTERFACE
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
 _QUEUE = 1_000_000  # bytes that may wait at a port
+_SUBNET = "10.177.0.0/16"
+# Linux's own default, whatever this machine's is: under BBR, flows that share a link leave parts of
+# it idle (1.3 to 1.6 instead of 1.07 times the wire time at 10 Mbit/s).
+_CONGESTION_CONTROL = "cubic"
 
 
 def check_possible() -> None:
@@ -110,6 +114,8 @@ class Network:
             _call("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
             _call("ip", "-n", name, "link", "set", INTERFACE, "up")
             _call("ip", "-n", name, "link", "set", "lo", "up")
+            route = f"{_SUBNET} dev {INTERFACE} congctl {_CONGESTION_CONTROL}"
+            _call("ip", "-n", name, "route", "replace", *route.split())
         self.set_rate(self.rate)
 
     def _remove(self) -> None:
