@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dlion.results.record import write_atomically
+from dlion.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"

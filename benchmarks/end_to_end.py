@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlion import optim
 from dlion.data import ImageData, TextData
 from dlion.models import gpt2, vit
+from dlion.workers import Workers
 
 N, LR = 4, 1e-4
 BUCKET_CAP_MB = 5
@@ -148,7 +149,7 @@ def main() -> None:
     study = "end_to_end" if args.study == "methods" else args.study
     points = earlier(study) if args.add else []
     for name in args.models:
-        d = sum(p.numel() for p in SETTINGS[name]()[0].parameters())
+        buckets = buckets_of(name)
         for rate in map(int, args.rates):
             slow = 0 < rate < 5e7
             found = run(
@@ -157,11 +158,19 @@ def main() -> None:
                 warmups=3,  # PowerSGD starts in its third step
             )
             points = [p for p in points if (p["model"], p["rate"]) != (name, rate or None)]
-            points += evaluate(found, name, d, rate)
+            points += evaluate(found, name, buckets, rate)
             save(
                 study, {**machine(), "workers": N, "bucket_cap_mb": BUCKET_CAP_MB, "points": points}
             )
     draw(points, study)
+
+
+def buckets_of(name: str) -> list[int]:
+    """Parameters in each bucket of ours."""
+    model = SETTINGS[name]()[0]
+    workers = Workers(local=N)
+    optimizer = optim.DLion(model.parameters(), workers=workers, bucket_cap_mb=BUCKET_CAP_MB)
+    return [sum(t.numel() for t in bucket.tensors) for bucket in optimizer.buckets]
 
 
 def earlier(study: str) -> list[dict]:
@@ -169,7 +178,7 @@ def earlier(study: str) -> list[dict]:
     return json.loads((RESULTS / f"{study}.json").read_text())["points"]
 
 
-def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
+def evaluate(found: dict, name: str, buckets: list[int], rate: int) -> list[dict]:
     """One point a method, with its bounds.
 
     ``bound``: no step is shorter than what it computes, nor than what it sends takes on the wire;
@@ -185,7 +194,8 @@ def evaluate(found: dict, name: str, d: int, rate: int) -> list[dict]:
         seconds = spread(values["seconds"])
         point = {
             "model": name,
-            "d": d,
+            "d": sum(buckets),
+            "buckets": [size / sum(buckets) for size in buckets],
             "rate": rate or None,
             "commit": machine()["commit"],
             "method": method,

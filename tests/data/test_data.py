@@ -3,14 +3,28 @@
 import io
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
 
-from dlion.data import ImageData, Sharding, TextData, cifar10, digits, mnist5k, stdlib_text
+from dlion.data import (
+    ImageData,
+    Sharding,
+    TextData,
+    cifar10,
+    cifar100,
+    digits,
+    imagenet,
+    mnist5k,
+    stdlib_text,
+)
 from dlion.errors import UserError
+from tests.data.formats import (
+    picture,
+    write_cifar,
+    write_imagenet_folders,
+    write_imagenet_parquet,
+)
 
 
 def coins(seed: int = 0) -> torch.Generator:
@@ -117,28 +131,19 @@ def test_hold_out_takes_training_data_only():
     assert torch.equal(text.hold_out().test_tokens, text.train_tokens[90_000:])
 
 
-def write_cifar(folder, columns=("img", "label")) -> None:
-    (folder / "plain_text").mkdir()
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 12), ("test", 6)):
-        images = []
-        for i in range(count):
-            buffer = io.BytesIO()
-            pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(buffer, "PNG")
-            images.append({"bytes": buffer.getvalue(), "path": f"{i}.png"})
-        table = pyarrow.table({columns[0]: images, columns[1]: list(range(count))})
-        name = folder / "plain_text" / f"{split}-00000-of-00001.parquet"
-        pyarrow.parquet.write_table(table, name)
-
-
-def test_cifar10_in_the_hubs_layout(tmp_path):
+def test_cifar_in_the_hubs_layout(tmp_path):
     write_cifar(tmp_path)
     data = cifar10(str(tmp_path))
-    assert data.train_x.shape == (12, 3, 32, 32) and data.test_y.tolist() == list(range(6))
-    first = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    assert torch.equal(data.train_x[0], torch.from_numpy(first).permute(2, 0, 1))
+    assert data.train_x.shape == (24, 3, 32, 32) and data.test_y.tolist() == [*range(10), 0, 1]
+    first = np.asarray(Image.open(io.BytesIO(picture(32, 0))))
+    assert torch.equal(data.train_x[0], torch.from_numpy(first.copy()).permute(2, 0, 1))
     assert cifar10(str(tmp_path), train_limit=5).train_size == 5
+
+
+def test_cifar100_has_its_own_column(tmp_path):
+    write_cifar(tmp_path, classes=100, columns=("img", "fine_label"), count=200)
+    data = cifar100(str(tmp_path))
+    assert data.classes == 100 and data.train_y.max() == 99
 
 
 def test_cifar10_says_what_is_wrong_with_a_folder(tmp_path):
@@ -149,3 +154,46 @@ def test_cifar10_says_what_is_wrong_with_a_folder(tmp_path):
     write_cifar(tmp_path, columns=("image", "label"))
     with pytest.raises(UserError, match="has the columns image, label: img and label are needed"):
         cifar10(str(tmp_path))
+
+
+@pytest.mark.parametrize("write", [write_imagenet_folders, write_imagenet_parquet])
+def test_imagenet_in_both_layouts(tmp_path, write):
+    write(tmp_path)
+    data = imagenet(str(tmp_path), image_size=24, loaders=0)
+    assert (data.train_size, data.test_size, data.classes) == (24, 6, 3)
+    x, y = data.test_batch(0, 6)
+    assert x.shape == (6, 3, 24, 24) and sorted(y.tolist()) == [0, 0, 1, 1, 2, 2]
+    means = [x[y == label].mean() for label in range(3)]
+    assert means[0] < means[1] < means[2]  # each image came with its own label
+    held = data.hold_out(0.25)
+    assert (held.train_size, held.test_size) == (18, 6)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.5])
+def test_image_files_do_not_depend_on_who_decodes_them(tmp_path, mixup):
+    write_imagenet_folders(tmp_path)
+    requests = [(torch.tensor([3, 1, 20, 9]), seed) for seed in range(5)]
+    options = {"image_size": 24, "auto_augment": True, "mixup": mixup}
+    torch.manual_seed(0)
+    one = list(imagenet(str(tmp_path), loaders=0, **options).batches(requests))
+    torch.manual_seed(1)
+    two = list(imagenet(str(tmp_path), loaders=2, **options).batches(requests))
+    for (x, y), (other_x, other_y) in zip(one, two, strict=True):
+        assert torch.equal(x, other_x) and torch.equal(y, other_y)
+    assert not torch.equal(one[0][0], one[1][0])
+    labels = one[0][1]
+    if mixup:
+        assert labels.shape == (4, 3) and torch.allclose(labels.sum(1), torch.ones(4))
+    else:
+        assert labels.tolist() == [0, 0, 2, 1]
+
+
+def test_imagenet_says_what_is_wrong(tmp_path):
+    with pytest.raises(UserError, match=r"must be on a disk: type dataset.path=DIR"):
+        imagenet(None)
+    with pytest.raises(UserError, match=r"holds no train-\*.parquet"):
+        imagenet(str(tmp_path))
+    write_imagenet_folders(tmp_path)
+    (tmp_path / "val" / "n00000002").rename(tmp_path / "val" / "n00000003")
+    with pytest.raises(UserError, match="differ in their class folders, n00000002, n00000003"):
+        imagenet(str(tmp_path))

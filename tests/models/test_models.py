@@ -12,6 +12,7 @@ from dlion import models
 from dlion.data import ImageData, TextData
 from dlion.errors import UserError
 from tests.conftest import ROOT
+from tests.data.formats import write_llama
 
 
 def images(size: int = 32, channels: int = 3, classes: int = 10) -> ImageData:
@@ -39,7 +40,20 @@ CASES = [
     ("timm", images(), {"patch_size": 8}),
     ("gpt_tiny", text(), {}),
     ("gpt_tiny", text(), {"tie_embeddings": False}),
+    ("gpt_tiny", text(), {"modern": True}),
     ("gpt2", text(), {"n_layer": 1, "n_embd": 32, "n_head": 2}),
+    ("llama_tiny", text(), {}),
+    (
+        "causal_lm",
+        text(),
+        {
+            "architecture": "gpt_neox",
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        },
+    ),
 ]
 
 
@@ -52,7 +66,7 @@ def test_model_trains_on_its_data(name, data, options):
     assert sum(p.numel() for p in model.parameters()) == counted
     x, y = data.batch(torch.arange(4), torch.Generator().manual_seed(0))
     logits = model(x)
-    assert logits.shape == (*y.shape, 10 if data.kind == "image" else 256)
+    assert logits.shape == (*y.shape, 10 if isinstance(data, ImageData) else 256)
     F.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -84,3 +98,56 @@ def test_nothing_heavy_is_imported_before_it_is_used():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     heavy = {"timm", "torchvision", "transformers", "datasets", "wandb", "matplotlib", "plotly"}
     assert loaded and not heavy & set(loaded.split())
+
+
+SIZES = [
+    ("timm", images(224, 3, 1000), {"architecture": "vit_small_patch16_224"}, 22.05e6),
+    ("timm", images(224, 3, 1000), {"architecture": "vit_base_patch16_224"}, 86.57e6),
+    ("gpt2pp_350m", None, {}, 350e6),
+    ("gpt2pp_760m", None, {}, 760e6),
+    ("causal_lm", None, {}, 6.74e9),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "options", "size"), SIZES)
+def test_full_scale_models_have_the_papers_sizes(name, data, options, size):
+    vocabulary = 32_000 if name == "causal_lm" else 50_257
+    tokens = torch.zeros(2000, dtype=torch.uint8)
+    with torch.device("meta"):
+        model = models.build(
+            node(name, **options), data or TextData(tokens, tokens, vocabulary, 1024)
+        )
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.03)
+
+
+def test_a_pretrained_model_comes_from_a_folder(tmp_path):
+    write_llama(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(20, (300,), dtype=torch.uint8)
+    data = TextData(tokens, tokens, 20, context=16)
+    model = models.build(node("causal_lm", path=str(tmp_path)), data)
+    x, _ = data.test_batch(0, 2)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(model(x), theirs(x).logits)
+
+
+def test_a_pretrained_model_that_does_not_fit_is_named(tmp_path):
+    data = text()
+    with pytest.raises(UserError, match="is not a causal language model of transformers"):
+        models.build(node("causal_lm", path=str(tmp_path)), data)
+    with pytest.raises(UserError, match=r"model.architecture=lama is not a causal"):
+        models.build(node("causal_lm", architecture="lama"), data)
+    write_llama(tmp_path)
+    with pytest.raises(UserError, match="the data set has 256: prepare it with the tokenizer"):
+        models.build(node("causal_lm", path=str(tmp_path)), data)
+
+
+def test_weights_in_pickles_are_not_read(tmp_path):
+    write_llama(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    weights.unlink()
+    tokens = torch.zeros(300, dtype=torch.uint8)
+    with pytest.raises(UserError, match="is not a causal language model"):
+        models.build(node("causal_lm", path=str(tmp_path)), TextData(tokens, tokens, 20, 16))

@@ -53,9 +53,12 @@ def _job(method: str, processes: int, data, directory) -> Job:
             "schedule": {"warmup_steps": 2, "final": 0.0},
             "logger": {"name": "none"},
             "batch_size": 16,
+            "accumulate": 2,  # all but the last backward pass wait
+            "precision": "float32",
             "seed": 3,
             "threads": 1,
             "profile": False,
+            "box": False,
             "overlap": processes > 1,  # which must not change a bit either
             "bucket_cap_mb": 0.005,
             "eval_every": 6,

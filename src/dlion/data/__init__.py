@@ -3,25 +3,39 @@
 from typing import Any
 
 from dlion.config import make
-from dlion.data.base import ImageData, TextData
-from dlion.data.cifar10 import cifar10
+from dlion.data.base import Data, Images, Text
+from dlion.data.choices import MultipleChoice, choices, next_line
+from dlion.data.cifar import cifar10, cifar100
 from dlion.data.digits import digits, mnist5k
+from dlion.data.image_files import ImageFiles, imagenet
+from dlion.data.images import ImageData
 from dlion.data.sharding import Sharding
-from dlion.data.text import stdlib_text
+from dlion.data.text import TextData, stdlib_text
+from dlion.data.tokens import prepared_text
 
 __all__ = [
+    "Data",
     "ImageData",
+    "ImageFiles",
+    "Images",
+    "MultipleChoice",
     "Sharding",
+    "Text",
     "TextData",
+    "choices",
     "cifar10",
+    "cifar100",
     "digits",
+    "imagenet",
     "load",
     "mnist5k",
+    "next_line",
+    "prepared_text",
     "stdlib_text",
 ]
 
 
-def load(node: Any) -> ImageData | TextData:
+def load(node: Any) -> Data:
     """The data set of a config node: ``source`` makes it, ``validation`` swaps the test set."""
     data = make(node.source)
     return data.hold_out() if node.validation else data

@@ -1,164 +1,125 @@
-"""Data sets that fit in memory, as tensors: batches are cut by index, nothing runs beside."""
+"""What the training loop asks of a data set."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+Batch = tuple[Tensor, Tensor]
 
 
-@dataclass
-class ImageData:
-    """Images and labels.
+class Data(ABC):
+    """Samples to train on and to test on, by number.
 
     Attributes:
-        train_x, test_x: uint8 ``[N, C, H, W]``, square.
-        train_y, test_y: int64 ``[N]``.
-        classes: number of labels.
-        crop: shift training images by up to an eighth of their size.
-        flip: mirror every other training image.
+        train_size, test_size: samples.
+        test_batch_size: samples of a test batch; fixed, as it may touch the last bit of a result.
+        sums: length m of what :meth:`score` gives.
     """
 
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    classes: int
-    crop: bool = False
-    flip: bool = False
-
-    kind = "image"
+    test_batch_size: int
+    sums: int
 
     @property
-    def channels(self) -> int:
-        return self.train_x.shape[1]
+    @abstractmethod
+    def train_size(self) -> int: ...
 
     @property
-    def image_size(self) -> int:
-        return self.train_x.shape[-1]
+    @abstractmethod
+    def test_size(self) -> int: ...
 
-    @property
-    def train_size(self) -> int:
-        return len(self.train_x)
-
-    @property
-    def test_size(self) -> int:
-        return len(self.test_x)
-
-    def batch(
-        self, indices: Tensor, generator: torch.Generator, device: str = "cpu"
-    ) -> tuple[Tensor, Tensor]:
-        """Training samples: normalised float32 ``[B, C, H, W]`` and labels ``[B]``.
+    @abstractmethod
+    def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
+        """Training samples, what a model takes and what it should answer.
 
         ``generator`` (on the CPU) makes all random choices.
         """
-        images = self.train_x[indices]
-        if self.crop or self.flip:
-            padding = self.image_size // 8 if self.crop else 0
-            images = crop_and_flip(images, padding, 0.5 if self.flip else 0.0, generator)
-        return self._normalise(images.to(device)), self.train_y[indices].to(device)
 
-    def test_batch(self, start: int, stop: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    @abstractmethod
+    def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
         """Test samples ``start .. stop - 1``, like :meth:`batch`."""
-        images = self.test_x[start:stop].to(device)
-        return self._normalise(images), self.test_y[start:stop].to(device)
 
-    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "ImageData":
+    @abstractmethod
+    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
         """The same data with part of the training set as test set, for tuning."""
-        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
-        held = round(fraction * self.train_size)
-        test, train = order[:held], order[held:]
-        return replace(
-            self,
-            train_x=self.train_x[train],
-            train_y=self.train_y[train],
-            test_x=self.train_x[test],
-            test_y=self.train_y[test],
-        )
 
-    @cached_property
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each channel, from at most 10,000 training images."""
-        sample = self.train_x[:10_000].to(torch.float32)
-        deviation, mean = torch.std_mean(sample, dim=(0, 2, 3), correction=0, keepdim=True)
-        return mean[0], deviation[0].clamp(min=1)
+    @abstractmethod
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """What training makes small: the mean over a batch, a scalar."""
 
-    def _normalise(self, images: Tensor) -> Tensor:
-        mean, deviation = self._statistics
-        return (images.to(torch.float32) - mean.to(images.device)) / deviation.to(images.device)
+    @abstractmethod
+    def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
+        """Sums over the test batch that begins at sample ``start``, float64 ``[m]``."""
+
+    @abstractmethod
+    def results(self, sums: list[float]) -> dict[str, float]:
+        """``test_loss`` (nats) and the like from the sums over all test batches."""
+
+    def batches(
+        self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
+    ) -> Iterator[Batch]:
+        """A training batch for every (indices, seed of all random choices), in that order."""
+        for indices, seed in requests:
+            yield self.batch(indices, torch.Generator().manual_seed(seed), device)
+
+    def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
+        """The test batches that begin at these samples, in that order."""
+        for start in starts:
+            yield self.test_batch(start, start + self.test_batch_size, device)
 
 
-@dataclass
-class TextData:
-    """Tokens for next-token prediction.
-
-    Sample i is the i-th stretch of ``context`` tokens and the one after it.
+class Images(Data):
+    """Images, normalised float32 ``[B, C, H, W]``, and labels ``[B]`` or shares ``[B, classes]``.
 
     Attributes:
-        train_tokens, test_tokens: integers ``[T]``.
+        channels, image_size, classes: what a model must fit; images are square.
+    """
+
+    channels: int
+    image_size: int
+    classes: int
+    test_batch_size = 250
+    sums = 3
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), y)
+
+    def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
+        return torch.cat([_loss(logits, y), (logits.argmax(-1) == y).sum().view(1).double()])
+
+    def results(self, sums: list[float]) -> dict[str, float]:
+        loss, count, correct = sums
+        return {"test_loss": loss / count, "test_accuracy": correct / count}
+
+
+class Text(Data):
+    """Tokens ``[B, T]`` and those that follow them, int64.
+
+    Attributes:
         vocabulary: number of different tokens.
         context: tokens a model sees at once.
     """
 
-    train_tokens: Tensor
-    test_tokens: Tensor
     vocabulary: int
     context: int
+    test_batch_size = 32
+    sums = 2
 
-    kind = "text"
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
 
-    @property
-    def train_size(self) -> int:
-        return (len(self.train_tokens) - 1) // self.context
+    def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
+        return _loss(logits, y)
 
-    @property
-    def test_size(self) -> int:
-        return (len(self.test_tokens) - 1) // self.context
-
-    def batch(
-        self, indices: Tensor, generator: torch.Generator, device: str = "cpu"
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens ``[B, context]`` and the tokens that follow them, int64.
-
-        The stretches are shifted together by a random offset, so that epochs differ.
-        """
-        offset = int(torch.randint(self.context, (1,), generator=generator))
-        last = len(self.train_tokens) - 1 - self.context
-        starts = (indices * self.context + offset).clamp(max=last)
-        return self._windows(self.train_tokens, starts, device)
-
-    def test_batch(self, start: int, stop: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-        """Test stretches ``start .. stop - 1``, like :meth:`batch`."""
-        starts = torch.arange(start, min(stop, self.test_size)) * self.context
-        return self._windows(self.test_tokens, starts, device)
-
-    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "TextData":
-        """The same data with the end of the training text as test text, for tuning."""
-        cut = round((1 - fraction) * len(self.train_tokens))
-        return replace(
-            self, train_tokens=self.train_tokens[:cut], test_tokens=self.train_tokens[cut:]
-        )
-
-    def _windows(self, tokens: Tensor, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
-        places = starts.unsqueeze(1) + torch.arange(self.context + 1)
-        window = tokens[places].to(device).to(torch.int64)
-        return window[:, :-1], window[:, 1:]
+    def results(self, sums: list[float]) -> dict[str, float]:
+        loss, count = sums
+        return {"test_loss": loss / count}
 
 
-def crop_and_flip(
-    images: Tensor, padding: int, mirrored: float, generator: torch.Generator
-) -> Tensor:
-    """Shift each image by up to ``padding`` pixels each way (zeros come in), mirror some.
-
-    The usual augmentation of CIFAR-10 (4 pixels at 32), for the whole batch at once.
-    """
-    count, _, size, _ = images.shape
-    shift = torch.randint(2 * padding + 1, (2, count), generator=generator)
-    flip = torch.rand(count, generator=generator) < mirrored
-    padded = torch.nn.functional.pad(images, 4 * (padding,))
-    along = torch.arange(size)
-    rows = shift[0].view(-1, 1) + along
-    columns = shift[1].view(-1, 1) + torch.where(flip.view(-1, 1), along.flip(0), along)
-    sample = torch.arange(count).view(-1, 1, 1)
-    cut = padded.permute(0, 2, 3, 1)[sample, rows.unsqueeze(2), columns.unsqueeze(1)]
-    return cut.permute(0, 3, 1, 2).contiguous()
+def _loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Sum of the losses and number of labels; labels of -100 do not count."""
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="sum")
+    return torch.stack([loss.double(), (y != -100).sum().double()])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dlion.data.base import ImageData
+from dlion.data.images import ImageData
 
 
 def mnist5k(augment: bool = True) -> ImageData:

@@ -41,6 +41,7 @@ class Sharding:
                 " workers"
             )
         self.steps_per_epoch = -(-largest // batch_size)
+        self.smallest_batch = smallest // self.steps_per_epoch
         self._deal = torch.randperm(size, generator=stream(seed, "shards"))
         self._orders: dict[int, tuple[int, Tensor]] = {}
 

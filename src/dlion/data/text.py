@@ -1,11 +1,13 @@
-"""Real text on every machine: the source of the running Python's standard library."""
+"""Text as tokens, and some on every machine: the source of the running Python's library."""
 
 import sysconfig
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from dlion.data.base import TextData
+from dlion.data.base import Batch, Text
 from dlion.errors import UserError
 
 # tests, what others installed, generated tables, and bundled programs
@@ -22,6 +24,58 @@ _LEFT_OUT = {
 _TEST_EVERY = 20  # files
 
 
+@dataclass
+class TextData(Text):
+    """Tokens for next-token prediction.
+
+    Sample i is the i-th stretch of ``context`` tokens and the one after it.
+
+    Attributes:
+        train_tokens, test_tokens: integers ``[T]``.
+        vocabulary: number of different tokens.
+        context: tokens a model sees at once.
+    """
+
+    train_tokens: Tensor
+    test_tokens: Tensor
+    vocabulary: int
+    context: int
+
+    @property
+    def train_size(self) -> int:
+        return (len(self.train_tokens) - 1) // self.context
+
+    @property
+    def test_size(self) -> int:
+        return (len(self.test_tokens) - 1) // self.context
+
+    def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
+        """Tokens ``[B, context]`` and the tokens that follow them, int64.
+
+        The stretches are shifted together by a random offset, so that epochs differ.
+        """
+        offset = int(torch.randint(self.context, (1,), generator=generator))
+        last = len(self.train_tokens) - 1 - self.context
+        starts = (indices * self.context + offset).clamp(max=last)
+        return self._windows(self.train_tokens, starts, device)
+
+    def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
+        starts = torch.arange(start, min(stop, self.test_size)) * self.context
+        return self._windows(self.test_tokens, starts, device)
+
+    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "TextData":
+        """The end of the training text becomes the test text."""
+        cut = round((1 - fraction) * len(self.train_tokens))
+        return replace(
+            self, train_tokens=self.train_tokens[:cut], test_tokens=self.train_tokens[cut:]
+        )
+
+    def _windows(self, tokens: Tensor, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
+        places = starts.unsqueeze(1) + torch.arange(self.context + 1)
+        window = tokens[places].to(device).to(torch.int64)
+        return window[:, :-1], window[:, 1:]
+
+
 def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
     """Bytes of the standard library's Python files, about 9 MB; every 20th file is for the test.
 
@@ -31,20 +85,26 @@ def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
     """
     if context < 1:
         raise UserError(f"dataset.context={context} is not possible: give at least 1")
+    train, test = (b"".join(part) for part in library_sources())
+    train = train[:max_bytes]
+    if len(train) <= context or len(test) <= context:
+        raise UserError(
+            f"the standard library's files here hold fewer than dataset.context={context} bytes:"
+            " give a smaller context or a larger dataset.max_bytes"
+        )
+    return TextData(_tokens(train), _tokens(test), vocabulary=256, context=context)
+
+
+def library_sources() -> tuple[list[bytes], list[bytes]]:
+    """The Python files of the standard library, to train and, every 20th, to test."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
-        path
+        path.read_bytes()
         for path in sorted(root.rglob("*.py"))
         if not _LEFT_OUT.intersection(path.relative_to(root).parts)
     ]
-    train = b"".join(p.read_bytes() for i, p in enumerate(files) if i % _TEST_EVERY)[:max_bytes]
-    test = b"".join(p.read_bytes() for p in files[::_TEST_EVERY])
-    if len(train) <= context or len(test) <= context:
-        raise UserError(
-            f"the Python files under {root} hold fewer than dataset.context={context} bytes: give a"
-            " smaller context or a larger dataset.max_bytes"
-        )
-    return TextData(_tokens(train), _tokens(test), vocabulary=256, context=context)
+    train = [file for i, file in enumerate(files) if i % _TEST_EVERY]
+    return train, files[::_TEST_EVERY]
 
 
 def _tokens(text: bytes) -> torch.Tensor:

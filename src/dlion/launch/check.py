@@ -9,12 +9,13 @@ from omegaconf import DictConfig
 from dlion import data as datasets
 from dlion import models
 from dlion.config import make
-from dlion.data import ImageData, Sharding, TextData
+from dlion.data import Data, Sharding
 from dlion.errors import UserError
 from dlion.launch.environment import Place
 from dlion.launch.network import check_possible
 from dlion.results.record import holds_run
 from dlion.training.job import Job
+from dlion.training.precision import PRECISIONS
 from dlion.units import parse_rate
 from dlion.workers import Workers
 
@@ -49,6 +50,11 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
     sharding = Sharding(
         data.train_size, config.workers, config.batch_size, config.seed, config.dataset.sharding
     )
+    if config.accumulate > sharding.smallest_batch:
+        raise UserError(
+            f"accumulate={config.accumulate} cuts batches of {sharding.smallest_batch} samples into"
+            f" more parts: type accumulate={sharding.smallest_batch} or less"
+        )
     steps = config.steps or config.epochs * sharding.steps_per_epoch
     _check_method(config, data, device)
     return Job(
@@ -70,6 +76,7 @@ def check_numbers(config: DictConfig) -> None:
     smallest = {
         "workers": 1,
         "batch_size": 1,
+        "accumulate": 1,
         "threads": 1,
         "eval_every": 1,
         "log_every": 1,
@@ -88,6 +95,12 @@ def check_numbers(config: DictConfig) -> None:
             raise UserError(
                 f"{name}={value} is not possible: give a whole number, at least {least}"
             )
+    if config.box and not config.optimizer.get("weight_decay"):
+        raise UserError(
+            "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
+        )
+    if config.precision not in PRECISIONS:
+        raise UserError(f"precision={config.precision} is unknown: choose {', '.join(PRECISIONS)}")
     if config.processes is not None and config.workers % config.processes:
         fitting = [p for p in range(1, config.workers + 1) if config.workers % p == 0]
         raise UserError(
@@ -147,7 +160,7 @@ def _processes(config: DictConfig, device: str, place: Place | None) -> int:
     return place.processes
 
 
-def _check_method(config: DictConfig, data: ImageData | TextData, device: str) -> None:
+def _check_method(config: DictConfig, data: Data, device: str) -> None:
     """Build model and optimizer without memory: whatever they refuse, they refuse here."""
     with torch.device("meta"):
         model = models.build(config.model, data)

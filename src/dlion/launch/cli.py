@@ -31,7 +31,7 @@ def run(main: Callable[[], Any], conf: Path) -> None:
     Exit codes: 0 finished, 1 failed, 2 wrong input, 130 interrupted.
     """
     try:
-        arguments = sys.argv[1:]
+        arguments = sys.argv[1:] = _name_recipe(sys.argv[1:], conf)
         if not any(a.startswith("-") and a not in ("-m", "--multirun") for a in arguments):
             _check_command_line(arguments, conf)
         place = detect()
@@ -81,6 +81,24 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         if hydra.mode == RunMode.MULTIRUN or not isinstance(error, RunFailed):
             raise
         _leave(error, 1)
+
+
+def _name_recipe(arguments: list[str], conf: Path) -> list[str]:
+    """``experiment=NAME scale=full`` becomes ``experiment=NAME/full``, the file of a recipe."""
+    scales = [a.removeprefix("scale=") for a in arguments if a.startswith("scale=")]
+    rest = [a for a in arguments if not a.startswith("scale=")]
+    recipes = sorted(p.parent.name for p in (conf / "experiment").glob("*/small.yaml"))
+    named = [i for i, a in enumerate(rest) if a.removeprefix("experiment=") in recipes]
+    scale = scales[-1] if scales else "small"
+    if scale not in ("small", "full"):
+        raise UserError(f"scale={scale} is unknown: choose small (a laptop) or full (the paper's)")
+    if scales and not named:
+        raise UserError(
+            f"scale={scale} is of a recipe: type experiment= and one of {', '.join(recipes)}"
+        )
+    for i in named:
+        rest[i] = f"{rest[i]}/{scale}"
+    return rest
 
 
 def _leave(reason: Any, code: int) -> None:
@@ -155,13 +173,14 @@ def _check_names(overrides: list[Override], choices: list[list[str]], conf: Path
         key = override.key_or_group
         if key not in groups:
             continue
-        options = sorted(p.stem for p in (conf / key).glob("*.yaml"))
+        files = (p.relative_to(conf / key) for p in (conf / key).rglob("*.yaml"))
+        options = sorted(p.with_suffix("").as_posix() for p in files if p.stem != "common")
         for variant in variants:
             value = variant.split("=", 1)[1]
             if value not in (*options, "null"):
                 raise UserError(
                     f"{key}={value} is unknown{_nearest(value, options)}: choose one of"
-                    f" {', '.join(options)}"
+                    f" {', '.join(sorted({option.split('/')[0] for option in options}))}"
                 )
         chosen.append(variants[0])
     composed = compose("config", overrides=chosen)

@@ -5,13 +5,24 @@ from typing import Any
 from torch import nn
 
 from dlion.config import make
-from dlion.data import ImageData, TextData
-from dlion.models.factories import gpt, gpt2, linear, resnet, timm_model, vit
+from dlion.data import Data
+from dlion.models.factories import causal_lm, gpt, gpt2, linear, resnet, timm_model, vit
 from dlion.models.transformer import GPT, ViT
 
-__all__ = ["GPT", "ViT", "build", "gpt", "gpt2", "linear", "resnet", "timm_model", "vit"]
+__all__ = [
+    "GPT",
+    "ViT",
+    "build",
+    "causal_lm",
+    "gpt",
+    "gpt2",
+    "linear",
+    "resnet",
+    "timm_model",
+    "vit",
+]
 
 
-def build(node: Any, data: ImageData | TextData) -> nn.Module:
+def build(node: Any, data: Data) -> nn.Module:
     """The model of a config node for a data set."""
     return make(node, data)

@@ -3,15 +3,16 @@
 import difflib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from dlion.data import ImageData, TextData
+from dlion.data import Data, Images, Text
 from dlion.errors import UserError
-from dlion.models.torchvision_ops import declare_missing_operators
 from dlion.models.transformer import GPT, ViT
+from dlion.torchvision_ops import declare_missing_operators
 
 
-def linear(data: ImageData | TextData) -> nn.Module:
+def linear(data: Data) -> nn.Module:
     """Logistic regression on the pixels: what a model has to beat."""
     images = _images(data)
     pixels = images.channels * images.image_size**2
@@ -19,7 +20,7 @@ def linear(data: ImageData | TextData) -> nn.Module:
 
 
 def vit(
-    data: ImageData | TextData,
+    data: Data,
     patch_size: int | None = None,
     dim: int = 64,
     depth: int = 2,
@@ -51,7 +52,7 @@ def vit(
 
 
 def gpt(
-    data: ImageData | TextData,
+    data: Data,
     dim: int = 64,
     depth: int = 2,
     heads: int = 4,
@@ -59,15 +60,16 @@ def gpt(
     dropout: float = 0.0,
     tie_embeddings: bool = True,
     init_std: float | None = None,
+    modern: bool = False,
 ) -> GPT:
     """A small GPT for the vocabulary and context of the data."""
     text = _text(data)
     _check_heads(dim, heads)
     shape = (text.vocabulary, text.context, dim, depth, heads, mlp_dim)
-    return GPT(*shape, dropout, tie_embeddings, init_std)
+    return GPT(*shape, dropout, tie_embeddings, init_std, modern)
 
 
-def resnet(data: ImageData | TextData, architecture: str = "resnet18") -> nn.Module:
+def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
     """torchvision's ResNet. Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is
     usual for CIFAR (He et al. 2016, arXiv 1512.03385, section 4.2)."""
     images = _images(data)
@@ -85,7 +87,7 @@ def resnet(data: ImageData | TextData, architecture: str = "resnet18") -> nn.Mod
     return model
 
 
-def timm_model(data: ImageData | TextData, architecture: str, **options: Any) -> nn.Module:
+def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
     """Any model of timm, untrained, for the size, channels and classes of the data."""
     images = _images(data)
     declare_missing_operators()
@@ -107,31 +109,31 @@ def timm_model(data: ImageData | TextData, architecture: str, **options: Any) ->
         ) from error
 
 
-class GPT2(nn.Module):
-    """GPT-2 of transformers as tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``."""
+class CausalLM(nn.Module):
+    """A language model of transformers as tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``."""
 
-    def __init__(self, **config: Any):
+    def __init__(self, model: nn.Module):
         super().__init__()
-        declare_missing_operators()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        self.model = GPT2LMHeadModel(GPT2Config(use_cache=False, **config))
+        self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens).logits
+        return self.model(tokens, use_cache=False).logits
 
 
 def gpt2(
-    data: ImageData | TextData,
+    data: Data,
     n_layer: int = 12,
     n_embd: int = 768,
     n_head: int = 12,
     dropout: float = 0.0,
-) -> GPT2:
+) -> CausalLM:
     """GPT-2 of any size, untrained, for the vocabulary and context of the data."""
     text = _text(data)
     _check_heads(n_embd, n_head)
-    return GPT2(
+    declare_missing_operators()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
         vocab_size=text.vocabulary,
         n_positions=text.context,
         n_layer=n_layer,
@@ -143,16 +145,62 @@ def gpt2(
         bos_token_id=0,
         eos_token_id=0,
     )
+    return CausalLM(GPT2LMHeadModel(config))
 
 
-def _images(data: ImageData | TextData) -> ImageData:
-    if not isinstance(data, ImageData):
+def causal_lm(
+    data: Data, path: str | None = None, architecture: str = "llama", **options: Any
+) -> CausalLM:
+    """Any causal language model of transformers.
+
+    Args:
+        path: of a pretrained one: a folder, or a name of the hub. Only safetensors are read, and no
+            code that comes with a model is run.
+        architecture: of an untrained one, for the vocabulary of the data; ``options`` are its
+            configuration's (llama's defaults are those of the 7-billion model).
+
+    Raises:
+        UserError: if there is no such model, or the data has tokens it does not know.
+    """
+    text = _text(data)
+    declare_missing_operators()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    setting = f"model.path={path}" if path else f"model.architecture={architecture}"
+    try:
+        if path is None:
+            config = AutoConfig.for_model(architecture, vocab_size=text.vocabulary, **options)
+        else:
+            config = AutoConfig.from_pretrained(path, **options)
+        if text.vocabulary > config.vocab_size:
+            raise UserError(
+                f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
+                " prepare it with the tokenizer of the model"
+            )
+        if path is None or torch.get_default_device().type == "meta":
+            return CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        return CausalLM(
+            AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=torch.float32, use_safetensors=True
+            )
+        )
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{setting} is not a causal language model of transformers that can be had here:"
+            f" {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _images(data: Data) -> Images:
+    if not isinstance(data, Images):
         raise UserError("this model takes images, the data set is text: type model=gpt_tiny")
     return data
 
 
-def _text(data: ImageData | TextData) -> TextData:
-    if not isinstance(data, TextData):
+def _text(data: Data) -> Text:
+    if not isinstance(data, Text):
         raise UserError("this model takes text, the data set is images: type model=vit_tiny")
     return data
 

@@ -52,7 +52,9 @@ class Curve:
 
 
 def choose_metric(runs: list[Run], asked: str | None = None) -> str:
-    """``accuracy`` or ``loss``: what was asked for, or accuracy where all runs have it.
+    """What was asked for, or ``accuracy`` where all runs have it, or ``loss``.
+
+    ``accuracy`` and ``loss`` are those of the test; else a key of metrics.jsonl.
 
     Raises:
         UserError: if not all runs can be compared by it.
@@ -64,6 +66,13 @@ def choose_metric(runs: list[Run], asked: str | None = None) -> str:
         )
     if asked == "loss":
         return "loss"
+    if asked not in (None, "accuracy"):
+        known = {key for run in runs for row in run.metrics for key in row}
+        if asked not in known:
+            raise UserError(
+                f"no run has {asked}: choose accuracy, loss, {', '.join(sorted(known))}"
+            )
+        return asked
     if len(kinds) > 1 and asked is None:
         raise UserError("some runs have an accuracy and some only a loss: give runs of one kind")
     if asked == "accuracy" and kinds != {True}:
@@ -80,9 +89,14 @@ def group_runs(runs: list[Run]) -> dict[tuple[str, str], list[Run]]:
     return groups
 
 
+def column_of(metric: str) -> str:
+    """The key of a metric in metrics.jsonl."""
+    return f"test_{metric}" if metric in ("accuracy", "loss") else metric
+
+
 def make_curves(runs: list[Run], metric: str) -> list[Curve]:
     """One curve for all runs that differ only by seed, in the order of their labels."""
-    runs = [run for run in runs if any(f"test_{metric}" in row for row in run.metrics)]
+    runs = [run for run in runs if any(column_of(metric) in row for row in run.metrics)]
     settings = [_settings(run) for run in runs]
     varying = {
         key
@@ -124,7 +138,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _curve(label: str, runs: list[Run], metric: str) -> Curve:
-    name = f"test_{metric}"
+    name = column_of(metric)
     tables = [
         {row["step"]: row for row in run.metrics if row.get(name) is not None} for run in runs
     ]

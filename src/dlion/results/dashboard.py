@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dlion.files import write_atomically
 from dlion.results.loggers import can_sync
-from dlion.results.record import write_atomically
 
 TITLE = "Accuracy against bandwidth"
 METHOD = "optimizer.name"

@@ -7,6 +7,7 @@ in: ``python -m dlion.results.report``.
 
 import argparse
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,13 @@ PLOTLY_MARKERS = {
     "P": "cross", "*": "star",
 }  # fmt: skip
 
-TITLES = {"accuracy": "test accuracy (%)", "loss": "test loss (nats)"}
+TITLES = {
+    "accuracy": "test accuracy (%)",
+    "loss": "test loss (nats)",
+    "outside_box": "share of parameters outside the box",
+    "box_distance": "distance of the farthest parameter to the box",
+    "kkt_score": "KKT score",
+}
 BITS = "bits sent per parameter and worker, so far"
 PAPER_BITS = "bits per parameter and step, both ways (papers' count)"
 
@@ -51,7 +58,11 @@ def styles_of(curves: list[Curve]) -> dict[str, tuple[str, str]]:
 
 
 def _shown(curve: Curve, metric: str) -> Any:
-    return curve.values * (100 if metric == "accuracy" else 1)
+    return curve.values * (100 if "accuracy" in metric else 1)
+
+
+def _title(metric: str) -> str:
+    return TITLES.get(metric, metric)
 
 
 def name_of(curve: Curve) -> str:
@@ -82,10 +93,8 @@ def write_png(curves: list[Curve], metric: str, path: Path) -> None:
             right.errorbar(
                 curve.paper_bits, final.mean(), spread, color=colour, marker=marker, ms=9, capsize=3
             )
-    left.set(xscale="log", xlabel=BITS, ylabel=TITLES[metric], title="accuracy against traffic")
+    left.set(xscale="log", xlabel=BITS, ylabel=_title(metric), title=f"{metric} against traffic")
     right.set(xscale="log", xlabel=PAPER_BITS, title="at the end, against bits per step")
-    if metric == "loss":
-        left.set_title("loss against traffic")
     right.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
     right.minorticks_off()
     if any(c.bits[-1] == 0 for c in curves):  # one worker sends nothing
@@ -101,13 +110,71 @@ def write_png(curves: list[Curve], metric: str, path: Path) -> None:
     pyplot.close(figure)
 
 
+def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
+    """One panel: the metric over steps, or its last value over a setting (``workers``, say).
+
+    Raises:
+        UserError: if no run has that setting.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8.5, 5), layout="constrained")
+    if x == "step":
+        styles = styles_of(curves)
+        for curve in curves:
+            colour, _ = styles[curve.label]
+            values = _shown(curve, metric)
+            axes.plot(curve.steps, values.mean(0), color=colour, label=name_of(curve))
+            axes.fill_between(
+                curve.steps, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0
+            )
+    else:
+        lines: dict[str, list[Curve]] = defaultdict(list)
+        for curve in curves:
+            if x not in curve.settings:
+                known = sorted(set().union(*(c.settings for c in curves)))
+                raise UserError(f"--x={x}: choose step, {', '.join(known)}")
+            words = curve.label.split()
+            key = f"{x.removeprefix('optimizer.')}="
+            lines[" ".join(word for word in words if not word.startswith(key))].append(curve)
+        spare = iter(_OTHERS * len(lines))
+        for label, line in sorted(lines.items()):
+            colour, marker = STYLES.get(label, (next(spare), "o"))
+            line.sort(key=lambda curve: curve.settings[x])
+            finals = [_shown(curve, metric)[:, -1] for curve in line]
+            means = [final.mean() for final in finals]
+            spread = [
+                [final.mean() - final.min() for final in finals],
+                [final.max() - final.mean() for final in finals],
+            ]
+            places = [curve.settings[x] for curve in line]
+            axes.errorbar(
+                places, means, spread, color=colour, marker=marker, capsize=3, label=label
+            )
+        places = sorted({curve.settings[x] for curve in curves})
+        if all(isinstance(place, int) for place in places) and places[0] > 0:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(places, labels=[str(place) for place in places])
+    axes.set(xlabel=x, ylabel=_title(metric))
+    if metric not in ("accuracy", "outside_box") and all((c.values > 0).all() for c in curves):
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
 def print_table(curves: list[Curve], metric: str) -> None:
     """The table on the terminal; the best value is bold."""
     from rich.console import Console
     from rich.table import Table
 
-    percent = metric == "accuracy"
-    table = Table(title=f"{TITLES[metric]} and traffic")
+    percent = "accuracy" in metric
+    table = Table(title=f"{_title(metric)} and traffic")
     columns = (
         "method",
         "seeds",
@@ -151,7 +218,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dlion.results.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
-    parser.add_argument("--metric", choices=("accuracy", "loss"))
+    parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
+    parser.add_argument(
+        "--x", help="step, or a setting such as workers; without: bits sent, and bits per step"
+    )
     options = parser.parse_args()
     try:
         runs = find_runs(options.runs)
@@ -163,7 +233,14 @@ def main() -> None:
     print_table(curves, metric)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     path = options.output.with_name(options.output.name + ".png")
-    write_png(curves, metric, path)
+    try:
+        if options.x is None:
+            write_png(curves, metric, path)
+        else:
+            write_over(curves, metric, options.x, path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(path)
 
 

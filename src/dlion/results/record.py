@@ -5,13 +5,13 @@ If it fails instead, failure.txt says why.
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlion.errors import UserError
+from dlion.files import write_atomically
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG = ".hydra/config.yaml"
@@ -24,16 +24,6 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file: all of it or, whatever happens, nothing."""
-    temporary = path.with_name(f"{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class RunRecord:

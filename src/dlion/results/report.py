@@ -16,9 +16,10 @@ import numpy as np
 from markupsafe import Markup
 
 from dlion.errors import UserError
+from dlion.files import write_atomically
 from dlion.results.curves import Curve, group_runs, make_curves
 from dlion.results.plot import BITS, PAPER_BITS, PLOTLY_MARKERS, TITLES, name_of, styles_of
-from dlion.results.record import Run, find_runs, write_atomically
+from dlion.results.record import Run, find_runs
 
 CONFIG = {
     "responsive": True,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from dlion.data import ImageData, Sharding, TextData
+from dlion.data import Data, Sharding
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Job:
     device: str
     backend: str
     steps: int
-    data: ImageData | TextData
+    data: Data
     sharding: Sharding
     output_dir: Path
     rate: int | None = None

@@ -3,25 +3,29 @@
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch.nn import functional as F
 
 from dlion import models
 from dlion.config import make
 from dlion.exchange import Channel
 from dlion.exchange.nic import NicMeter
+from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
 from dlion.results.loggers import make_logger
-from dlion.results.record import RunRecord, write_atomically
-from dlion.streams import stream, stream_seed
+from dlion.results.record import RunRecord
+from dlion.streams import stream_seed
 from dlion.timer import Timer
+from dlion.training.box import box_state
 from dlion.training.console import RunConsole
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
+from dlion.training.precision import in_precision
 from dlion.training.replicas import check_replicas, parameters_sha256
 from dlion.training.schedule import make_schedule
 from dlion.training.virtual import VirtualWorkers
@@ -36,7 +40,7 @@ def train(job: Job, workers: Workers) -> float | None:
     """
     config, data, device = job.config, job.data, job.device
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
-    model = models.build(config.model, data).to(device)
+    model = in_precision(models.build(config.model, data), config.precision, device)
     optimizer: DistributedOptimizer = make(
         config.optimizer,
         model.named_parameters(),
@@ -54,20 +58,23 @@ def train(job: Job, workers: Workers) -> float | None:
     timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived
     clock, nic = Clock(), NicMeter(job.rate is not None)
+    batches = data.batches(_requests(job, workers), device)
     losses = torch.zeros(workers.local, dtype=torch.float64)
     since = 0
     for step in range(job.steps):
         for i, worker in enumerate(workers.ids):
+            samples = len(job.sharding.indices(worker, step))
             virtual.enter(i, step)
-            coins = stream(config.seed, "augmentation", worker, step)
-            x, y = data.batch(job.sharding.indices(worker, step), coins, device)
-            with timer("forward"):
-                loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-            with timer("backward"):
-                loss.backward()
+            for part in reversed(range(config.accumulate)):
+                x, y = next(batches)
+                with timer("forward"):
+                    loss = data.loss(model(x), y) * (len(x) / samples)
+                waits = optimizer.no_sync() if part else nullcontext()
+                with timer("backward"), waits:
+                    loss.backward()
+                losses[i] += loss.detach().double().cpu()
             optimizer.collect(i)
             virtual.leave(i)
-            losses[i] += loss.detach().double().cpu()
         optimizer.step()
         schedule.step()
 
@@ -90,10 +97,23 @@ def train(job: Job, workers: Workers) -> float | None:
                 with clock.paused(), nic.paused():
                     virtual.load_mean_buffers(control)
                     row |= evaluate(model, data, control, device)
+                    if config.box and output.first:
+                        decay = config.optimizer.weight_decay
+                        row |= box_state(model, data, decay, device, config.seed)
             output.row(row)
     if config.profile:
         output.profile(timer, clock.seconds())
     return output.finish(row, parameters_sha256(model))
+
+
+def _requests(job: Job, workers: Workers) -> Iterator[tuple[torch.Tensor, int]]:
+    """The samples of every backward pass of this process, and the seed of what is random there."""
+    seed, parts = job.config.seed, job.config.accumulate
+    for step in range(job.steps):
+        for worker in workers.ids:
+            indices = job.sharding.indices(worker, step)
+            for part, chosen in enumerate(indices.tensor_split(parts)):
+                yield chosen, stream_seed(seed, "augmentation", worker, step, part)
 
 
 def totals(

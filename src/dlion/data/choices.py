@@ -1,0 +1,273 @@
+"""Multiple-choice questions, answered by the likelihood a language model gives to each answer.
+
+Trained on as text, with the loss on the right answer alone; tested with a few solved questions
+before each. The score is that of lm-eval's ``acc`` (Gao et al. 2021): the answer of the greatest
+log-likelihood wins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dlion.data.base import Batch, Text
+from dlion.data.parquet import load_hub, load_parquet
+from dlion.data.text import library_sources
+from dlion.data.tokens import load_tokenizer
+from dlion.errors import UserError
+from dlion.streams import stream
+
+IGNORED = -100  # label of what does not count
+
+
+class Question(NamedTuple):
+    """A prompt, the answers to choose from, and which is right."""
+
+    task: str
+    prompt: str
+    answers: list[str]
+    right: int
+
+
+class Task(NamedTuple):
+    """Where questions are (a data set of the hub, its configuration) and how a row is read."""
+
+    hub: str
+    config: str | None
+    test: str
+    columns: set[str]
+    read: Callable[[dict[str, Any]], tuple[str, list[str], int]]
+
+
+def _lettered(question: str) -> Callable[[dict[str, Any]], tuple[str, list[str], int]]:
+    def read(row: dict[str, Any]) -> tuple[str, list[str], int]:
+        answers = row["choices"]
+        right = answers["label"].index(row["answerKey"])
+        return f"Question: {row[question]}\nAnswer:", answers["text"], right
+
+    return read
+
+
+def _boolq(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    prompt = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+    return prompt, ["no", "yes"], int(row["answer"])
+
+
+def _piqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], int(row["label"])
+
+
+def _siqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    answers = [row["answerA"], row["answerB"], row["answerC"]]
+    prompt = f"Question: {row['context']} {row['question']}\nAnswer:"
+    return prompt, answers, int(row["label"]) - 1
+
+
+def _hellaswag(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    return f"{row['activity_label']}: {row['ctx']}", row["endings"], int(row["label"])
+
+
+TASKS = {
+    "arc_easy": Task(
+        "allenai/ai2_arc", "ARC-Easy", "test", {"question", "choices", "answerKey"},
+        _lettered("question"),
+    ),
+    "arc_challenge": Task(
+        "allenai/ai2_arc", "ARC-Challenge", "test", {"question", "choices", "answerKey"},
+        _lettered("question"),
+    ),
+    "boolq": Task("google/boolq", None, "validation", {"question", "passage", "answer"}, _boolq),
+    "piqa": Task("ybisk/piqa", None, "validation", {"goal", "sol1", "sol2", "label"}, _piqa),
+    "siqa": Task(
+        "allenai/social_i_qa", None, "validation",
+        {"context", "question", "answerA", "answerB", "answerC", "label"}, _siqa,
+    ),
+    "hellaswag": Task(
+        "Rowan/hellaswag", None, "validation", {"activity_label", "ctx", "endings", "label"},
+        _hellaswag,
+    ),
+    "openbookqa": Task(
+        "allenai/openbookqa", "main", "test", {"question_stem", "choices", "answerKey"},
+        _lettered("question_stem"),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class MultipleChoice(Text):
+    """Questions as tokens.
+
+    Attributes:
+        train, test: questions.
+        tokenizer: of transformers, or what looks like one.
+        context: tokens a model sees at once; what is longer loses its beginning.
+        shots: solved training questions of the same task before each question of the test.
+        seed: of the choice of those.
+    """
+
+    train: Sequence[Question]
+    test: Sequence[Question]
+    tokenizer: Any
+    context: int
+    shots: int = 3
+    seed: int = 0
+
+    test_batch_size = 8
+
+    def __post_init__(self) -> None:
+        self.vocabulary = len(self.tokenizer)
+        self.tasks = sorted({question.task for question in self.test})
+        self.sums = 2 + 2 * len(self.tasks)
+        self._solved: dict[str, list[Question]] = {}
+        for question in self.train:
+            self._solved.setdefault(question.task, []).append(question)
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train)
+
+    @property
+    def test_size(self) -> int:
+        return len(self.test)
+
+    def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
+        chosen = [self.train[i] for i in indices.tolist()]
+        return self._rows([self._encode(q.prompt, q.answers[q.right]) for q in chosen], device)
+
+    def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
+        rows = []
+        for i in range(start, min(stop, self.test_size)):
+            question = self.test[i]
+            prompt = self._examples(i, question.task) + question.prompt
+            rows += [self._encode(prompt, answer) for answer in question.answers]
+        return self._rows(rows, device)
+
+    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
+        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
+        held = round(fraction * self.train_size)
+        test, train = order[:held].tolist(), order[held:].tolist()
+        return replace(
+            self, train=[self.train[i] for i in train], test=[self.train[i] for i in test]
+        )
+
+    def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
+        """Loss of the right answers and their tokens; then, a task each, right and asked."""
+        losses = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="none")
+        surprise = losses.view(y.shape).double().sum(-1)
+        sums, row, place = torch.zeros(self.sums, dtype=torch.float64), 0, start
+        while row < len(y):
+            question = self.test[place]
+            answers = surprise[row : row + len(question.answers)]
+            right = row + question.right
+            sums[0] += surprise[right].item()
+            sums[1] += (y[right] != IGNORED).sum().item()
+            task = 2 + 2 * self.tasks.index(question.task)
+            sums[task] += float(answers.argmin().item() == question.right)
+            sums[task + 1] += 1
+            row, place = row + len(question.answers), place + 1
+        return sums
+
+    def results(self, sums: list[float]) -> dict[str, float]:
+        accuracies = {
+            f"accuracy_{task}": sums[2 + 2 * i] / sums[3 + 2 * i]
+            for i, task in enumerate(self.tasks)
+        }
+        mean = sum(accuracies.values()) / len(accuracies)
+        return {"test_loss": sums[0] / sums[1], "test_accuracy": mean, **accuracies}
+
+    def _examples(self, place: int, task: str) -> str:
+        """Solved questions to put before question ``place`` of the test."""
+        pool = self._solved.get(task, [])
+        draw = torch.randperm(len(pool), generator=stream(self.seed, "shots", place))
+        solved = [pool[i] for i in draw[: self.shots].tolist()]
+        return "".join(f"{q.prompt} {q.answers[q.right]}\n\n" for q in solved)
+
+    def _encode(self, prompt: str, answer: str) -> tuple[list[int], int]:
+        """Tokens of both, the last ``context + 1``, and how many of them are the prompt's."""
+        ids = self.tokenizer(f"{prompt} {answer}")["input_ids"]
+        asked = min(len(self.tokenizer(prompt)["input_ids"]), len(ids) - 1)
+        cut = max(len(ids) - self.context - 1, 0)
+        return ids[cut:], max(asked - cut, 1)
+
+    def _rows(self, rows: list[tuple[list[int], int]], device: str) -> Batch:
+        longest = max(len(ids) for ids, _ in rows) - 1
+        x = torch.zeros(len(rows), longest, dtype=torch.int64)
+        y = torch.full_like(x, IGNORED)
+        for row, (ids, asked) in enumerate(rows):
+            whole = torch.tensor(ids)
+            x[row, : len(ids) - 1] = whole[:-1]  # what follows the answer is not looked at
+            y[row, asked - 1 : len(ids) - 1] = whole[asked:]
+        return x.to(device), y.to(device)
+
+
+def choices(
+    tokenizer: str | None,
+    tasks: Sequence[str] = tuple(TASKS),
+    path: str | None = None,
+    context: int = 1024,
+    shots: int = 3,
+) -> MultipleChoice:
+    """The multiple-choice tasks of arXiv 2404.00438, section 5.2, together.
+
+    Args:
+        tokenizer: a folder, or a name of the hub; the model's.
+        tasks: some of :data:`TASKS`.
+        path: a folder with a folder for each task that holds its parquet files; None: the hub.
+
+    Raises:
+        UserError: if a task is unknown or cannot be found.
+    """
+    if tokenizer is None:
+        raise UserError(
+            "a pretrained model brings the tokenizer: type model.path=DIR, or dataset.tokenizer=DIR"
+        )
+    parts: dict[str, list[Question]] = {"train": [], "test": []}
+    for name in tasks:
+        if name not in TASKS:
+            raise UserError(f"dataset.tasks={name} is unknown: choose from {', '.join(TASKS)}")
+        task = TASKS[name]
+        if path is None:
+            tables = load_hub(task.hub, task.columns, task.config)
+        else:
+            splits = {"train": "train", task.test: task.test}
+            tables = load_parquet(Path(path).expanduser() / name, splits, task.columns)
+        for part, split in (("train", "train"), ("test", task.test)):
+            parts[part] += [Question(name, *task.read(row)) for row in tables[split]]
+    return MultipleChoice(**parts, tokenizer=load_tokenizer(tokenizer, "dataset.tokenizer"),
+                          context=context, shots=shots)  # fmt: skip
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def __len__(self) -> int:
+        return 256
+
+
+def next_line(
+    context: int = 256, shots: int = 1, train: int = 4000, test: int = 200
+) -> MultipleChoice:
+    """Which line of the standard library comes next? Four to choose from, on every machine."""
+    parts: list[list[Question]] = []
+    for part, (sources, wanted) in enumerate(zip(library_sources(), (train, test), strict=True)):
+        lines = b"".join(sources).decode(errors="replace").splitlines()
+        lines = [line.strip() for line in lines if 20 <= len(line.strip()) <= 60]
+        coins = stream(0, "next line", part)
+        places = torch.randint(2, len(lines), (wanted,), generator=coins).tolist()
+        others = torch.randint(len(lines), (wanted, 3), generator=coins).tolist()
+        rights = torch.randint(4, (wanted,), generator=coins).tolist()
+        questions = []
+        for place, wrong, right in zip(places, others, rights, strict=True):
+            answers = [lines[i] for i in wrong]
+            answers.insert(right, lines[place])
+            prompt = "\n".join(lines[place - 2 : place]) + "\n"
+            questions.append(Question("next_line", prompt, answers, right))
+        parts.append(questions)
+    return MultipleChoice(*parts, tokenizer=Bytes(), context=context, shots=shots)

@@ -1,0 +1,225 @@
+"""Images that stay in their files and are decoded by helper processes: ImageNet and its like."""
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from dlion.data.base import Batch, Images
+from dlion.data.parquet import load_parquet
+from dlion.errors import UserError
+from dlion.torchvision_ops import declare_missing_operators
+
+# of ImageNet, as torchvision's models use them
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass
+class ImageFiles(Images):
+    """Encoded images and labels, decoded when asked for.
+
+    What a sample becomes depends on its batch's seed alone, not on which helper decodes it.
+
+    Attributes:
+        train, test: sequences of (PIL image, label).
+        classes: number of labels.
+        image_size: pixels, of square crops.
+        auto_augment: torchvision's policy for ImageNet (Cubuk et al. 2019, arXiv 1805.09501).
+        mixup: alpha of MixUp (Zhang et al. 2018, arXiv 1710.09412), 0: none; training labels are
+            then shares ``[B, classes]``.
+        loaders: helper processes of each process; 0: none.
+    """
+
+    train: Sequence[tuple[Any, int]]
+    test: Sequence[tuple[Any, int]]
+    classes: int
+    image_size: int = 224
+    auto_augment: bool = False
+    mixup: float = 0.0
+    loaders: int = 0
+
+    channels = 3
+    test_batch_size = 128
+
+    @property
+    def train_size(self) -> int:
+        return len(self.train)
+
+    @property
+    def test_size(self) -> int:
+        return len(self.test)
+
+    def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
+        seed = int(torch.randint(2**62, (1,), generator=generator))
+        return _on(device, _Training(self)[indices, seed])
+
+    def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
+        return _on(device, _Testing(self, stop - start)[start])
+
+    def batches(
+        self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
+    ) -> Iterator[Batch]:
+        return self._load(_Training(self), requests, device)
+
+    def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
+        return self._load(_Testing(self, self.test_batch_size), starts, device)
+
+    def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
+        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
+        held = round(fraction * self.train_size)
+        test, train = order[:held].tolist(), order[held:].tolist()
+        return replace(self, train=Subset(self.train, train), test=Subset(self.train, test))
+
+    def _load(self, dataset: Dataset, requests: Iterable[Any], device: str) -> Iterator[Batch]:
+        loader = DataLoader(
+            dataset,
+            batch_size=None,  # a request is a batch
+            sampler=requests,
+            num_workers=self.loaders,
+            pin_memory=device == "cuda",
+        )
+        return (_on(device, batch) for batch in loader)
+
+
+class _Training(Dataset):
+    """(indices, seed) -> a training batch."""
+
+    def __init__(self, data: ImageFiles):
+        declare_missing_operators()
+        from torchvision.transforms import v2
+
+        self.data = data
+        self._change = v2.Compose(
+            [
+                v2.RandomResizedCrop(data.image_size),
+                v2.RandomHorizontalFlip(),
+                *([v2.AutoAugment()] if data.auto_augment else []),
+                v2.PILToTensor(),
+            ]
+        )
+        self._mix = v2.MixUp(alpha=data.mixup, num_classes=data.classes) if data.mixup else None
+
+    def __getitem__(self, request: tuple[Tensor, int]) -> Batch:
+        indices, seed = request
+        with torch.random.fork_rng(devices=[]):  # the transforms draw from the global generator
+            torch.manual_seed(seed)
+            samples = (self.data.train[i] for i in indices.tolist())
+            x, y = _stack((self._change(image), label) for image, label in samples)
+            return self._mix(x, y) if self._mix else (x, y)
+
+
+class _Testing(Dataset):
+    """First sample -> a test batch."""
+
+    def __init__(self, data: ImageFiles, size: int):
+        declare_missing_operators()
+        from torchvision.transforms import v2
+
+        self.data, self.size = data, size
+        self._change = v2.Compose(
+            [
+                v2.Resize(round(data.image_size * 256 / 224)),
+                v2.CenterCrop(data.image_size),
+                v2.PILToTensor(),
+            ]
+        )
+
+    def __getitem__(self, start: int) -> Batch:
+        stop = min(start + self.size, self.data.test_size)
+        samples = (self.data.test[i] for i in range(start, stop))
+        return _stack((self._change(image), label) for image, label in samples)
+
+
+def _stack(samples: Iterable[tuple[Tensor, int]]) -> Batch:
+    images, labels = zip(*samples, strict=True)
+    mean, deviation = (torch.tensor(c).view(3, 1, 1) for c in (_MEAN, _DEVIATION))
+    x = torch.stack(images).to(torch.float32).div_(255).sub_(mean).div_(deviation)
+    return x, torch.tensor(labels, dtype=torch.int64)
+
+
+def _on(device: str, batch: Batch) -> Batch:
+    x, y = (part.to(device, non_blocking=True) for part in batch)
+    return x, y
+
+
+def imagenet(
+    path: str | None = None,
+    image_size: int = 224,
+    auto_augment: bool = False,
+    mixup: float = 0.0,
+    loaders: int = 4,
+) -> ImageFiles:
+    """ImageNet-1K, or any other set of images in one of its two layouts.
+
+    Args:
+        path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (torchvision's
+            ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet`` at any depth, of
+            columns ``image`` and ``label`` (the hub's ``ILSVRC/imagenet-1k``).
+
+    Raises:
+        UserError: if there is neither, or if the two parts differ in their classes.
+    """
+    if path is None:
+        raise UserError(
+            "ImageNet must be on a disk: type dataset.path=DIR with train/CLASS/*.JPEG and"
+            " val/CLASS/*.JPEG, or with the hub's parquet files"
+        )
+    root = Path(path).expanduser()
+    find = _folders if (root / "train").is_dir() and _class_folders(root / "train") else _parquet
+    train, test, classes = find(root)
+    return ImageFiles(train, test, classes, image_size, auto_augment, mixup, loaders)
+
+
+def _class_folders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+
+
+def _folders(root: Path) -> tuple[Sequence, Sequence, int]:
+    declare_missing_operators()
+    from torchvision.datasets import ImageFolder
+
+    try:
+        train, test = ImageFolder(root / "train"), ImageFolder(root / "val")
+    except FileNotFoundError as error:
+        raise UserError(f"dataset.path={root}: {error}") from error
+    if train.classes != test.classes:
+        odd = sorted(set(train.classes) ^ set(test.classes))
+        raise UserError(
+            f"dataset.path={root}: train and val differ in their class folders,"
+            f" {', '.join(odd[:3])} for instance"
+        )
+    return train, test, len(train.classes)
+
+
+class _Rows(Dataset):
+    """Rows of a table of the hub, decoded when asked for."""
+
+    def __init__(self, table: Any):
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        row = self.table[int(index)]
+        return Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), row["label"]
+
+
+def _parquet(root: Path) -> tuple[Sequence, Sequence, int]:
+    from datasets import Image
+
+    files = {"train": "train", "test": "validation"}
+    splits = {
+        name: table.cast_column("image", Image(decode=False))
+        for name, table in load_parquet(root, files, {"image", "label"}).items()
+    }
+    labels = splits["train"].features["label"]
+    classes = getattr(labels, "num_classes", None) or max(splits["train"].unique("label")) + 1
+    return _Rows(splits["train"]), _Rows(splits["test"]), classes

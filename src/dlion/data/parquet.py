@@ -1,0 +1,83 @@
+"""Tables in the parquet layout of the Hugging Face hub: from a folder, or from the hub itself."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from dlion.errors import UserError
+
+
+def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:
+    """Tables of the files ``PREFIX-*.parquet`` below a folder, at any depth.
+
+    Args:
+        splits: name of a table -> prefix of its files.
+        columns: what each table must have.
+
+    Raises:
+        UserError: if there is no such folder, file or column.
+    """
+    from datasets import disable_progress_bars, load_dataset
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"dataset.path={path} is not a folder: give that of the parquet files")
+    files = {
+        split: [str(p) for p in sorted(folder.rglob(f"{prefix}-*.parquet"))]
+        for split, prefix in splits.items()
+    }
+    for split, found in files.items():
+        if not found:
+            raise UserError(
+                f"dataset.path={path} holds no {splits[split]}-*.parquet: give a folder in the"
+                " layout of the hub"
+            )
+    disable_progress_bars()
+    tables = load_dataset("parquet", data_files=files)
+    check_columns(tables, columns, f"dataset.path={path}")
+    return tables
+
+
+def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[str, Any]:
+    """The tables of a data set on the hub, or of its copy in the cache.
+
+    Raises:
+        UserError: if it is in neither, or lacks a column.
+    """
+    if not _hub_answers():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # use the cache at once instead of trying for minutes
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    try:
+        tables = load_dataset(name, config)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise UserError(
+            f"the hub's {name} cannot be reached: type dataset.path=DIR with a folder of its"
+            " parquet files"
+        ) from error
+    check_columns(tables, columns, f"the hub's {name}")
+    return tables
+
+
+def check_columns(tables: Mapping[str, Any], columns: set[str], where: str) -> None:
+    """Refuse tables that lack a column."""
+    for table in tables.values():
+        found = set(table.column_names)
+        if not found >= columns:
+            raise UserError(
+                f"{where} has the columns {', '.join(sorted(found))}:"
+                f" {' and '.join(sorted(columns))} are needed"
+            )
+
+
+def _hub_answers() -> bool:
+    hub = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=3).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Text as tokens in memory-mapped files, as ``python -m dlion.data.prepare`` writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlion.data.text import TextData
+from dlion.errors import UserError
+
+FACTS = "tokens.json"
+PARTS = ("train", "val")
+
+
+def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
+    """Tokens that ``python -m dlion.data.prepare`` has written, read as they are needed.
+
+    Args:
+        path: the folder.
+        context: tokens a model sees at once.
+
+    Raises:
+        UserError: if there is no such folder, or it is not finished, or it holds too few tokens.
+    """
+    if path is None:
+        raise UserError(
+            "the text must be prepared: type `python -m dlion.data.prepare Skylion007/openwebtext"
+            " -o DIR`, then dataset.path=DIR"
+        )
+    folder = Path(path).expanduser()
+    if not (folder / FACTS).exists():
+        raise UserError(
+            f"dataset.path={path} has no {FACTS}: prepare it with `python -m dlion.data.prepare"
+            f" SOURCE -o {path}`"
+        )
+    facts = json.loads((folder / FACTS).read_text())
+    if facts["documents"] != facts["of"]:
+        raise UserError(
+            f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
+            f" preparing it with the command that began, {facts['command']}"
+        )
+    parts = []
+    for part in PARTS:
+        stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
+        if len(stored) != facts["tokens"][part]:
+            raise UserError(
+                f"{folder / part}.bin holds {len(stored):,} tokens, but {FACTS} says"
+                f" {facts['tokens'][part]:,}: copy it again, or prepare it again"
+            )
+        if len(stored) <= context:
+            raise UserError(
+                f"{folder / part}.bin holds {len(stored)} tokens, not more than dataset.context="
+                f"{context}: give a smaller context"
+            )
+        parts.append(torch.from_numpy(stored))
+    return TextData(*parts, vocabulary=facts["vocabulary"], context=context)
+
+
+def load_tokenizer(name: str, setting: str) -> Any:
+    """A tokenizer of transformers, from a folder, the cache, or the hub.
+
+    Raises:
+        UserError: if there is none of that name, naming the ``setting``.
+    """
+    from dlion.torchvision_ops import declare_missing_operators
+
+    declare_missing_operators()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{setting}={name} is neither a folder with a tokenizer of transformers nor one of the"
+            " hub that can be reached: give the folder"
+        ) from error

@@ -1,0 +1,108 @@
+"""Text that is prepared once: every document arrives, whatever interrupts."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dlion.data import prepared_text
+from dlion.data.prepare import prepare
+from dlion.data.tokens import load_tokenizer
+from dlion.errors import UserError
+from tests.data.formats import write_documents, write_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer")
+    return load_tokenizer(str(tmp_path / "tokenizer"), "--tokenizer")
+
+
+class Table:
+    """Documents; asking for more than ``until`` fails, as a power cut would."""
+
+    def __init__(self, texts, until=None):
+        self.texts, self.until = texts, until
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, part):
+        if self.until is not None and part.stop > self.until:
+            raise KeyboardInterrupt
+        return {"text": self.texts[part]}
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "dlion.data.prepare", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_every_document_arrives(tmp_path, tokenizer):
+    texts = write_documents(tmp_path / "a.jsonl", 30) + write_documents(tmp_path / "b.jsonl", 25, 1)
+    done = run(
+        *(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "-o", tmp_path / "out"),
+        *("--tokenizer", tmp_path / "tokenizer", "--held-out", 10),
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"type dataset.path={tmp_path / 'out'}" in done.stdout
+    data = prepared_text(str(tmp_path / "out"), context=16)
+    assert data.vocabulary == len(tokenizer)
+    for tokens, chosen in (
+        (data.test_tokens, [t for i, t in enumerate(texts) if i % 10 == 0]),
+        (data.train_tokens, [t for i, t in enumerate(texts) if i % 10]),
+    ):
+        words = tokenizer.decode(tokens.tolist()).split(tokenizer.eos_token)
+        assert [part.strip() for part in words[:-1]] == chosen and words[-1] == ""
+    x, y = next(iter(data.test_batches([0])))
+    assert x.shape[1] == 16 and x[0, 1] == y[0, 0]
+
+
+def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
+    texts = write_documents(tmp_path / "a.jsonl", 2500)
+    prepare(Table(texts), tokenizer, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Table(texts, until=2000), tokenizer, tmp_path / "cut", command="COMMAND")
+    with pytest.raises(UserError, match=r"holds 2,000 of 2,500 documents: go on .* COMMAND"):
+        prepared_text(str(tmp_path / "cut"))
+    with (tmp_path / "cut" / "train.bin").open("ab") as file:
+        file.write(b"written after the last count")
+    with pytest.raises(UserError, match=r"was begun with of=2500, now it is 2400"):
+        prepare(Table(texts[:2400]), tokenizer, tmp_path / "cut")
+    prepare(Table(texts), tokenizer, tmp_path / "cut")
+    for part in ("train.bin", "val.bin"):
+        assert (tmp_path / "cut" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
+
+
+def test_wrong_input_is_one_clear_line(tmp_path, tokenizer):
+    write_documents(tmp_path / "a.jsonl", 3)
+    known = ["-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
+    for arguments, sentence in (
+        ([tmp_path / "a.jsonl", *known, "--column", "words"], "there are text only"),
+        (
+            [tmp_path / "a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path],
+            "give the folder",
+        ),
+        ([tmp_path / "a.jsonl", tmp_path / "b.jsonl", *known], "b.jsonl is not a file"),
+        ([tmp_path / "tokenizer" / "tokenizer.json", tmp_path / "a.jsonl", *known], "column"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 1 and sentence in done.stderr, done.stderr
+
+
+def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"must be prepared: type `python -m dlion.data.prepare"):
+        prepared_text(None)
+    with pytest.raises(UserError, match=r"has no tokens.json"):
+        prepared_text(str(tmp_path))
+    prepare(Table(write_documents(tmp_path / "a.jsonl", 50)), tokenizer, tmp_path, held_out=5)
+    with pytest.raises(UserError, match=r"give a smaller context"):
+        prepared_text(str(tmp_path), context=4096)
+    facts = json.loads((tmp_path / "tokens.json").read_text())
+    assert facts["dtype"] == "uint16" and facts["documents"] == 50
+    whole = np.fromfile(tmp_path / "train.bin", np.uint16)
+    whole[:-3].tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match=r"but tokens.json says .*: copy it again"):
+        prepared_text(str(tmp_path), context=16)
