@@ -37,6 +37,16 @@ def test_seeds_make_one_curve_and_settings_tell_curves_apart(tmp_path):
     assert curve.bits.tolist() == pytest.approx([8 * 160_000 / 72_000, 8 * 320_000 / 72_000])
 
 
+@pytest.mark.parametrize("x", ["step", "workers", "optimizer.lr"])
+def test_other_figures(tmp_path, x):
+    for lr in (1e-3, 1e-2):
+        write_run(tmp_path / "runs", "dlion_mavo", 0, lr=lr)
+        write_run(tmp_path / "runs", "g_lion", 0, lr=lr)
+    run = plot(tmp_path / "runs", "--x", x, "--metric", "test_loss", "-o", tmp_path / "figure")
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path):
     write_run(tmp_path / "runs", "g_lion", 0, accuracy=False)
     (tmp_path / "runs" / "g_lion-0-0.001" / "summary.json").unlink()
@@ -52,6 +62,8 @@ def test_wrong_input_is_one_clear_line(tmp_path):
         ([tmp_path / "nowhere"], "is not a directory"),
         ([tmp_path], "give runs of one kind"),
         ([tmp_path, "--metric", "accuracy"], "type --metric loss"),
+        ([tmp_path, "--metric", "kkt"], "no run has kkt: choose accuracy, loss, seconds, sent_bits"),
+        ([tmp_path, "--metric", "loss", "--x", "n"], "--x=n: choose step, batch_size, dataset"),
     ):
         run = plot(*arguments, "-o", tmp_path / "x")
         assert run.returncode == 2

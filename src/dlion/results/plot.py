@@ -155,7 +155,7 @@ def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
                 places, means, spread, color=colour, marker=marker, capsize=3, label=label
             )
         places = sorted({curve.settings[x] for curve in curves})
-        if all(isinstance(place, int) for place in places) and places[0] > 0:
+        if all(isinstance(place, int | float) and place > 0 for place in places):
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, labels=[str(place) for place in places])
     axes.set(xlabel=x, ylabel=_title(metric))
