@@ -83,7 +83,7 @@ class Bucket:
                 view.copy_(tensor.data)
                 tensor.data = view
 
-    def cut(self, rows: Tensor) -> list["Piece"]:
+    def cut(self, rows: Tensor) -> list[Piece]:
         """Where the parameters lie in ``rows``, ``[n, slice]``, a flat buffer cut into slices."""
         size = rows.shape[1]
         pieces = []

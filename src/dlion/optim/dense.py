@@ -15,15 +15,15 @@ from dlion.optim.updates import adamw
 class MeanGradientOptimizer(DistributedOptimizer):
     """Workers say their float32 gradients, everyone gets the mean: 32 bits each way."""
 
-    @property
-    def paper_bits(self) -> tuple[float, float]:
-        return 32, 32
-
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], **common: Unpack[Common]
     ) -> None:
         self._pieces: dict[tuple[Bucket, int], list[Piece]] = {}
         super().__init__(params, defaults, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        return 32, 32
 
     def make_exchange(self, bucket: Bucket) -> DenseMean:
         return DenseMean(self.channel, bucket.numel, bucket.header_bytes, bucket.device)
