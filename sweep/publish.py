@@ -1,6 +1,6 @@
 """Put finished runs into results/: python sweep/publish.py RUNS... -o results/NAME
 
-Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-sSEED,
+Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-nWORKERS-sSEED,
 and writes what was typed and measured (runs.csv), a table (table.txt) and a figure (curves.png).
 """
 
@@ -29,10 +29,10 @@ def main() -> None:
     if unfinished:
         sys.exit(f"error: not finished: {', '.join(unfinished)}")
     for run in runs:
-        name = "{optimizer}-s{seed}".format(**run.summary)
+        name = "{optimizer}-n{workers}-s{seed}".format(**run.summary)
         target = args.output / "runs" / name
         if target.exists():
-            sys.exit(f"error: {target} is there already: publish each method and seed once")
+            sys.exit(f"error: {target} is there already: publish each method, n and seed once")
         for file in FILES:
             if (run.directory / file).exists():
                 (target / file).parent.mkdir(parents=True, exist_ok=True)

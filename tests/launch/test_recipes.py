@@ -24,7 +24,7 @@ TINY_VIT = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"
 SMALL = {
     "dlion_cifar10": (["dataset.path={cifar10}", "workers=4", "seed=0"], 10),
     "dlion_cifar10_tune": (
-        ["dataset.path={cifar10}", "optimizer=g_lion,dgc", "optimizer.lr=1e-3", "workers=2"],
+        ["dataset.path={cifar10}", "optimizer=g_lion,dgc", "pick=d", "workers=2"],
         2,
     ),
     "dlion_finetune": ([], 4),
