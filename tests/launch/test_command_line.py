@@ -34,6 +34,9 @@ QUICK = ["logger=none", "steps=4", "eval_every=4"]
         (["seed=1,2"], "add -m to run them all"),
         (["-m", "optimizer=g_lion,g_lyon"], "optimizer=g_lyon is unknown (did you mean g_lion?)"),
         (["optimizer.lr=fast"], "lr=fast is not a number"),
+        (["scale=full"], "scale=full is of a recipe: type experiment= and one of cub_bits"),
+        (["experiment=cub_bits", "scale=big"], "choose small (a laptop) or full (the paper's)"),
+        (["experiment=cub_bit"], "experiment=cub_bit is unknown"),
     ],
 )
 def test_wrong_input_is_one_clear_line(train_py, overrides, sentence):

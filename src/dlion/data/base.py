@@ -119,6 +119,13 @@ class Text(Data):
         return {"test_loss": loss / count}
 
 
+def split_off(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Numbers of the samples to keep, and of a random fraction of all to hold out."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    held = round(fraction * size)
+    return order[held:], order[:held]
+
+
 def _loss(logits: Tensor, y: Tensor) -> Tensor:
     """Sum of the losses and number of labels; labels of -100 do not count."""
     loss = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="sum")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dlion.data.base import Batch, Text
+from dlion.data.base import Batch, Text, split_off
 from dlion.data.parquet import load_hub, load_parquet
 from dlion.data.text import library_sources
 from dlion.data.tokens import load_tokenizer
@@ -147,11 +147,11 @@ class MultipleChoice(Text):
         return self._rows(rows, device)
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
-        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
-        held = round(fraction * self.train_size)
-        test, train = order[:held].tolist(), order[held:].tolist()
+        train, test = split_off(self.train_size, fraction, seed)
         return replace(
-            self, train=[self.train[i] for i in train], test=[self.train[i] for i in test]
+            self,
+            train=[self.train[i] for i in train.tolist()],
+            test=[self.train[i] for i in test.tolist()],
         )
 
     def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:

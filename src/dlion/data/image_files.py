@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from dlion.data.base import Batch, Images
+from dlion.data.base import Batch, Images, split_off
 from dlion.data.parquet import load_parquet
 from dlion.errors import UserError
 from dlion.torchvision_ops import declare_missing_operators
@@ -70,10 +70,10 @@ class ImageFiles(Images):
         return self._load(_Testing(self, self.test_batch_size), starts, device)
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
-        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
-        held = round(fraction * self.train_size)
-        test, train = order[:held].tolist(), order[held:].tolist()
-        return replace(self, train=Subset(self.train, train), test=Subset(self.train, test))
+        train, test = split_off(self.train_size, fraction, seed)
+        return replace(
+            self, train=Subset(self.train, train.tolist()), test=Subset(self.train, test.tolist())
+        )
 
     def _load(self, dataset: Dataset, requests: Iterable[Any], device: str) -> Iterator[Batch]:
         loader = DataLoader(

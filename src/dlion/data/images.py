@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dlion.data.base import Batch, Images
+from dlion.data.base import Batch, Images, split_off
 
 
 @dataclass
@@ -57,9 +57,7 @@ class ImageData(Images):
         return self._normalise(images), self.test_y[start:stop].to(device)
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "ImageData":
-        order = torch.randperm(self.train_size, generator=torch.Generator().manual_seed(seed))
-        held = round(fraction * self.train_size)
-        test, train = order[:held], order[held:]
+        train, test = split_off(self.train_size, fraction, seed)
         return replace(
             self,
             train_x=self.train_x[train],
