@@ -1,7 +1,8 @@
 """Put finished runs into results/: python sweep/publish.py RUNS... -o results/NAME
 
-Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-nWORKERS-sSEED,
-and writes what was typed and measured (runs.csv), a table (table.txt) and a figure (curves.png).
+Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-nN-sSEED (of
+a sweep over something else: to the name it has there), and writes what was typed and measured
+(runs.csv), a table (table.txt) and a figure (curves.png).
 """
 
 import argparse
@@ -28,11 +29,14 @@ def main() -> None:
     unfinished = [str(run.directory) for run in runs if not run.finished]
     if unfinished:
         sys.exit(f"error: not finished: {', '.join(unfinished)}")
-    for run in runs:
-        name = "{optimizer}-n{workers}-s{seed}".format(**run.summary)
-        target = args.output / "runs" / name
-        if target.exists():
-            sys.exit(f"error: {target} is there already: publish each method, n and seed once")
+    names = ["{optimizer}-n{workers}-s{seed}".format(**run.summary) for run in runs]
+    if len(set(names)) < len(names):  # a sweep over something else: its own numbers
+        names = [run.directory.name for run in runs]
+    targets = [args.output / "runs" / name for name in names]
+    for target in targets:
+        if target.exists() or targets.count(target) > 1:
+            sys.exit(f"error: {target} is there already: publish each run once")
+    for run, target in zip(runs, targets, strict=True):
         for file in FILES:
             if (run.directory / file).exists():
                 (target / file).parent.mkdir(parents=True, exist_ok=True)

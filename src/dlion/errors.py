@@ -11,3 +11,11 @@ class UserError(ValueError):
 
 class RunFailed(RuntimeError):
     """A run that started and did not finish; the message names the process and its error."""
+
+
+class Stopped(RuntimeError):
+    """A run that saved what it had and ended before its last step; ``resume=auto`` goes on."""
+
+    def __init__(self, step: int):
+        self.step = step
+        super().__init__(f"stopped after step {step}; the same command with resume=auto goes on")

@@ -45,6 +45,16 @@ def test_only_the_right_answer_is_trained_on(data):
         assert row[: last + 1].tolist() == whole[:-1]
 
 
+def test_parts_of_a_batch_weigh_as_their_questions_do(data):
+    indices = torch.arange(0, 84, 7)
+    x, y = data.batch(indices, torch.Generator())
+    logits = torch.randn(*y.shape, data.vocabulary, generator=torch.Generator().manual_seed(0))
+    whole = data.loss(logits, y)
+    parts = [data.loss(logits[part], y[part]) for part in torch.arange(12).split([2, 7, 3])]
+    weighted = sum(loss * size / 12 for loss, size in zip(parts, (2, 7, 3), strict=True))
+    assert torch.allclose(whole, weighted) and len(x) == 12
+
+
 @pytest.mark.parametrize("knows", [True, False])
 def test_the_likeliest_answer_wins(data, knows):
     """An oracle that finds the tokens of the right answers likely, or unlikely."""

@@ -1,6 +1,7 @@
 """Text that is prepared once: every document arrives, whatever interrupts."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -64,14 +65,20 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 2500)
     prepare(Table(texts), tokenizer, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        prepare(Table(texts, until=2000), tokenizer, tmp_path / "cut", command="COMMAND")
-    with pytest.raises(UserError, match=r"holds 2,000 of 2,500 documents: go on .* COMMAND"):
+        prepare(Table(texts, until=2000), tokenizer, tmp_path / "cut", origin="a.jsonl")
+    with pytest.raises(UserError, match=r"holds 2,000 of 2,500 documents: go on .* a.jsonl"):
         prepared_text(str(tmp_path / "cut"))
     with (tmp_path / "cut" / "train.bin").open("ab") as file:
         file.write(b"written after the last count")
     with pytest.raises(UserError, match=r"was begun with of=2500, now it is 2400"):
-        prepare(Table(texts[:2400]), tokenizer, tmp_path / "cut")
-    prepare(Table(texts), tokenizer, tmp_path / "cut")
+        prepare(Table(texts[:2400]), tokenizer, tmp_path / "cut", origin="a.jsonl")
+    with pytest.raises(UserError, match=r"was begun with origin=a.jsonl, now it is b.jsonl"):
+        prepare(Table(texts), tokenizer, tmp_path / "cut", origin="b.jsonl")
+    shutil.copytree(tmp_path / "cut", tmp_path / "short")
+    (tmp_path / "short" / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train.bin holds 0 tokens, but tokens.json says"):
+        prepare(Table(texts), tokenizer, tmp_path / "short", origin="a.jsonl")
+    prepare(Table(texts), tokenizer, tmp_path / "cut", origin="a.jsonl")
     for part in ("train.bin", "val.bin"):
         assert (tmp_path / "cut" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
 
@@ -80,6 +87,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer):
     write_documents(tmp_path / "a.jsonl", 3)
     known = ["-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
     for arguments, sentence in (
+        ([tmp_path / "a.jsonl", *known, "--held-out", 1], "give 2 or more"),
         ([tmp_path / "a.jsonl", *known, "--column", "words"], "there are text only"),
         (
             [tmp_path / "a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path],

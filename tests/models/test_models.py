@@ -143,6 +143,16 @@ def test_a_pretrained_model_that_does_not_fit_is_named(tmp_path):
         models.build(node("causal_lm", path=str(tmp_path)), data)
 
 
+def test_constants_keep_their_precision_in_bfloat16():
+    from dlion.training.precision import in_precision
+
+    model = in_precision(models.build(node("llama_tiny"), text()), "bf16", "cpu")
+    frequencies = dict(model.named_buffers())["model.model.rotary_emb.inv_freq"]
+    assert frequencies.dtype == torch.float32
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
+
+
 def test_weights_in_pickles_are_not_read(tmp_path):
     write_llama(tmp_path)
     weights = tmp_path / "model.safetensors"

@@ -47,6 +47,13 @@ def test_other_figures(tmp_path, x):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_setting_may_be_a_number_or_a_word(tmp_path):
+    for lr in (1e-3, "exponential", 10):
+        write_run(tmp_path / "runs", "lion_cub", 0, lr=lr)
+    run = plot(tmp_path / "runs", "--x", "optimizer.lr", "-o", tmp_path / "figure")
+    assert run.returncode == 0, run.stderr
+
+
 def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path):
     write_run(tmp_path / "runs", "g_lion", 0, accuracy=False)
     (tmp_path / "runs" / "g_lion-0-0.001" / "summary.json").unlink()
@@ -62,7 +69,10 @@ def test_wrong_input_is_one_clear_line(tmp_path):
         ([tmp_path / "nowhere"], "is not a directory"),
         ([tmp_path], "give runs of one kind"),
         ([tmp_path, "--metric", "accuracy"], "type --metric loss"),
-        ([tmp_path, "--metric", "kkt"], "no run has kkt: choose accuracy, loss, seconds, sent_bits"),
+        (
+            [tmp_path, "--metric", "kkt"],
+            "no run has kkt: choose accuracy, loss, seconds, sent_bits",
+        ),
         ([tmp_path, "--metric", "loss", "--x", "n"], "--x=n: choose step, batch_size, dataset"),
     ):
         run = plot(*arguments, "-o", tmp_path / "x")

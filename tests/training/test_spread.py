@@ -64,6 +64,8 @@ def _job(method: str, processes: int, data, directory) -> Job:
             "eval_every": 6,
             "log_every": 3,
             "check_replicas_every": 3,
+            "checkpoint_every": None,
+            "keep_checkpoints": 1,
         }
     )
     sharding = Sharding(data.train_size, 8, 16, 3, "partition")

@@ -116,7 +116,7 @@ class MultipleChoice(Text):
     shots: int = 3
     seed: int = 0
 
-    test_batch_size = 8
+    test_batch_size = 2
 
     def __post_init__(self) -> None:
         self.vocabulary = len(self.tokenizer)
@@ -154,10 +154,13 @@ class MultipleChoice(Text):
             test=[self.train[i] for i in test.tolist()],
         )
 
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The mean over questions of the mean over an answer's tokens."""
+        return (self._surprise(logits, y) / (y != IGNORED).sum(-1)).mean()
+
     def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
         """Loss of the right answers and their tokens; then, a task each, right and asked."""
-        losses = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="none")
-        surprise = losses.view(y.shape).double().sum(-1)
+        surprise = self._surprise(logits, y).double()
         sums, row, place = torch.zeros(self.sums, dtype=torch.float64), 0, start
         while row < len(y):
             question = self.test[place]
@@ -178,6 +181,12 @@ class MultipleChoice(Text):
         }
         mean = sum(accuracies.values()) / len(accuracies)
         return {"test_loss": sums[0] / sums[1], "test_accuracy": mean, **accuracies}
+
+    @staticmethod
+    def _surprise(logits: Tensor, y: Tensor) -> Tensor:
+        """Minus the log-likelihood of each answer, ``[rows]``."""
+        losses = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="none")
+        return losses.view(y.shape).sum(-1)
 
     def _examples(self, place: int, task: str) -> str:
         """Solved questions to put before question ``place`` of the test."""

@@ -15,6 +15,7 @@ from dlion.data.parquet import load_parquet
 from dlion.errors import UserError
 from dlion.torchvision_ops import declare_missing_operators
 
+_PATIENCE = 300  # seconds for a batch, after which a helper counts as stuck
 # of ImageNet, as torchvision's models use them
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -55,8 +56,7 @@ class ImageFiles(Images):
         return len(self.test)
 
     def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
-        seed = int(torch.randint(2**62, (1,), generator=generator))
-        return _on(device, _Training(self)[indices, seed])
+        return _on(device, _Training(self)[indices.tolist(), generator.initial_seed()])
 
     def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
         return _on(device, _Testing(self, stop - start)[start])
@@ -64,10 +64,15 @@ class ImageFiles(Images):
     def batches(
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:
-        return self._load(_Training(self), requests, device)
+        lists = ((indices.tolist(), seed) for indices, seed in requests)
+        return (_on(device, batch) for batch in self._loader(_Training(self), lists, device))
 
     def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
-        return self._load(_Testing(self, self.test_batch_size), starts, device)
+        kept = self.__dict__.setdefault("_test_loaders", {})  # helpers stay for the next time
+        key = tuple(starts), device
+        if key not in kept:
+            kept[key] = self._loader(_Testing(self, self.test_batch_size), key[0], device)
+        return (_on(device, batch) for batch in kept[key])
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
         train, test = split_off(self.train_size, fraction, seed)
@@ -75,15 +80,16 @@ class ImageFiles(Images):
             self, train=Subset(self.train, train.tolist()), test=Subset(self.train, test.tolist())
         )
 
-    def _load(self, dataset: Dataset, requests: Iterable[Any], device: str) -> Iterator[Batch]:
-        loader = DataLoader(
+    def _loader(self, dataset: Dataset, requests: Iterable[Any], device: str) -> DataLoader:
+        return DataLoader(
             dataset,
             batch_size=None,  # a request is a batch
             sampler=requests,
             num_workers=self.loaders,
+            persistent_workers=self.loaders > 0,
+            timeout=_PATIENCE if self.loaders else 0,
             pin_memory=device == "cuda",
         )
-        return (_on(device, batch) for batch in loader)
 
 
 class _Training(Dataset):
@@ -104,11 +110,11 @@ class _Training(Dataset):
         )
         self._mix = v2.MixUp(alpha=data.mixup, num_classes=data.classes) if data.mixup else None
 
-    def __getitem__(self, request: tuple[Tensor, int]) -> Batch:
+    def __getitem__(self, request: tuple[list[int], int]) -> Batch:
         indices, seed = request
         with torch.random.fork_rng(devices=[]):  # the transforms draw from the global generator
-            torch.manual_seed(seed)
-            samples = (self.data.train[i] for i in indices.tolist())
+            torch.default_generator.manual_seed(seed)
+            samples = (self.data.train[i] for i in indices)
             x, y = _stack((self._change(image), label) for image, label in samples)
             return self._mix(x, y) if self._mix else (x, y)
 
@@ -222,4 +228,6 @@ def _parquet(root: Path) -> tuple[Sequence, Sequence, int]:
     }
     labels = splits["train"].features["label"]
     classes = getattr(labels, "num_classes", None) or max(splits["train"].unique("label")) + 1
+    if max(splits["test"].unique("label")) >= classes:
+        raise UserError(f"dataset.path={root}: validation has labels that train has not")
     return _Rows(splits["train"]), _Rows(splits["test"]), classes

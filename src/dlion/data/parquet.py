@@ -41,6 +41,18 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
     return tables
 
 
+def open_hub(name: str, config: str | None = None, **options: Any) -> Any:
+    """``datasets.load_dataset``; of data sets that are scripts, the hub's own parquet copy."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, config, **options)
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+        return load_dataset(name, revision="refs/convert/parquet", **options)
+
+
 def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[str, Any]:
     """The tables of a data set on the hub, or of its copy in the cache.
 
@@ -49,15 +61,15 @@ def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[st
     """
     if not _hub_answers():
         os.environ["HF_HUB_OFFLINE"] = "1"  # use the cache at once instead of trying for minutes
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import disable_progress_bars
 
     disable_progress_bars()
     try:
-        tables = load_dataset(name, config)
-    except (ConnectionError, FileNotFoundError) as error:
+        tables = open_hub(name, config)
+    except (ConnectionError, FileNotFoundError, ValueError) as error:
         raise UserError(
-            f"the hub's {name} cannot be reached: type dataset.path=DIR with a folder of its"
-            " parquet files"
+            f"the hub's {name} cannot be had ({str(error).strip().splitlines()[0]}): type"
+            " dataset.path=DIR with a folder of its parquet files"
         ) from error
     check_columns(tables, columns, f"the hub's {name}")
     return tables

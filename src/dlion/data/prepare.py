@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dlion.data.parquet import open_hub
 from dlion.data.tokens import FACTS, PARTS, load_tokenizer
 from dlion.errors import UserError
 from dlion.files import write_atomically
@@ -29,7 +30,7 @@ def prepare(
     folder: Path,
     column: str = "text",
     held_out: int = 2000,
-    command: str = "",
+    origin: str = "",
 ) -> None:
     """Write the tokens of all documents, each followed by the end-of-text token.
 
@@ -37,6 +38,7 @@ def prepare(
         table: of ``datasets``, or anything that gives ``table[start:stop][column]``.
         tokenizer: of ``transformers``.
         held_out: every so many documents one is for the test.
+        origin: what was typed to name table, column and tokenizer; another one cannot go on.
     """
     from rich.progress import Progress, TimeRemainingColumn
 
@@ -48,7 +50,7 @@ def prepare(
         "vocabulary": len(tokenizer),
         "dtype": dtype,
         "held_out": held_out,
-        "command": command,
+        "origin": origin,
     }
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / FACTS).exists():
@@ -76,11 +78,18 @@ def prepare(
 
 
 def _resume(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str, Any]:
-    for key in ("of", "vocabulary", "dtype", "held_out"):
+    for key in ("origin", "of", "vocabulary", "dtype", "held_out"):
         if old[key] != new[key]:
             raise UserError(
                 f"{folder} was begun with {key}={old[key]}, now it is {new[key]}: repeat what began"
-                f" it, `{old['command']}`, or choose another folder"
+                f" it, or choose another folder"
+            )
+    for part, count in old["tokens"].items():
+        have = (folder / f"{part}.bin").stat().st_size // np.dtype(old["dtype"]).itemsize
+        if have < count:
+            raise UserError(
+                f"{folder / part}.bin holds {have:,} tokens, but {FACTS} says {count:,}: delete the"
+                " folder and begin again"
             )
     return old
 
@@ -91,8 +100,8 @@ def _open(sources: list[str], split: str) -> Any:
     kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     if len(sources) == 1 and not Path(sources[0]).exists():
         try:
-            return load_dataset(sources[0], split=split)
-        except (ConnectionError, FileNotFoundError) as error:
+            return open_hub(sources[0], split=split)
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
             raise UserError(
                 f"{sources[0]} is neither a file nor a data set of the hub that can be reached"
             ) from error
@@ -122,6 +131,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
+        if args.held_out < 2:
+            raise UserError(
+                f"--held-out={args.held_out} leaves nothing to train on: give 2 or more"
+            )
         table = _open(args.sources, args.split)
         if args.column not in table.column_names:
             raise UserError(
@@ -133,7 +146,10 @@ def main() -> None:
             args.output,
             args.column,
             args.held_out,
-            command=" ".join(["python -m dlion.data.prepare", *sys.argv[1:]]),
+            origin=" ".join(
+                [*args.sources, "--split", args.split, "--column", args.column]
+                + ["--tokenizer", args.tokenizer]
+            ),
         )
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -39,7 +39,7 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
     if facts["documents"] != facts["of"]:
         raise UserError(
             f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
-            f" preparing it with the command that began, {facts['command']}"
+            f" with `python -m dlion.data.prepare {facts['origin']} -o {path}`"
         )
     parts = []
     for part in PARTS:

@@ -1,6 +1,7 @@
 """Wrong values are found here, before any process starts."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from dlion.errors import UserError
 from dlion.launch.environment import Place
 from dlion.launch.network import check_possible
 from dlion.results.record import holds_run
+from dlion.training.checkpoint import Checkpoint, find, identity
 from dlion.training.job import Job
 from dlion.training.precision import PRECISIONS
 from dlion.units import parse_rate
@@ -27,10 +29,7 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
         UserError: one sentence about the first thing that is wrong.
     """
     check_numbers(config)
-    if holds_run(output_dir):
-        raise UserError(
-            f"{output_dir} holds another run: choose another directory with output_dir=DIR"
-        )
+    check_output(config, output_dir)
     device = _device(config.device)
     processes = _processes(config, device, place)
     backend = config.backend or ("nccl" if device == "cuda" else "gloo")
@@ -68,7 +67,36 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
         sharding,
         output_dir,
         _rate(config, backend, place),
+        _resume(config, output_dir, steps),
+        config.stop_after,
     )
+
+
+def check_output(config: DictConfig, output_dir: Path) -> None:
+    """Refuse to write over another run."""
+    if config.resume != "auto" and holds_run(output_dir):
+        raise UserError(
+            f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
+            " resume=auto to go on with it"
+        )
+
+
+def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
+    """The checkpoint to go on from; later ones that cannot be used are named."""
+    if config.resume is None:
+        return None
+    where = output_dir if config.resume == "auto" else Path(config.resume).expanduser()
+    found, complaints = find(where, identity(config, config.workers))
+    for complaint in complaints:
+        print(f"left out: {complaint}", file=sys.stderr)
+    if found is None and config.resume != "auto":
+        raise UserError(f"resume={config.resume} holds no checkpoint: give a run's directory")
+    if found is not None and found.progress.step >= steps:
+        raise UserError(
+            f"{found.directory} is after step {found.progress.step}, nothing is left of {steps}"
+            f" steps: type steps=N with more"
+        )
+    return found
 
 
 def check_numbers(config: DictConfig) -> None:
@@ -81,14 +109,16 @@ def check_numbers(config: DictConfig) -> None:
         "eval_every": 1,
         "log_every": 1,
         "check_replicas_every": 0,
+        "keep_checkpoints": 1,
         "seed": 0,
     }
     if config.steps is None:
         smallest["epochs"] = 1
     else:
         smallest["steps"] = 1
-    if config.processes is not None:
-        smallest["processes"] = 1
+    for name in ("processes", "checkpoint_every", "stop_after"):
+        if config[name] is not None:
+            smallest[name] = 1
     for name, least in smallest.items():
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -19,16 +19,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dlion.errors import RunFailed, UserError
-from dlion.launch.check import check_numbers
+from dlion.errors import RunFailed, Stopped, UserError
+from dlion.launch.check import check_numbers, check_output
 from dlion.launch.environment import detect
-from dlion.results.record import holds_run, record_failure
+from dlion.results.record import record_failure
 
 
 def run(main: Callable[[], Any], conf: Path) -> None:
     """Run a Hydra main function after checking the command line; never returns on a user's error.
 
-    Exit codes: 0 finished, 1 failed, 2 wrong input, 130 interrupted.
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to go on from, 130
+    interrupted.
     """
     try:
         arguments = sys.argv[1:] = _name_recipe(sys.argv[1:], conf)
@@ -48,6 +49,8 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         _leave(error, 2)
     except RunFailed as error:
         _leave(error, 1)
+    except Stopped as stop:
+        _leave(stop, 75)
     except HydraException as error:
         _leave(_first_line(error), 2)
     except KeyboardInterrupt:
@@ -71,6 +74,10 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     except KeyboardInterrupt:
         record_failure(output_dir, "interrupted")
         _leave("interrupted", 130)
+    except Stopped as stop:
+        if hydra.mode == RunMode.MULTIRUN:
+            raise
+        _leave(stop, 75)
     except UserError as error:
         if hydra.mode == RunMode.MULTIRUN:
             record_failure(output_dir, str(error))
@@ -92,6 +99,9 @@ def _name_recipe(arguments: list[str], conf: Path) -> list[str]:
     scale = scales[-1] if scales else "small"
     if scale not in ("small", "full"):
         raise UserError(f"scale={scale} is unknown: choose small (a laptop) or full (the paper's)")
+    several = [a for a in rest if a.startswith("experiment=") and "," in a]
+    if several:
+        raise UserError(f"{several[0]}: type one recipe at a time")
     if scales and not named:
         raise UserError(
             f"scale={scale} is of a recipe: type experiment= and one of {', '.join(recipes)}"
@@ -104,7 +114,7 @@ def _name_recipe(arguments: list[str], conf: Path) -> list[str]:
 def _leave(reason: Any, code: int) -> None:
     place = detect()
     if place is None or place.rank == 0 or code == 1:
-        print(f"error: {reason}", file=sys.stderr)
+        print(reason if code == 75 else f"error: {reason}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -131,11 +141,8 @@ def _check_command_line(arguments: list[str], conf: Path) -> None:
             except (HydraException, OmegaConfBaseException) as error:
                 raise UserError(f"{' '.join(job)}: {_first_line(error)}") from None
             check_numbers(config)
-            if not (asked or multirun) and holds_run(Path(config.output_dir)):
-                raise UserError(
-                    f"{config.output_dir} holds another run: choose another directory with"
-                    " output_dir=DIR"
-                )
+            if not (asked or multirun):
+                check_output(config, Path(config.output_dir))
     GlobalHydra.instance().clear()
 
 

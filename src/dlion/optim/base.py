@@ -287,6 +287,22 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             for tensor, view in zip(bucket.tensors, bucket.views(flat), strict=True):
                 self.state[tensor][name] = view
 
+    def worker_state(self, i: int) -> dict[str, Tensor]:
+        """What belongs to local worker i alone, as views by name: the same for every spread."""
+        views = {}
+        for place, (bucket, exchange) in enumerate(zip(self.buckets, self._exchanges, strict=True)):
+            views |= {f"{place}.{name}": rows[i] for name, rows in bucket.own.items()}
+            views |= {f"{place}.exchange.{name}": rows[i] for name, rows in exchange.state.items()}
+        return views
+
+    def common_state(self) -> dict[str, Tensor]:
+        """Parameters and state that are equal on all workers, as views by name."""
+        views = {}
+        for place, bucket in enumerate(self.buckets):
+            views[f"{place}.parameters"] = bucket.params
+            views |= {f"{place}.{name}": flat for name, flat in bucket.shared.items()}
+        return views
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with a leading dimension, the local workers, for per-worker state."""
         state = super().state_dict()

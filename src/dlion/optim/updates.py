@@ -28,10 +28,10 @@ def adamw(
 ) -> None:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW; steps count from 1."""
     beta1, beta2 = betas
-    params.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(answer, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(answer, answer, value=1 - beta2)
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-    params.addcdiv_(
-        exp_avg.to(params.dtype), denominator.to(params.dtype), value=-lr / (1 - beta1**step)
-    )
+    x = params.float()  # in bfloat16, 1 - lr wd would be 1
+    x.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    if x is not params:
+        params.copy_(x)

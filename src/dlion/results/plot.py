@@ -6,6 +6,7 @@ in: ``python -m dlion.results.report``.
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -141,23 +142,21 @@ def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
             key = f"{x.removeprefix('optimizer.')}="
             lines[" ".join(word for word in words if not word.startswith(key))].append(curve)
         spare = iter(_OTHERS * len(lines))
+        values = sorted({_place(curve.settings[x]) for curve in curves})
         for label, line in sorted(lines.items()):
             colour, marker = STYLES.get(label, (next(spare), "o"))
-            line.sort(key=lambda curve: curve.settings[x])
+            line.sort(key=lambda curve: _place(curve.settings[x]))
             finals = [_shown(curve, metric)[:, -1] for curve in line]
             means = [final.mean() for final in finals]
             spread = [
                 [final.mean() - final.min() for final in finals],
                 [final.max() - final.mean() for final in finals],
             ]
-            places = [curve.settings[x] for curve in line]
+            places = [values.index(_place(curve.settings[x])) for curve in line]
             axes.errorbar(
                 places, means, spread, color=colour, marker=marker, capsize=3, label=label
             )
-        places = sorted({curve.settings[x] for curve in curves})
-        if all(isinstance(place, int | float) and place > 0 for place in places):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(places, labels=[str(place) for place in places])
+        axes.set_xticks(range(len(values)), labels=[text for _, text in values])
     axes.set(xlabel=x, ylabel=_title(metric))
     if metric not in ("accuracy", "outside_box") and all((c.values > 0).all() for c in curves):
         axes.set_yscale("log")
@@ -166,6 +165,12 @@ def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
     figure.legend(loc="outside right center", frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _place(value: Any) -> tuple[float, str]:
+    """Where a setting's value stands on an axis: numbers by size, then the rest by name."""
+    is_number = isinstance(value, int | float)
+    return (float(value) if is_number else math.inf, str(value))
 
 
 def print_table(curves: list[Curve], metric: str) -> None:

@@ -29,9 +29,15 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 class RunRecord:
     """Writes the record of one run. The one place where a run is recorded."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, resumed_at: int | None = None):
+        """``resumed_at``: keep the rows up to that step, and what is written goes behind them."""
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        (directory / FAILURE).unlink(missing_ok=True)
+        if (directory / METRICS).exists():
+            kept = [r for r in load_run(directory).metrics if r["step"] <= (resumed_at or 0)]
+            lines = "".join(json.dumps(_finite(row)) + "\n" for row in kept)
+            write_atomically(directory / METRICS, lines)
         self._metrics = (directory / METRICS).open("a", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:

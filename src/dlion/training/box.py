@@ -11,7 +11,7 @@ from torch import nn
 from dlion.data import Data
 from dlion.streams import stream_seed
 
-_SAMPLES, _CHUNK = 1000, 250  # of the training set, always the same
+_SAMPLES = 1000  # of the training set, always the same
 
 
 def box_state(
@@ -29,7 +29,7 @@ def box_state(
     indices = torch.arange(min(_SAMPLES, data.train_size))
     total = [torch.zeros_like(p) for p in params]
     model.eval()
-    chunks = indices.split(_CHUNK)
+    chunks = indices.split(data.test_batch_size)
     requests = [(chunk, stream_seed(seed, "box", i)) for i, chunk in enumerate(chunks)]
     for chunk, (x, y) in zip(chunks, data.batches(requests, device), strict=True):
         loss = data.loss(model(x), y) * (len(chunk) / len(indices))

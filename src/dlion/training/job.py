@@ -6,6 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dlion.data import Data, Sharding
+from dlion.training.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Job:
         data: loaded once; forked processes share it.
         output_dir: where the run is recorded.
         rate: bits per second of emulated links; None on the machine's own network.
+        resume: where to go on; None: at the beginning.
+        stop_after: end after so many steps, as an interruption would; None: do not.
     """
 
     config: DictConfig
@@ -33,3 +36,5 @@ class Job:
     sharding: Sharding
     output_dir: Path
     rate: int | None = None
+    resume: Checkpoint | None = None
+    stop_after: int | None = None

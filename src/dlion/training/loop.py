@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from dlion import models
 from dlion.config import make
+from dlion.errors import Stopped
 from dlion.exchange import Channel
 from dlion.exchange.nic import NicMeter
 from dlion.files import write_atomically
@@ -22,12 +23,13 @@ from dlion.results.record import RunRecord
 from dlion.streams import stream_seed
 from dlion.timer import Timer
 from dlion.training.box import box_state
+from dlion.training.checkpoint import Checkpoints, Progress, identity
 from dlion.training.console import RunConsole
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
 from dlion.training.precision import in_precision
 from dlion.training.replicas import check_replicas, parameters_sha256
-from dlion.training.schedule import make_schedule
+from dlion.training.schedule import make_schedule, set_step
 from dlion.training.virtual import VirtualWorkers
 from dlion.units import human_bytes
 from dlion.workers import Workers
@@ -40,7 +42,7 @@ def train(job: Job, workers: Workers) -> float | None:
     """
     config, data, device = job.config, job.data, job.device
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
-    model = in_precision(models.build(config.model, data), config.precision, device)
+    model = in_precision(models.build(config.model, data), config.precision, device).train()
     optimizer: DistributedOptimizer = make(
         config.optimizer,
         model.named_parameters(),
@@ -54,14 +56,26 @@ def train(job: Job, workers: Workers) -> float | None:
     control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
     output = Output(job, workers, model, optimizer)
 
+    run = identity(config, workers.count)
+    checkpoints = Checkpoints(
+        job.output_dir, run, config.keep_checkpoints, optimizer, virtual, control
+    )
+    begun, losses = Progress(), torch.zeros(workers.local, dtype=torch.float64)
+    if job.resume is not None:
+        begun, losses = checkpoints.load(job.resume)
+        set_step(schedule, begun.step)
     timer = optimizer.channel.timer
     timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived
-    clock, nic = Clock(), NicMeter(job.rate is not None)
-    batches = data.batches(_requests(job, workers), device)
-    losses = torch.zeros(workers.local, dtype=torch.float64)
-    since = 0
-    for step in range(job.steps):
+    clock, nic = Clock(begun.seconds), NicMeter(job.rate is not None)
+    batches = data.batches(_requests(job, workers, begun.step), device)
+    since = begun.since
+
+    def reached(done: int, since: int) -> Progress:
+        total = counted(begun, optimizer, control, nic)
+        return replace(total, step=done, since=since, seconds=clock.seconds())
+
+    for step in range(begun.step, job.steps):
         for i, worker in enumerate(workers.ids):
             samples = len(job.sharding.indices(worker, step))
             virtual.enter(i, step)
@@ -79,9 +93,9 @@ def train(job: Job, workers: Workers) -> float | None:
         schedule.step()
 
         done = step + 1
-        if done == 1:
+        if done == begun.step + 1:
             output.first_step()
-        if config.check_replicas_every and done % config.check_replicas_every == 0:
+        if _every(config.check_replicas_every, done):
             check_replicas(model, control, done)
         evaluates = done % config.eval_every == 0 or done == job.steps
         if evaluates or done % config.log_every == 0:
@@ -89,7 +103,7 @@ def train(job: Job, workers: Workers) -> float | None:
                 "step": done,
                 "epoch": done / job.sharding.steps_per_epoch,
                 "seconds": clock.seconds(),
-                **totals(control, losses / (done - since), optimizer, nic.bytes),
+                **averages(reached(done, since), losses / (done - since), optimizer, control),
             }
             losses.zero_()
             since = done
@@ -101,57 +115,82 @@ def train(job: Job, workers: Workers) -> float | None:
                         decay = config.optimizer.weight_decay
                         row |= box_state(model, data, decay, device, config.seed)
             output.row(row)
+        stops = done == job.stop_after
+        if done < job.steps and (stops or _every(config.checkpoint_every, done)):
+            with clock.paused(), nic.paused():
+                checkpoints.save(reached(done, since), losses)
+        if done < job.steps and stops:
+            raise Stopped(done)
     if config.profile:
         output.profile(timer, clock.seconds())
-    return output.finish(row, parameters_sha256(model))
+    last = reached(job.steps, since)
+    result = output.finish(row, parameters_sha256(model))
+    checkpoints.save(last, losses)
+    return result
 
 
-def _requests(job: Job, workers: Workers) -> Iterator[tuple[torch.Tensor, int]]:
+def _every(steps: int | None, done: int) -> bool:
+    return bool(steps) and done % steps == 0
+
+
+def _requests(job: Job, workers: Workers, start: int) -> Iterator[tuple[torch.Tensor, int]]:
     """The samples of every backward pass of this process, and the seed of what is random there."""
     seed, parts = job.config.seed, job.config.accumulate
-    for step in range(job.steps):
+    for step in range(start, job.steps):
         for worker in workers.ids:
             indices = job.sharding.indices(worker, step)
             for part, chosen in enumerate(indices.tensor_split(parts)):
                 yield chosen, stream_seed(seed, "augmentation", worker, step, part)
 
 
-def totals(
-    control: Channel, losses: torch.Tensor, optimizer: DistributedOptimizer, nic_bytes: int
-) -> dict[str, float]:
-    """Means over all workers: the loss, and the bytes sent and received so far.
-
-    ``nic_bytes`` belong to processes; the mean over workers is that over processes.
-    """
-    traffic, local = optimizer.channel.traffic, control.workers.local
-    rows = torch.stack(
-        [
-            losses,
-            torch.full_like(losses, traffic.sent_bytes / local),
-            torch.full_like(losses, traffic.received_bytes / local),
-            torch.full_like(losses, nic_bytes),
-        ],
-        dim=1,
+def counted(
+    begun: Progress, optimizer: DistributedOptimizer, control: Channel, nic: NicMeter
+) -> Progress:
+    """The bytes of all processes, with those from before the run was resumed."""
+    traffic = optimizer.channel.traffic
+    own = torch.tensor([traffic.sent_bytes, traffic.received_bytes, nic.bytes])
+    rows = torch.zeros(control.workers.local, 3, dtype=torch.int64)
+    rows[0] = own  # the process's first worker speaks for it
+    sent, received, on_wire = _everyone(rows, optimizer, control).sum(0).tolist()
+    return replace(
+        begun,
+        sent_bytes=begun.sent_bytes + sent,
+        received_bytes=begun.received_bytes + received,
+        nic_bytes=begun.nic_bytes + on_wire,
     )
-    device = optimizer.buckets[0].params.device
-    everyone = control.gather(rows.view(torch.uint8).to(device)).cpu().view(torch.float64)
-    loss, sent, received, nic = (everyone.cumsum(0)[-1] / len(everyone)).tolist()
+
+
+def averages(
+    progress: Progress, losses: torch.Tensor, optimizer: DistributedOptimizer, control: Channel
+) -> dict[str, float | None]:
+    """Means over all workers, of bytes on interfaces over all processes."""
+    w = control.workers
+    loss = _everyone(losses.view(-1, 1), optimizer, control).cumsum(0)[-1].item() / w.count
     return {
         "train_loss": loss,
-        "sent_bytes": round(sent),
-        "received_bytes": round(received),
-        "nic_bytes": round(nic) or None,
+        "sent_bytes": round(progress.sent_bytes / w.count),
+        "received_bytes": round(progress.received_bytes / w.count),
+        "nic_bytes": round(progress.nic_bytes / w.processes) or None,
     }
+
+
+def _everyone(
+    rows: torch.Tensor, optimizer: DistributedOptimizer, control: Channel
+) -> torch.Tensor:
+    """``[k, m]`` of the local workers -> ``[n, m]``."""
+    packed = rows.contiguous().view(torch.uint8).to(optimizer.buckets[0].device)
+    return control.gather(packed).cpu().view(rows.dtype)
 
 
 @dataclass
 class Clock:
-    """Seconds of training, without evaluations."""
+    """Seconds of training, without evaluations and checkpoints."""
 
+    before: float
     _started: float = field(default_factory=time.perf_counter)
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._started
+        return self.before + time.perf_counter() - self._started
 
     def paused(self) -> "_Pause":
         return _Pause(self)
@@ -184,7 +223,7 @@ class Output:
         self.console = RunConsole(job.steps, self.first)
         if self.first:
             resolved = OmegaConf.to_container(job.config, resolve=True)
-            self.record = RunRecord(job.output_dir)
+            self.record = RunRecord(job.output_dir, job.resume and job.resume.progress.since)
             online = job.rate is None  # an emulated network leads nowhere else
             self.logger = make_logger(job.config.logger, resolved, job.output_dir, online)
 

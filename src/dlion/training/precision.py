@@ -9,12 +9,20 @@ PRECISIONS = ("float32", "bf16_mixed", "bf16")
 def in_precision(model: nn.Module, precision: str, device: str) -> nn.Module:
     """Put a model on a device, in a precision.
 
-    ``bf16_mixed`` keeps parameters, momentum and updates in float32 and computes matrix products in
-    bfloat16 (autocast). ``bf16`` keeps everything in bfloat16, half the memory: with 8 bits of
-    mantissa, updates below 1/256 of a parameter are lost.
+    ``bf16_mixed`` keeps parameters in float32 and computes matrix products in bfloat16 (autocast).
+    ``bf16`` keeps parameters and gradients in bfloat16: with 8 bits of mantissa, updates below
+    1/256 of a parameter are lost. Momentum and what travels as numbers are float32 in either, and
+    constants of a model that are not saved with it (rotary frequencies) keep their precision.
     """
     if precision == "bf16":
+        constants = [
+            (module, name, module.get_buffer(name))
+            for module in model.modules()
+            for name in module._non_persistent_buffers_set
+        ]
         model.to(torch.bfloat16)
+        for module, name, value in constants:
+            setattr(module, name, value)
         model.register_forward_pre_hook(_to_bf16)
     elif precision == "bf16_mixed":
         model.forward = torch.autocast(device, torch.bfloat16)(model.forward)

@@ -18,3 +18,11 @@ def make_schedule(node: Any, optimizer: Optimizer, steps: int) -> LambdaLR:
         return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
     return LambdaLR(optimizer, factor)
+
+
+def set_step(schedule: LambdaLR, step: int) -> None:
+    """Put a schedule where it is after ``step`` steps."""
+    schedule.last_epoch = step
+    pairs = zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True)
+    for (group, base), factor in zip(pairs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * factor(step)

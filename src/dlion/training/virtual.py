@@ -30,6 +30,10 @@ class VirtualWorkers:
         for kept, buffer in zip(self._kept[i], self._buffers, strict=True):
             kept.copy_(buffer)
 
+    def state(self, i: int) -> dict[str, torch.Tensor]:
+        """The buffers of local worker i, as they are kept."""
+        return {f"buffer.{place}": kept for place, kept in enumerate(self._kept[i])}
+
     def load_mean_buffers(self, channel: Channel) -> None:
         """For evaluation: the mean over all workers, in their order; integers are worker 0's."""
         for place, buffer in enumerate(self._buffers):

@@ -1,0 +1,224 @@
+"""Checkpoints: all that a run needs to go on to the bit, on any spread of its workers.
+
+    checkpoint/step-00000400/
+        state.json                what run it is, how far, and size and SHA-256 of the other files
+        common.safetensors        parameters, and optimizer state that is equal everywhere
+        worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
+                                  BatchNorm statistics
+
+A directory gets its name when all is in it and on the disk. Files are read as tensors and JSON: no
+content is ever executed. Random draws depend on seed, worker and step, so there is none to save.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dlion.errors import UserError
+from dlion.exchange import Channel
+from dlion.files import write_atomically
+from dlion.optim import DistributedOptimizer
+from dlion.training.virtual import VirtualWorkers
+
+FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
+
+
+@dataclass
+class Progress:
+    """How far a run is: totals over all workers, since its first step.
+
+    Attributes:
+        step: done.
+        since: the step of the latest row of metrics.
+        seconds: of training.
+        sent_bytes, received_bytes, nic_bytes: of all workers or interfaces together.
+    """
+
+    step: int = 0
+    since: int = 0
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    nic_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on a disk."""
+
+    directory: Path
+    progress: Progress
+    files: dict[str, list[Any]] = field(repr=False)
+
+
+def identity(config: Any, workers: int) -> dict[str, Any]:
+    """What must be equal for a run to go on to the bit; where it runs may change."""
+    keys = ("optimizer", "model", "dataset", "schedule")
+    facts = {key: {k: v for k, v in config[key].items() if k != "source"} for key in keys}
+    facts["dataset"] = {k: v for k, v in facts["dataset"].items() if k not in ("path", "loaders")}
+    for key in ("batch_size", "accumulate", "precision", "seed", "bucket_cap_mb", "threads"):
+        facts[key] = config[key]
+    return json.loads(json.dumps({**facts, "workers": workers}, default=list))
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run and reads them back.
+
+    Args:
+        directory: of the run.
+        run: its :func:`identity`.
+        keep: how many to keep, the latest ones.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run: dict[str, Any],
+        keep: int,
+        optimizer: DistributedOptimizer,
+        virtual: VirtualWorkers,
+        control: Channel,
+    ):
+        self.directory, self.run, self.keep = directory / FOLDER, run, keep
+        self.optimizer, self.virtual, self.control = optimizer, virtual, control
+
+    def save(self, progress: Progress, losses: Tensor) -> None:
+        """Write a checkpoint; every process calls it after the same step.
+
+        Args:
+            losses: ``[k]``, sums since the latest row of metrics.
+        """
+        workers = self.control.workers
+        final = self.directory / f"step-{progress.step:08}"
+        part = final.with_suffix(".part")
+        if workers.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self.control.barrier()
+        digests = torch.zeros(workers.local, 40, dtype=torch.uint8)
+        for i, worker in enumerate(workers.ids):
+            tensors = self._own(i) | {"losses": losses[i : i + 1]}
+            digests[i] = _write(part / _name(worker), tensors)
+        device = self.optimizer.buckets[0].device
+        everyone = self.control.gather(digests.to(device)).cpu()
+        if workers.rank == 0:
+            rows = {_name(worker): row for worker, row in enumerate(everyone)}
+            rows[COMMON] = _write(part / COMMON, self.optimizer.common_state())
+            files = {name: _size_and_digest(row) for name, row in rows.items()}
+            state = {"run": self.run, "progress": asdict(progress), "files": files}
+            write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
+            _sync(part)
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+            _sync(self.directory)
+            for old in _directories(self.directory)[self.keep :]:
+                shutil.rmtree(old, ignore_errors=True)
+        self.control.barrier()
+
+    def load(self, checkpoint: Checkpoint) -> tuple[Progress, Tensor]:
+        """Put everything back. Returns the progress and the losses ``[k]``."""
+        _copy(load_file(checkpoint.directory / COMMON), self.optimizer.common_state())
+        losses = torch.zeros(self.control.workers.local, dtype=torch.float64)
+        for i, worker in enumerate(self.control.workers.ids):
+            tensors = load_file(checkpoint.directory / _name(worker))
+            losses[i] = tensors.pop("losses")[0]
+            _copy(tensors, self._own(i))
+        for group in self.optimizer.param_groups:
+            group["steps"] = checkpoint.progress.step
+        return checkpoint.progress, losses
+
+    def _own(self, i: int) -> dict[str, Tensor]:
+        return self.optimizer.worker_state(i) | self.virtual.state(i)
+
+
+def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[str]]:
+    """The latest good checkpoint of a run, and a sentence about each later one that is not.
+
+    Args:
+        directory: of the run, or of one checkpoint.
+
+    Raises:
+        UserError: if there are checkpoints and none is good.
+    """
+    one = (directory / STATE).exists() or directory.name.startswith("step-")
+    candidates = [directory] if one else _directories(directory / FOLDER)
+    complaints = []
+    for candidate in candidates:
+        try:
+            return _read(candidate, run), complaints
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            complaints.append(f"{candidate}: {error}")
+    if complaints:
+        raise UserError(
+            f"no checkpoint can be used ({'; '.join(complaints)}): give another with resume=PATH,"
+            " or another output_dir to start anew"
+        )
+    return None, complaints
+
+
+def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
+    """Check a checkpoint, down to the last byte."""
+    state = json.loads((directory / STATE).read_text("utf-8"))
+    if state["run"] != run:
+        odd = sorted(key for key in run if state["run"].get(key) != run[key])
+        raise ValueError(f"it is of another run, with another {', '.join(odd) or 'setting'}")
+    names = {COMMON, *(_name(worker) for worker in range(run["workers"]))}
+    if set(state["files"]) != names:
+        raise ValueError("its list of files is not that of its workers")
+    for name, (size, digest) in state["files"].items():
+        file = directory / name
+        if file.stat().st_size != size:
+            raise ValueError(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        with file.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                raise ValueError(f"{name} is damaged")
+    return Checkpoint(directory, Progress(**state["progress"]), state["files"])
+
+
+def _directories(folder: Path) -> list[Path]:
+    """Complete checkpoints, the latest first."""
+    found = (p for p in folder.glob("step-*") if p.is_dir() and p.suffix != ".part")
+    return sorted(found, reverse=True)
+
+
+def _name(worker: int) -> str:
+    return f"worker-{worker:05}.safetensors"
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> Tensor:
+    """Write tensors to the disk. Returns size and SHA-256 of the file, uint8 ``[40]``."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").digest()
+        os.fsync(stream.fileno())
+    size = torch.tensor([file.stat().st_size]).view(torch.uint8)
+    return torch.cat([size, torch.frombuffer(bytearray(digest), dtype=torch.uint8)])
+
+
+def _size_and_digest(row: Tensor) -> tuple[int, str]:
+    return int(row[:8].clone().view(torch.int64)), bytes(row[8:].tolist()).hex()
+
+
+def _sync(directory: Path) -> None:
+    """Have the entries of a directory on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _copy(saved: dict[str, Tensor], views: dict[str, Tensor]) -> None:
+    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in views.items()}:
+        raise UserError("the checkpoint holds other tensors than this model and optimizer")
+    for name, view in views.items():
+        view.copy_(saved[name])
