@@ -1,7 +1,7 @@
 """Put finished runs into results/: python sweep/publish.py RUNS... -o results/NAME
 
-Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-nN-sSEED (of
-a sweep over something else: to the name it has there), and writes what was typed and measured
+Small files only: copies metrics, summary and configuration of a run to NAME/runs/METHOD-nN-sSEED
+(of a sweep over something else: to the name it has there), and writes what was typed and measured
 (runs.csv), a table (table.txt) and a figure (curves.png).
 """
 
