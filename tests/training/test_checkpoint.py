@@ -90,7 +90,7 @@ def damage_foreign(folder):
 DAMAGES = {
     damage_last: "bytes instead of",
     damage_byte: "common.safetensors is damaged",
-    damage_state: "state.json",
+    damage_state: "state.json is damaged",
     damage_missing: "worker-00000.safetensors",
     damage_foreign: "it is of another run, with another seed",
 }

@@ -167,7 +167,10 @@ def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[
 
 def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
     """Check a checkpoint, down to the last byte."""
-    state = json.loads((directory / STATE).read_text("utf-8"))
+    try:
+        state = json.loads((directory / STATE).read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{STATE} is damaged") from error
     if state["run"] != run:
         odd = sorted(key for key in run if state["run"].get(key) != run[key])
         raise ValueError(f"it is of another run, with another {', '.join(odd) or 'setting'}")
