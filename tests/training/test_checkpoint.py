@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -58,6 +61,31 @@ def test_every_spread_reads_every_checkpoint(train, tmp_path):
         train(name, f"processes={saved}", "stop_after=5", code=75)
         train(name, f"processes={resumed}", "resume=auto")
         assert record(tmp_path / name) == record(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_whose_launcher_is_killed_goes_on(train, tmp_path):
+    settings = ["steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
+    train("whole", *settings)
+    for attempt in range(3):
+        how = ["resume=auto"] if attempt else []
+        command = [sys.executable, "train.py", *SETTINGS, *settings, *how]
+        command.append(f"output_dir={tmp_path / 'cut'}")
+        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while latest(tmp_path / "cut") < 10 * (attempt + 1) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.kill()
+        run.wait()
+        time.sleep(0.5)  # the kernel ends its workers
+    assert 30 <= latest(tmp_path / "cut") < 60
+    train("cut", *settings, "resume=auto")
+    assert record(tmp_path / "cut") == record(tmp_path / "whole")
+
+
+def latest(directory) -> int:
+    found = (directory / "checkpoint").glob("step-????????")
+    return max((int(p.name.removeprefix("step-")) for p in found), default=0)
 
 
 def damage_last(folder):

@@ -101,7 +101,8 @@ class Checkpoints:
         final = self.directory / f"step-{progress.step:08}"
         part = final.with_suffix(".part")
         if workers.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+            for begun in self.directory.glob("step-*.part"):  # by a process that died
+                shutil.rmtree(begun, ignore_errors=True)
             part.mkdir(parents=True)
         self.control.barrier()
         digests = torch.zeros(workers.local, 40, dtype=torch.uint8)
