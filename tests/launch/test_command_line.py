@@ -129,6 +129,8 @@ def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(train
         for how in ("plain", "torchrun", "reference", "slurm")
     }
     assert len(hashes) == 1
+    for how in ("plain", "torchrun", "slurm"):  # every process wrote to the same place
+        assert len(list((tmp_path / how / "checkpoint" / "step-00000004").iterdir())) == 6
 
 
 @pytest.mark.parametrize("method", ["terngrad", "dgc"])

@@ -69,6 +69,9 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     """
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
+    place = detect()
+    if place is not None and place.rank > 0 and hydra.mode == RunMode.RUN:
+        output_dir = Path(config.output_dir)  # Hydra itself was told to write nothing, see run
     try:
         return launch(config, output_dir)
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Check a configuration and run it, here or as one of the processes that somebody started."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,6 +59,7 @@ def work(job: Job) -> float | dict[str, int] | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     join_process_group(job.backend)
     try:
+        job = replace(job, output_dir=Path(_from_first(str(job.output_dir), job.device)))
         try:
             result = train(job, Workers.current(job.local))
         except Stopped as stop:
@@ -66,3 +68,15 @@ def work(job: Job) -> float | dict[str, int] | None:
         return result
     finally:
         dist.destroy_process_group()
+
+
+def _from_first(text: str, device: str) -> str:
+    """What process 0 gives: a directory named after the time may be another one elsewhere."""
+    size = torch.tensor([len(text.encode())], device=device)
+    dist.broadcast(size, 0)
+    content = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    content = content.to(device)
+    dist.broadcast(content, 0)
+    return bytes(content.tolist()).decode()
