@@ -13,9 +13,15 @@ class RunFailed(RuntimeError):
     """A run that started and did not finish; the message names the process and its error."""
 
 
+class TrainingFailed(RuntimeError):
+    """Training that must not go on; one sentence says why, the place in the code says nothing."""
+
+
 class Stopped(RuntimeError):
     """A run that saved what it had and ended before its last step; ``resume=auto`` goes on."""
 
-    def __init__(self, step: int):
-        self.step = step
-        super().__init__(f"stopped after step {step}; the same command with resume=auto goes on")
+    def __init__(self, step: int | None, signal: int | None = None):
+        """``signal``: the one that asked for it, None if none did."""
+        self.step, self.signal = step, signal
+        when = "before its first step" if step is None else f"after step {step}"
+        super().__init__(f"stopped {when}; the same command with resume=auto goes on")

@@ -47,7 +47,7 @@ class Bucket:
             start += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
         self.numel = start
         self._row: tuple[Tensor, list[Piece]] | None = None
-        self._headers: dict[tuple[bool, ...], Tensor] = {}
+        self._headers: dict[tuple[tuple[bool, ...], bool], Tensor] = {}
 
     def allocate(self, padded: int, local: int, own: list[str], shared: list[str]) -> None:
         """Make the buffers and move the parameters in."""
@@ -110,26 +110,40 @@ class Bucket:
         """Which parameters have a gradient."""
         return tuple(tensor.grad is not None for tensor in self.tensors)
 
+    def extremes(self) -> Tensor:
+        """Smallest and largest entry of each gradient, ``[T, 2]``, 0 where there is none."""
+        nothing = torch.zeros(2, device=self.device)
+        rows = [
+            nothing if grad is None or not grad.numel() else torch.stack(dense(grad).aminmax())
+            for grad in (tensor.grad for tensor in self.tensors)
+        ]
+        return torch.stack([row.to(torch.float32) for row in rows])
+
     @property
     def header_bytes(self) -> int:
-        """Bytes that tell which gradients are there: one bit a parameter, in whole words."""
-        return 8 * -(-len(self.tensors) // 64)
+        """One bit a parameter (is its gradient there?) and a flag, in whole words."""
+        return 8 * -(-(len(self.tensors) + 1) // 64)
 
-    def header(self, present: tuple[bool, ...]) -> Tensor:
-        """The presence bits of a worker, uint8 ``[header_bytes]``."""
-        known = self._headers.get(present)
+    def header(self, present: tuple[bool, ...], flag: bool = False) -> Tensor:
+        """The header of a worker's messages, uint8 ``[header_bytes]``."""
+        known = self._headers.get((present, flag))
         if known is None:
             bits = torch.zeros(8 * self.header_bytes, dtype=torch.bool)
-            bits[: len(present)] = torch.tensor(present)
-            known = self._headers[present] = reference.pack_bits(bits).to(self.device)
+            bits[: len(present) + 1] = torch.tensor((*present, flag))
+            known = self._headers[present, flag] = reference.pack_bits(bits).to(self.device)
         return known
 
-    def missing_everywhere(self, headers: Tensor) -> list[int]:
-        """The parameters, by index, that no worker has a gradient for: headers uint8 ``[n, h]``."""
-        if torch.equal(headers[0], self.header((True,) * len(self.tensors))):
-            return []
-        present = reference.unpack_bits(headers.cpu(), len(self.tensors)).any(0)
-        return (~present).nonzero().flatten().tolist()
+    def read_headers(self, headers: Tensor) -> tuple[list[int], bool]:
+        """What all headers ``[n, header_bytes]`` say together.
+
+        Returns:
+            The parameters, by index, that no worker has a gradient for, and whether any flag is up.
+        """
+        usual = self.header((True,) * len(self.tensors))
+        if torch.equal(headers, usual.expand_as(headers)):
+            return [], False
+        *present, flag = reference.unpack_bits(headers.cpu(), len(self.tensors) + 1).any(0).tolist()
+        return [i for i, there in enumerate(present) if not there], flag
 
     @contextmanager
     def untouched(self, indices: list[int], *flats: Tensor) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Who the workers are: processes x virtual workers. The one place where ranks are known."""
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,12 +17,14 @@ class Workers:
         processes: number of processes.
         local: virtual workers in each process (1: ordinary distributed training).
         group: the process group; None means the default group, or no group for one process.
+        timeout: seconds to wait for another process, in groups made here; None: torch's choice.
     """
 
     rank: int = 0
     processes: int = 1
     local: int = 1
     group: dist.ProcessGroup | None = None
+    timeout: float | None = None
 
     @property
     def count(self) -> int:
@@ -38,11 +41,17 @@ class Workers:
         if self.processes == 1:
             return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        return replace(self, group=dist.new_group(ranks, use_local_synchronization=True))
+        limit = None if self.timeout is None else timedelta(seconds=self.timeout)
+        return replace(self, group=dist.new_group(ranks, limit, use_local_synchronization=True))
 
     @classmethod
-    def current(cls, local: int = 1, group: dist.ProcessGroup | None = None) -> "Workers":
+    def current(
+        cls,
+        local: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+    ) -> "Workers":
         """The workers of the initialised process group, or of this process alone without one."""
         if not dist.is_initialized():
             return cls(local=local)
-        return cls(dist.get_rank(group), dist.get_world_size(group), local, group)
+        return cls(dist.get_rank(group), dist.get_world_size(group), local, group, timeout)

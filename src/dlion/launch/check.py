@@ -12,7 +12,7 @@ from dlion import models
 from dlion.config import make
 from dlion.data import Data, Sharding
 from dlion.errors import UserError
-from dlion.launch.environment import Place
+from dlion.launch.environment import Place, restarted
 from dlion.launch.network import check_possible
 from dlion.results.record import holds_run
 from dlion.training.checkpoint import Checkpoint, find, identity
@@ -74,22 +74,32 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
 
 def check_output(config: DictConfig, output_dir: Path) -> None:
     """Refuse to write over another run."""
-    if config.resume != "auto" and holds_run(output_dir):
+    if resuming(config) != "auto" and holds_run(output_dir):
         raise UserError(
             f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
             " resume=auto to go on with it"
         )
 
 
-def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
+def resuming(config: DictConfig) -> str | None:
+    """``resume``; what SLURM or torchrun has started anew goes on by itself."""
+    return config.resume or ("auto" if restarted() else None)
+
+
+def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
     """The checkpoint to go on from; later ones that cannot be used are named."""
-    if config.resume is None:
-        return None
-    where = output_dir if config.resume == "auto" else Path(config.resume).expanduser()
-    found, complaints = find(where, identity(config, config.workers))
+    found, complaints = find(directory, identity(config, config.workers))
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
-    if found is None and config.resume != "auto":
+    return found
+
+
+def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
+    where = resuming(config)
+    if where is None:
+        return None
+    found = latest_checkpoint(config, output_dir if where == "auto" else Path(where).expanduser())
+    if found is None and where != "auto":
         raise UserError(f"resume={config.resume} holds no checkpoint: give a run's directory")
     if found is not None and found.progress.step >= steps:
         raise UserError(
@@ -110,6 +120,8 @@ def check_numbers(config: DictConfig) -> None:
         "log_every": 1,
         "check_replicas_every": 0,
         "keep_checkpoints": 1,
+        "max_restarts": 0,
+        "timeout": 1,
         "seed": 0,
     }
     if config.steps is None:

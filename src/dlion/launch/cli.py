@@ -4,6 +4,7 @@ import difflib
 import itertools
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +79,10 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         record_failure(output_dir, "interrupted")
         _leave("interrupted", 130)
     except Stopped as stop:
-        if hydra.mode == RunMode.MULTIRUN:
+        if hydra.mode == RunMode.MULTIRUN and stop.signal is None:
             raise
+        if stop.signal is not None and callable(signal.getsignal(stop.signal)):
+            signal.raise_signal(stop.signal)  # whoever listened before: submitit requeues the job
         _leave(stop, 75)
     except UserError as error:
         if hydra.mode == RunMode.MULTIRUN:

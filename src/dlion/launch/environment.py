@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -52,13 +53,20 @@ def set_rendezvous(place: Place) -> None:
         env.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else _first_host())
 
 
-def join_process_group(backend: str) -> None:
-    """Join the other processes of the run, whoever started them."""
+def restarted() -> bool:
+    """Whether SLURM or torchrun runs this for another time, as the last one was cut off."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(int(os.environ.get(name, "0")) > 0 for name in names)
+
+
+def join_process_group(backend: str, timeout: float) -> None:
+    """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
     dist.init_process_group(
         backend,
         init_method=os.environ.get("DLION_RENDEZVOUS", "env://"),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout),
     )
 
 

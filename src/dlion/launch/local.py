@@ -9,7 +9,9 @@ never starts.)
 
 import ctypes
 import json
+import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -17,19 +19,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-from dlion.errors import RunFailed
+from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.launch.network import Network
+from dlion.training.notice import Notice
 
 # seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
-# seconds from being told to end to being killed
-GRACE = 3.0
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # tells of every kill
+_TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)
 
 
 def run_processes(
@@ -42,9 +46,10 @@ def run_processes(
 
     Raises:
         RunFailed: naming the process that failed first and its error. The others are ended.
-        KeyboardInterrupt: on SIGINT and SIGTERM, when all are ended.
+        Stopped: if ``work`` raised it. SIGTERM is handed on to the processes, which may do so.
+        KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all are ended.
     """
-    with interruptible(), tempfile.TemporaryDirectory(prefix="dlion-") as directory:
+    with Notice() as notice, tempfile.TemporaryDirectory(prefix="dlion-") as directory:
         context = start_processes(
             _work,
             args=(os.getpid(), processes, Path(directory), network, work, args),
@@ -52,22 +57,52 @@ def run_processes(
             join=False,
             start_method="fork" if sys.platform == "linux" else "spawn",
         )
+        notice.tell = lambda _: [process.terminate() for process in context.processes]
+        if notice.came is not None:
+            notice.tell(notice.came)
         try:
-            while not context.join(grace_period=GRACE):
-                pass
+            ended, stopped = False, []
+            while not ended:
+                connection.wait(context.sentinels.keys())
+                stopped = [i for i, p in enumerate(context.processes) if _is_stopped(p.pid)]
+                ended = context.join(grace_period=0)  # after a failure nobody else can do more
         except ProcessRaisedException as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise RunFailed(f"process {error.error_index} failed: {reason}") from None
+            raise RunFailed(_reason(error, stopped)) from None
         except ProcessExitedException as error:
             if error.signal_name == "SIGINT":  # Ctrl-C reaches the workers too
                 raise KeyboardInterrupt from None
+            if error.signal_name == "SIGTERM" and notice.came is not None:
+                raise Stopped(None, notice.came) from None  # it had not begun to train
             how = f"was killed by {error.signal_name}" if error.signal_name else "ended early"
             raise RunFailed(f"process {error.error_index} {how}") from None
         finally:
             for process in context.processes:
                 process.kill()
                 process.join()
-        return json.loads((Path(directory) / "result").read_text())
+        result = json.loads((Path(directory) / "result").read_text())
+    if isinstance(result, dict):
+        raise Stopped(result["stopped_after"], notice.came)
+    return result
+
+
+def _reason(error: ProcessRaisedException, stopped: list[int]) -> str:
+    """Why a run failed, in one sentence: a process that waited is not the one to blame."""
+    reason = str(error).strip().splitlines()[-1].removeprefix("dlion.errors.TrainingFailed: ")
+    if _TIMED_OUT.search(reason) and stopped:
+        return f"process {stopped[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
+    if _TIMED_OUT.search(reason):
+        reason = (
+            "it has not heard from the others for so many seconds as timeout= says: one of them"
+            f" hangs, or a link is cut ({reason})"
+        )
+    return f"process {error.error_index} failed: {reason}"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -93,9 +128,11 @@ def _work(
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # the launcher's handlers were inherited; a worker told to end just ends
+    # the launcher's handlers were inherited; a worker told to end before it trains just ends
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a whole SLURM step may get them
+        signal.signal(number, signal.SIG_IGN)
     _die_with(parent)
     os.environ |= {
         "RANK": str(rank),
@@ -107,7 +144,10 @@ def _work(
     }
     if network is not None:
         network.enter(rank)
-    result = report_failure(work, *args)
+    try:
+        result = report_failure(work, *args)
+    except Stopped as stop:
+        result = {"stopped_after": stop.step}
     if rank == 0:
         (directory / "result").write_text(json.dumps(result))
 
@@ -116,10 +156,13 @@ def report_failure(work: Callable[..., Any], *args: Any) -> Any:
     """Run ``work(*args)``; print where an error came from, unless it is that of a lost peer."""
     try:
         return work(*args)
+    except Stopped:
+        raise
     except Exception as error:
-        if isinstance(error, dist.DistBackendError) or "Connection" in str(error):
+        lost = isinstance(error, dist.DistBackendError) or "Connection" in str(error)
+        if lost or _TIMED_OUT.search(str(error)):
             time.sleep(PATIENCE)
-        else:
+        elif not isinstance(error, TrainingFailed):
             print(f"process {os.environ['RANK']}:", file=sys.stderr)
             traceback.print_exc()
         raise

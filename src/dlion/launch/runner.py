@@ -1,6 +1,7 @@
 """Check a configuration and run it, here or as one of the processes that somebody started."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from dlion.errors import Stopped
-from dlion.launch.check import check
+from dlion.errors import RunFailed
+from dlion.launch.check import check, latest_checkpoint, resuming
 from dlion.launch.environment import detect, join_process_group, set_rendezvous
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
@@ -24,48 +25,45 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     Raises:
         UserError: before any process starts, about a wrong value.
         RunFailed: if a process failed.
-        Stopped: if it ended before its last step, as ``stop_after`` asked.
+        Stopped: if it ended before its last step, as ``stop_after`` or a signal asked.
     """
-    result = _launch(config, output_dir)
-    if isinstance(result, dict):
-        raise Stopped(result["stopped_after"])
-    return result
-
-
-def _launch(config: DictConfig, output_dir: Path) -> float | dict[str, int] | None:
     place = detect()
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
-    done = load_run(output_dir).summary if config.resume == "auto" else None
+    done = load_run(output_dir).summary if resuming(config) == "auto" else None
     if done is not None:
         print(f"{output_dir} is finished; nothing is left to do")
         return done["test_loss"] if done["test_accuracy"] is None else done["test_accuracy"]
     job = check(config, output_dir, place)
-    if place is None:
-        if job.rate is None:
-            return run_processes(job.processes, work, job)
-        with interruptible(), Network(job.processes, job.rate) as network:
-            return run_processes(job.processes, work, job, network=network)
-    set_rendezvous(place)
-    return report_failure(work, job)
+    if place is not None:
+        set_rendezvous(place)
+        return report_failure(work, job)
+    for attempt in range(config.max_restarts + 1):
+        try:
+            return _run(job)
+        except RunFailed as error:
+            if attempt == config.max_restarts:
+                raise
+            print(f"{error}; restart {attempt + 1} of {config.max_restarts}", file=sys.stderr)
+            job = replace(job, resume=latest_checkpoint(config, output_dir) or job.resume)
+    raise AssertionError
 
 
-def work(job: Job) -> float | dict[str, int] | None:
-    """One process of a run, told who it is by torchrun's variables.
+def _run(job: Job) -> float | None:
+    if job.rate is None:
+        return run_processes(job.processes, work, job)
+    with interruptible(), Network(job.processes, job.rate) as network:
+        return run_processes(job.processes, work, job, network=network)
 
-    Returns what :func:`train` does, or ``{"stopped_after": step}``.
-    """
+
+def work(job: Job) -> float | None:
+    """One process of a run, told who it is by torchrun's variables; returns what train does."""
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    join_process_group(job.backend)
+    join_process_group(job.backend, job.config.timeout)
     try:
         job = replace(job, output_dir=Path(_from_first(str(job.output_dir), job.device)))
-        try:
-            result = train(job, Workers.current(job.local))
-        except Stopped as stop:
-            result = {"stopped_after": stop.step}
-        dist.barrier()  # nobody hangs up while another may still be listening
-        return result
+        return train(job, Workers.current(job.local, timeout=job.config.timeout))
     finally:
         dist.destroy_process_group()
 

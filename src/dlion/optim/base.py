@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor
 
+from dlion.errors import TrainingFailed
 from dlion.exchange import Channel, Exchange, Traffic
 from dlion.flat import Bucket
 from dlion.optim.courier import Courier
@@ -24,6 +25,10 @@ class Common(TypedDict, total=False):
     seed: int
     overlap: bool
     bucket_cap_mb: float | None
+    nonfinite: str | None
+
+
+NONFINITE = ("stop", "skip")
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -61,6 +66,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
             one bucket a group.
+        nonfinite: what to do about a gradient with NaN or infinite entries. ``stop`` raises
+            TrainingFailed on that worker before anything is updated; ``skip`` treats the parameter
+            as one without a gradient there, in that step; None sends it as it is.
+
+    Attributes:
+        flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
+            messages; after a step in which any process had it set, ``flagged`` is true on all.
+        skipped: steps of local workers in which a gradient was skipped.
 
     Subclasses fill in the method: the names of their state, the exchange, what a worker says and
     what is done with the answer.
@@ -79,8 +92,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         seed: int = 0,
         overlap: bool = False,
         bucket_cap_mb: float | None = None,
+        nonfinite: str | None = None,
     ):
         _check(defaults)
+        if nonfinite not in (None, *NONFINITE):
+            raise ValueError(f"nonfinite={nonfinite} is unknown: choose stop, skip or null (None)")
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
         self.workers = workers or Workers.current()
@@ -96,6 +112,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._sent = 0  # buckets whose messages have left
         self._synchronising = True
         self._courier = Courier(overlap)
+        self.nonfinite, self.skipped = nonfinite, 0
+        self._skipping: set[int] = set()  # workers that skip a gradient in this step
+        self.flag = self.flagged = False
+        self._flags: list[bool] = []  # of each bucket
+        self._extremes: list[dict[int, Tensor]] = []  # of each bucket and worker, to be looked at
         super().__init__(params, {**defaults, "steps": 0})
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
 
@@ -167,6 +188,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets.append(bucket)
         self._exchanges.append(exchange)
         self._missing.append([])
+        self._flags.append(False)
+        self._extremes.append({})
         self._waiting.append(_trainable(bucket))
         self._publish_state(bucket)
 
@@ -224,6 +247,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.finish(bucket, bucket.group["steps"])
         for group in self.param_groups:
             group["steps"] += 1
+        self.flagged = any(self._flags)
+        self.skipped += len(self._skipping)
+        self._skipping.clear()
         self._collected.clear()
         self._sent = 0
         self._waiting = [_trainable(bucket) for bucket in self.buckets]
@@ -254,6 +280,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _speak(self, place: int, i: int) -> None:
         bucket, exchange = self.buckets[place], self._exchanges[place]
+        if self.nonfinite is not None:
+            self._look_at(place, i)
         present = bucket.present()
         if not self.skips_missing:
             present = tuple(tensor.requires_grad for tensor in bucket.tensors)
@@ -261,7 +289,34 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         kept = bucket.untouched(missing, *(rows[i] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.speak(bucket, exchange, i, bucket.group["steps"])
-        exchange.post_header(i, bucket.header(present))
+        exchange.post_header(i, bucket.header(present, self.flag))
+
+    def _look_at(self, place: int, i: int) -> None:
+        """Drop gradients that are not finite, or measure them for :meth:`_check_finite`."""
+        bucket = self.buckets[place]
+        extremes = bucket.extremes()
+        if self.nonfinite == "stop":
+            self._extremes[place][i] = extremes
+            return
+        finite = extremes.isfinite().all(1).tolist()
+        for tensor, good in zip(bucket.tensors, finite, strict=True):
+            if not good:
+                tensor.grad = None
+                self._skipping.add(i)
+
+    def _check_finite(self, place: int) -> None:
+        """Raise what was seen in gradients; late, as looking makes a GPU's host wait."""
+        bucket = self.buckets[place]
+        for i, extremes in self._extremes[place].items():
+            if not extremes.isfinite().all():
+                index = int((~extremes.isfinite().all(1)).nonzero()[0])
+                name = bucket.names[index] or f"parameter {index} of bucket {place}"
+                raise TrainingFailed(
+                    f"the gradient of {name} is not finite on worker {self.workers.ids[i]} in step"
+                    f" {bucket.group['steps'] + 1}: lower the learning rate, or leave such"
+                    " gradients out with nonfinite=skip"
+                )
+        self._extremes[place].clear()
 
     def _send(self) -> None:
         """Send the messages of the next bucket."""
@@ -270,9 +325,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         step = bucket.group["steps"]
 
         def exchanged() -> list[Tensor]:
+            self._check_finite(place)
             self.agree(bucket, exchange, step)
             answers = exchange.deliver(step)
-            self._missing[place] = bucket.missing_everywhere(exchange.headers)
+            self._missing[place], self._flags[place] = bucket.read_headers(exchange.headers)
             return answers
 
         self._courier.send(place, bucket.device, exchanged)

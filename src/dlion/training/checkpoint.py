@@ -6,14 +6,17 @@
         worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
                                   BatchNorm statistics
 
-A directory gets its name when all is in it and on the disk. Files are read as tensors and JSON: no
-content is ever executed. Random draws depend on seed, worker and step, so there is none to save.
+State is copied, which takes as much memory again, and written while training goes on. A directory
+gets its name when all is in it and on the disk. Files are read as tensors and JSON: no content is
+ever executed. Random draws depend on seed, worker and step, so there is none to save.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
 from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
@@ -90,40 +93,79 @@ class Checkpoints:
     ):
         self.directory, self.run, self.keep = directory / FOLDER, run, keep
         self.optimizer, self.virtual, self.control = optimizer, virtual, control
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
+        if control.workers.rank == 0:
+            for begun in self.directory.glob("step-*.part"):  # by a process that died
+                shutil.rmtree(begun, ignore_errors=True)
+        control.barrier()
 
     def save(self, progress: Progress, losses: Tensor) -> None:
-        """Write a checkpoint; every process calls it after the same step.
+        """Begin to write a checkpoint; every process calls it after the same step.
 
         Args:
             losses: ``[k]``, sums since the latest row of metrics.
+
+        Raises:
+            TrainingFailed: if the one before it could not be written.
         """
-        workers = self.control.workers
+        self.wait()
+        files = {
+            _name(worker): self._own(i) | {"losses": losses[i : i + 1]}
+            for i, worker in enumerate(self.control.workers.ids)
+        }
+        if self.control.workers.rank == 0:
+            files[COMMON] = self.optimizer.common_state()
+        copies = {
+            file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+        self._written = self._writer.submit(self._write, progress, copies)
+
+    def look(self) -> None:
+        """Raise what went wrong in writing, without waiting for it."""
+        if self._written is not None and self._written.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until this process has written its part; process 0: all have."""
+        if self._written is not None:
+            self._written.result()
+            self._written = None
+
+    def _write(self, progress: Progress, files: dict[str, dict[str, Tensor]]) -> None:
         final = self.directory / f"step-{progress.step:08}"
         part = final.with_suffix(".part")
-        if workers.rank == 0:
-            for begun in self.directory.glob("step-*.part"):  # by a process that died
-                shutil.rmtree(begun, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.control.barrier()
-        digests = torch.zeros(workers.local, 40, dtype=torch.uint8)
-        for i, worker in enumerate(workers.ids):
-            tensors = self._own(i) | {"losses": losses[i : i + 1]}
-            digests[i] = _write(part / _name(worker), tensors)
-        device = self.optimizer.buckets[0].device
-        everyone = self.control.gather(digests.to(device)).cpu()
-        if workers.rank == 0:
-            rows = {_name(worker): row for worker, row in enumerate(everyone)}
-            rows[COMMON] = _write(part / COMMON, self.optimizer.common_state())
-            files = {name: _size_and_digest(row) for name, row in rows.items()}
-            state = {"run": self.run, "progress": asdict(progress), "files": files}
-            write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
-            _sync(part)
-            shutil.rmtree(final, ignore_errors=True)
-            part.rename(final)
-            _sync(self.directory)
-            for old in _directories(self.directory)[self.keep :]:
-                shutil.rmtree(old, ignore_errors=True)
-        self.control.barrier()
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            for name, tensors in files.items():
+                _write(part / name, tensors)
+            if COMMON in files:
+                self._complete(part, final, progress)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise TrainingFailed(
+                f"the checkpoint of step {progress.step} could not be written ({error}); those"
+                " before it are whole: mend that, and the same command with resume=auto goes on"
+            ) from error
+
+    def _complete(self, part: Path, final: Path, progress: Progress) -> None:
+        """When all workers' files are there: list them, and give the directory its name."""
+        files = {}
+        for name in (COMMON, *map(_name, range(self.control.workers.count))):
+            receipt = part / f"{name}.json"
+            while not receipt.exists():
+                time.sleep(0.005)
+            files[name] = json.loads(receipt.read_text("utf-8"))
+            receipt.unlink()
+        state = {"run": self.run, "progress": asdict(progress), "files": files}
+        write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
+        _sync(part)
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+        _sync(self.directory)
+        for old in _directories(self.directory)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def load(self, checkpoint: Checkpoint) -> tuple[Progress, Tensor]:
         """Put everything back. Returns the progress and the losses ``[k]``."""
@@ -198,18 +240,13 @@ def _name(worker: int) -> str:
     return f"worker-{worker:05}.safetensors"
 
 
-def _write(file: Path, tensors: dict[str, Tensor]) -> Tensor:
-    """Write tensors to the disk. Returns size and SHA-256 of the file, uint8 ``[40]``."""
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").digest()
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())
-    size = torch.tensor([file.stat().st_size]).view(torch.uint8)
-    return torch.cat([size, torch.frombuffer(bytearray(digest), dtype=torch.uint8)])
-
-
-def _size_and_digest(row: Tensor) -> tuple[int, str]:
-    return int(row[:8].clone().view(torch.int64)), bytes(row[8:].tolist()).hex()
+    write_atomically(file.with_name(f"{file.name}.json"), json.dumps([file.stat().st_size, digest]))
 
 
 def _sync(directory: Path) -> None:

@@ -18,6 +18,7 @@ from dlion.training.checkpoint import Checkpoints, Progress, identity
 from dlion.training.clock import Clock
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
+from dlion.training.notice import Notice
 from dlion.training.output import Output
 from dlion.training.precision import in_precision
 from dlion.training.replicas import check_replicas, parameters_sha256
@@ -30,7 +31,16 @@ def train(job: Job, workers: Workers) -> float | None:
     """Train in this process as one of ``workers.processes``; the first keeps the records.
 
     Returns the test accuracy, or the test loss for text.
+
+    Raises:
+        Stopped: with a checkpoint, after ``job.stop_after`` steps or when a signal asked for it.
+        TrainingFailed: with one sentence about why it cannot go on.
     """
+    with Notice() as notice:
+        return _train(job, workers, notice)
+
+
+def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
     config, data, device = job.config, job.data, job.device
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
     model = in_precision(models.build(config.model, data), config.precision, device).train()
@@ -41,6 +51,7 @@ def train(job: Job, workers: Workers) -> float | None:
         seed=config.seed,
         overlap=config.overlap,
         bucket_cap_mb=config.bucket_cap_mb,
+        nonfinite=config.nonfinite,
     )
     schedule = make_schedule(config.schedule, optimizer, job.steps)
     virtual = VirtualWorkers(model, workers, config.seed)
@@ -55,6 +66,8 @@ def train(job: Job, workers: Workers) -> float | None:
     if job.resume is not None:
         begun, losses = checkpoints.load(job.resume)
         set_step(schedule, begun.step)
+    optimizer.flag = notice.came is not None
+    notice.tell = lambda _: setattr(optimizer, "flag", True)  # all are told with the next messages
     timer = optimizer.channel.timer
     timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived
@@ -106,17 +119,22 @@ def train(job: Job, workers: Workers) -> float | None:
                         decay = config.optimizer.weight_decay
                         row |= box_state(model, data, decay, device, config.seed)
             output.row(row)
-        stops = done == job.stop_after
+        checkpoints.look()
+        stops = done == job.stop_after or optimizer.flagged
         if done < job.steps and (stops or _every(config.checkpoint_every, done)):
             with clock.paused(), nic.paused():
                 checkpoints.save(reached(done, since), losses)
         if done < job.steps and stops:
-            raise Stopped(done)
+            checkpoints.wait()
+            control.barrier()
+            raise Stopped(done, notice.came)
     if config.profile:
         output.profile(timer, clock.seconds())
     last = reached(job.steps, since)
     result = output.finish(row, parameters_sha256(model))
     checkpoints.save(last, losses)
+    checkpoints.wait()
+    control.barrier()
     return result
 
 

@@ -5,6 +5,7 @@ import hashlib
 import torch
 from torch import nn
 
+from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
 
 
@@ -21,7 +22,7 @@ def check_replicas(model: nn.Module, channel: Channel, step: int) -> None:
     """Compare the parameters of all processes.
 
     Raises:
-        RuntimeError: naming the processes that differ from process 0.
+        TrainingFailed: naming the processes that differ from process 0.
     """
     own = torch.frombuffer(bytearray.fromhex(parameters_sha256(model)), dtype=torch.uint8)
     device = next(model.parameters()).device
@@ -29,7 +30,7 @@ def check_replicas(model: nn.Module, channel: Channel, step: int) -> None:
     everyone = channel.gather(rows)[:: channel.workers.local].cpu()
     different = [p for p, row in enumerate(everyone) if not torch.equal(row, everyone[0])]
     if different:
-        raise RuntimeError(
+        raise TrainingFailed(
             f"after step {step} process {different[0]} holds other parameters than process 0"
             f" ({len(different)} of {len(everyone)} processes differ): replicas have drifted apart"
         )
