@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.runs import latest_step, record, start, wait_for_step
 
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 SETTINGS = ["dataset=digits", "logger=none", "workers=4", "steps=8", "eval_every=4", "log_every=3"]
@@ -31,15 +30,6 @@ def train(train_py, tmp_path):
         return done
 
     return run
-
-
-def record(directory):
-    summary = json.loads((directory / "summary.json").read_text())
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    for row in (summary, *rows):
-        for timing in ("seconds", "seconds_per_step", "processes"):
-            row.pop(timing, None)
-    return summary, rows
 
 
 @pytest.mark.slow
@@ -65,27 +55,18 @@ def test_every_spread_reads_every_checkpoint(train, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_whose_launcher_is_killed_goes_on(train, tmp_path):
-    settings = ["steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
+    settings = [*SETTINGS, "steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
+    cut = tmp_path / "cut"
     train("whole", *settings)
     for attempt in range(3):
-        how = ["resume=auto"] if attempt else []
-        command = [sys.executable, "train.py", *SETTINGS, *settings, *how]
-        command.append(f"output_dir={tmp_path / 'cut'}")
-        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while latest(tmp_path / "cut") < 10 * (attempt + 1) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        run = start(*settings, *(["resume=auto"] if attempt else []), f"output_dir={cut}")
+        wait_for_step(cut, 10 * (attempt + 1))
         run.kill()
-        run.wait()
+        run.communicate()
         time.sleep(0.5)  # the kernel ends its workers
-    assert 30 <= latest(tmp_path / "cut") < 60
+    assert 30 <= latest_step(cut) < 60
     train("cut", *settings, "resume=auto")
-    assert record(tmp_path / "cut") == record(tmp_path / "whole")
-
-
-def latest(directory) -> int:
-    found = (directory / "checkpoint").glob("step-????????")
-    return max((int(p.name.removeprefix("step-")) for p in found), default=0)
+    assert record(cut) == record(tmp_path / "whole")
 
 
 def damage_last(folder):

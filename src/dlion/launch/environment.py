@@ -61,11 +61,16 @@ def restarted() -> bool:
 
 def join_process_group(backend: str, timeout: float) -> None:
     """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
+    env = os.environ
+    where, rank, processes = env.get("DLION_RENDEZVOUS", "env://"), env["RANK"], env["WORLD_SIZE"]
+    store, *_ = next(dist.rendezvous(where, int(rank), int(processes)))
+    # torchrun keeps its store for the next attempt, with the addresses of processes that died
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
-        init_method=os.environ.get("DLION_RENDEZVOUS", "env://"),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        store=dist.PrefixStore(f"attempt-{attempt}", store),
+        rank=int(rank),
+        world_size=int(processes),
         timeout=timedelta(seconds=timeout),
     )
 

@@ -44,6 +44,7 @@ class Progress:
         since: the step of the latest row of metrics.
         seconds: of training.
         sent_bytes, received_bytes, nic_bytes: of all workers or interfaces together.
+        skipped: steps of workers in which a gradient was left out, as it was not finite.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class Progress:
     sent_bytes: int = 0
     received_bytes: int = 0
     nic_bytes: int = 0
+    skipped: int = 0
 
 
 @dataclass(frozen=True)

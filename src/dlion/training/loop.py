@@ -155,17 +155,18 @@ def _requests(job: Job, workers: Workers, start: int) -> Iterator[tuple[torch.Te
 def counted(
     begun: Progress, optimizer: DistributedOptimizer, control: Channel, nic: NicMeter
 ) -> Progress:
-    """The bytes of all processes, with those from before the run was resumed."""
+    """The counts of all processes, with those from before the run was resumed."""
     traffic = optimizer.channel.traffic
-    own = torch.tensor([traffic.sent_bytes, traffic.received_bytes, nic.bytes])
-    rows = torch.zeros(control.workers.local, 3, dtype=torch.int64)
-    rows[0] = own  # the process's first worker speaks for it
-    sent, received, on_wire = _everyone(rows, optimizer, control).sum(0).tolist()
+    own = [traffic.sent_bytes, traffic.received_bytes, nic.bytes, optimizer.skipped]
+    rows = torch.zeros(control.workers.local, len(own), dtype=torch.int64)
+    rows[0] = torch.tensor(own)  # the process's first worker speaks for it
+    sent, received, on_wire, skipped = _everyone(rows, optimizer, control).sum(0).tolist()
     return replace(
         begun,
         sent_bytes=begun.sent_bytes + sent,
         received_bytes=begun.received_bytes + received,
         nic_bytes=begun.nic_bytes + on_wire,
+        skipped=begun.skipped + skipped,
     )
 
 
@@ -175,11 +176,13 @@ def averages(
     """Means over all workers, of bytes on interfaces over all processes."""
     w = control.workers
     loss = _everyone(losses.view(-1, 1), optimizer, control).cumsum(0)[-1].item() / w.count
+    skipped = {"skipped": progress.skipped} if optimizer.nonfinite == "skip" else {}
     return {
         "train_loss": loss,
         "sent_bytes": round(progress.sent_bytes / w.count),
         "received_bytes": round(progress.received_bytes / w.count),
         "nic_bytes": round(progress.nic_bytes / w.processes) or None,
+        **skipped,
     }
 
 
