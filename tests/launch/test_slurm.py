@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.launch import slurm
+from tests.runs import record
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 if slurm.reason_to_skip():
@@ -47,6 +48,20 @@ def states(environment) -> list[str]:
     return done.stdout.split()
 
 
+def wait_for_rows(directory) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(file.stat().st_size for file in directory.rglob("metrics.jsonl")):
+            return
+        time.sleep(0.1)
+
+
+def jobs(environment) -> list[str]:
+    command = ["squeue", "--noheader", "--format=%A"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return sorted(done.stdout.split(), key=int)
+
+
 def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_path):
     sweep = start(
         environment, "steps=10", "optimizer=dlion_mavo,g_lion", "seed=0,1",
@@ -72,11 +87,33 @@ def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_
     assert hashes["dlion_mavo", "1"] == expected
 
 
+@pytest.mark.parametrize(
+    "preempt",
+    [
+        ["scancel", "--signal=USR2"],  # what submitit has SLURM send before a preemption
+        ["scontrol", "requeue"],  # SIGTERM, a few seconds, SIGKILL, and back into the queue
+    ],
+)
+def test_a_requeued_job_finds_its_checkpoint(environment, train_py, tmp_path, preempt):
+    settings = ["dataset=digits", "steps=200", "eval_every=20"]
+    sweep = start(environment, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    wait_for_rows(tmp_path / "sweep")
+    job = jobs(environment)[-1]
+    subprocess.run([*preempt, job], env=environment, check=True)
+    _, errors = sweep.communicate(timeout=240)
+    assert sweep.returncode == 0, errors
+    alone = train_py("workers=4", "logger=none", *settings, f"output_dir={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    (summary,) = (tmp_path / "sweep").rglob("summary.json")
+    assert record(summary.parent) == record(tmp_path / "alone")
+    logs = "".join(log.read_text() for log in (tmp_path / "sweep").rglob(".submitit/*/*_log.out"))
+    assert logs.count("2 processes of 2 virtual workers") == 2  # it began twice
+    assert "stopped after step" in logs
+
+
 def test_a_cancelled_job_is_reported(environment, tmp_path):
     sweep = start(environment, "steps=1000000", f"hydra.sweep.dir={tmp_path}")
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.5)
+    wait_for_rows(tmp_path)
     subprocess.run(
         ["scancel", "--user", os.environ.get("USER", "root")], env=environment, check=True
     )

@@ -82,7 +82,9 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         if hydra.mode == RunMode.MULTIRUN and stop.signal is None:
             raise
         if stop.signal is not None and callable(signal.getsignal(stop.signal)):
+            print(stop, file=sys.stderr)
             signal.raise_signal(stop.signal)  # whoever listened before: submitit requeues the job
+            sys.exit(75)
         _leave(stop, 75)
     except UserError as error:
         if hydra.mode == RunMode.MULTIRUN:
