@@ -31,6 +31,11 @@ class Data(ABC):
     @abstractmethod
     def test_size(self) -> int: ...
 
+    @property
+    def labels(self) -> Tensor | None:
+        """Of the training samples, int64, where each has one."""
+        return None
+
     @abstractmethod
     def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
         """Training samples, what a model takes and what it should answer.

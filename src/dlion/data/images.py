@@ -42,6 +42,10 @@ class ImageData(Images):
         return len(self.train_x)
 
     @property
+    def labels(self) -> Tensor:
+        return self.train_y
+
+    @property
     def test_size(self) -> int:
         return len(self.test_x)
 

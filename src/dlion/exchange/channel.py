@@ -33,7 +33,9 @@ class Traffic:
 class Channel:
     """The collectives the exchanges are made of, in terms of workers instead of processes.
 
-    All tensors are uint8 and contiguous; k is the number of workers hosted here, n of all.
+    All tensors are uint8 and contiguous; k is the number of workers hosted here, n of all, m of
+    those that speak in this step (:meth:`attend`; all, if not said otherwise) and k' of those of
+    them hosted here.
 
     Everything goes directly from process to process. Over gloo, long messages go in rounds: in
     round i process r sends to r + i and receives from r - i, and rounds wait for each other once
@@ -47,22 +49,43 @@ class Channel:
         self.traffic = Traffic()
         self.timer = Timer()
         self._gloo = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
+        self.attend(None)
 
-    def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
-        """Send ``parts[i, j]`` from local worker i to worker j.
+    def attend(self, speakers: Sequence[int] | None) -> None:
+        """Which workers speak from now on, in ascending order; None: all. Equal everywhere.
 
-        Args:
-            parts: ``[k, n, s]``.
-            out: where to put the result, ``[n, k, s]`` (unused within one process).
-
-        Returns:
-            ``[n, k, s]``: what each of the n workers sent to each local worker.
+        Attributes set by it:
+            speakers: all of them.
+            local_speakers: those hosted here, by their place here.
         """
         w = self.workers
-        k, n, s = parts.shape
-        self._count(sent=k * (n - 1) * s, received=k * (n - 1) * s, process=k * (n - k) * s)
+        self.speakers = list(range(w.count) if speakers is None else speakers)
+        self.local_speakers = [worker - w.ids.start for worker in self.speakers if worker in w.ids]
+        of = [worker // w.local for worker in self.speakers]
+        self._spoken_by = [of.count(q) for q in range(w.processes)]  # workers of each process
+
+    def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
+        """Send ``parts[i, j]`` from the i-th local speaker to worker j.
+
+        Args:
+            parts: ``[k', n, s]``.
+            out: where to put the result, ``[n, k, s]``, if all speak (unused within one process).
+
+        Returns:
+            ``[m, k, s]``: what each speaker sent to each local worker.
+        """
+        w, m = self.workers, len(self.speakers)
+        k, (spoken, n, s) = w.local, parts.shape
+        self._count(
+            sent=spoken * (n - 1) * s, received=(m * k - spoken) * s, process=spoken * (n - k) * s
+        )
         if w.processes == 1:
             return parts
+        if m < n:
+            rows = parts.view(spoken, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
+            incoming = parts.new_empty(m * k * s)
+            self._all_to_all(list(rows), incoming.split([c * k * s for c in self._spoken_by]))
+            return incoming.view(m, k, s)
         outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
         incoming = torch.empty_like(outgoing) if out is None else out.view(outgoing.shape)
         self._all_to_all(outgoing, incoming)
@@ -85,35 +108,34 @@ class Channel:
         """Like :meth:`scatter` for parts of differing size.
 
         Args:
-            parts: ``parts[i][j]``, 1-D, from local worker i to worker j.
-            sizes: ``[n, k]``, the bytes that local worker j will receive from worker i. (They are
-                known beforehand: the exchange sends them in a header.)
+            parts: ``parts[i][j]``, 1-D, from the i-th local speaker to worker j.
+            sizes: ``[m, k]``, the bytes that local worker j will receive from each speaker. (They
+                are known beforehand: the exchange sends them in a header.)
 
         Returns:
-            ``[i][j]``: what worker i sent to local worker j.
+            ``[i][j]``: what the i-th speaker sent to local worker j.
         """
         w = self.workers
         k, blocks = w.local, range(w.processes)
         own = w.ids
         lengths = [[part.numel() for part in row] for row in parts]
-        travels = sum(
-            size
-            for i, row in zip(own, lengths, strict=True)
-            for j, size in enumerate(row)
-            if i != j
-        )
+        to_self = sum(row[own[i]] for i, row in zip(self.local_speakers, lengths, strict=True))
         leaves = sum(size for row in lengths for j, size in enumerate(row) if j not in own)
-        arrives = int(sizes.sum()) - sum(int(sizes[i, i - own.start]) for i in own)
-        self._count(sent=travels, received=arrives, process=leaves)
+        self._count(
+            sent=sum(map(sum, lengths)) - to_self,
+            received=int(sizes.sum()) - to_self,
+            process=leaves,
+        )
         if w.processes == 1:
             return parts
-        outgoing = torch.cat([p for q in blocks for row in parts for p in row[q * k : (q + 1) * k]])
+        ordered = [p for q in blocks for row in parts for p in row[q * k : (q + 1) * k]]
+        outgoing = torch.cat(ordered) if ordered else sizes.new_empty(0, dtype=torch.uint8)
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
-        receive = [int(sizes[q * k : (q + 1) * k].sum()) for q in blocks]
+        receive = [int(rows.sum()) for rows in sizes.split(self._spoken_by)]
         incoming = outgoing.new_empty(sum(receive))
         self._all_to_all(outgoing.split(send), incoming.split(receive))
         pieces = iter(incoming.split(sizes.flatten().tolist()))
-        return [[next(pieces) for _ in range(k)] for _ in range(w.count)]
+        return [[next(pieces) for _ in range(k)] for _ in self.speakers]
 
     def gather_ragged(self, part: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Like :meth:`gather` for parts of differing size; ``sizes``: bytes from each worker."""

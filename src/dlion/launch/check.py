@@ -1,11 +1,12 @@
 """Wrong values are found here, before any process starts."""
 
+import math
 import os
 import sys
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dlion import data as datasets
 from dlion import models
@@ -15,6 +16,7 @@ from dlion.errors import UserError
 from dlion.launch.environment import Place, restarted
 from dlion.launch.network import check_possible
 from dlion.results.record import holds_run
+from dlion.training.byzantine import ATTACKS
 from dlion.training.checkpoint import Checkpoint, find, identity
 from dlion.training.job import Job
 from dlion.training.precision import PRECISIONS
@@ -47,14 +49,21 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
             )
     data = datasets.load(config.dataset)
     sharding = Sharding(
-        data.train_size, config.workers, config.batch_size, config.seed, config.dataset.sharding
+        data.train_size,
+        config.workers,
+        config.batch_size,
+        config.seed,
+        config.dataset.sharding,
+        labels=data.labels,
+        alpha=config.dataset.get("alpha", 1.0),
     )
     if config.accumulate > sharding.smallest_batch:
         raise UserError(
             f"accumulate={config.accumulate} cuts batches of {sharding.smallest_batch} samples into"
             f" more parts: type accumulate={sharding.smallest_batch} or less"
         )
-    steps = config.steps or config.epochs * sharding.steps_per_epoch
+    epochs = config.epochs * sharding.steps_per_epoch
+    steps = config.steps or -(-epochs // config.local_steps)
     _check_method(config, data, device)
     return Job(
         config,
@@ -122,6 +131,9 @@ def check_numbers(config: DictConfig) -> None:
         "keep_checkpoints": 1,
         "max_restarts": 0,
         "timeout": 1,
+        "local_steps": 1,
+        "faults.byzantine": 0,
+        "faults.stale_steps": 1,
         "seed": 0,
     }
     if config.steps is None:
@@ -132,11 +144,12 @@ def check_numbers(config: DictConfig) -> None:
         if config[name] is not None:
             smallest[name] = 1
     for name, least in smallest.items():
-        value = config[name]
+        value = OmegaConf.select(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(
                 f"{name}={value} is not possible: give a whole number, at least {least}"
             )
+    _check_faults(config)
     if config.box and not config.optimizer.get("weight_decay"):
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
@@ -148,6 +161,31 @@ def check_numbers(config: DictConfig) -> None:
         raise UserError(
             f"workers={config.workers} cannot be spread evenly over processes={config.processes}:"
             f" processes may be {', '.join(map(str, fitting))}"
+        )
+
+
+def _check_faults(config: DictConfig) -> None:
+    ranges = {
+        "participation": (0, 1, "above 0, at most 1"),
+        "local_lr": (0, math.inf, "above 0"),
+        "faults.scale": (0, math.inf, "above 0"),
+    }
+    for name, (low, high, allowed) in ranges.items():
+        value = OmegaConf.select(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low < value <= high:
+            raise UserError(f"{name}={value} is not possible: give a number {allowed}")
+    faults = config.faults
+    if not isinstance(faults.drop, (int, float)) or not 0 <= faults.drop < 1:
+        raise UserError(
+            f"faults.drop={faults.drop} is not possible: give a probability, 0 or more and below 1"
+        )
+    if faults.attack not in ATTACKS:
+        raise UserError(f"faults.attack={faults.attack} is unknown: choose {', '.join(ATTACKS)}")
+    if faults.byzantine > config.workers:
+        raise UserError(
+            f"faults.byzantine={faults.byzantine} of workers={config.workers} cannot lie: type"
+            f" faults.byzantine={config.workers} or less"
         )
 
 

@@ -59,7 +59,7 @@ def restarted() -> bool:
     return any(int(os.environ.get(name, "0")) > 0 for name in names)
 
 
-def join_process_group(backend: str, timeout: float) -> None:
+def join_process_group(backend: str, timeout: float = 600) -> None:
     """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
     env = os.environ
     where, rank, processes = env.get("DLION_RENDEZVOUS", "env://"), env["RANK"], env["WORLD_SIZE"]

@@ -33,7 +33,7 @@ from dlion.training.notice import Notice
 # seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # tells of every kill
-_TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)
+_TIMED_OUT = re.compile("timed out|operation timeout", re.IGNORECASE)
 
 
 def run_processes(

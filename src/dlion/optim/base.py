@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypedDict
@@ -193,12 +193,35 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._waiting.append(_trainable(bucket))
         self._publish_state(bucket)
 
+    def attend(self, speakers: Sequence[int] | None) -> None:
+        """Which workers take part from the next step on, ascending; None: all.
+
+        The others send nothing, their state stays as it is, and they are not to be collected; they
+        get the answer like all, and what they own of the exchange they do. All processes must name
+        the same workers.
+
+        Raises:
+            ValueError: if there are none, or unknown ones.
+            RuntimeError: in the middle of a step.
+        """
+        known = None if speakers is None else sorted(set(speakers))
+        if known is not None and not (known and known[0] >= 0 and known[-1] < self.workers.count):
+            raise ValueError(
+                f"attend({list(speakers or ())}): give at least one of the {self.workers.count}"
+                " workers"
+            )
+        if self._collected or self._sent:
+            raise RuntimeError("attend() in the middle of a step")
+        self.channel.attend(known)
+
     def collect(self, worker: int) -> None:
         """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters.
 
         Raises:
-            RuntimeError: if they were taken before in this step.
+            RuntimeError: if they were taken before in this step, or it takes no part in it.
         """
+        if worker not in self.channel.local_speakers:
+            raise RuntimeError(f"virtual worker {worker} does not take part in this step")
         if worker in self._collected:
             raise RuntimeError(f"virtual worker {worker} was collected twice in one step")
         self._take(worker)
@@ -226,11 +249,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        last = self.workers.local - 1
-        if last not in self._collected and len(self._collected) == last:
-            self._take(last)
-        if len(self._collected) != self.workers.local:
-            missing = sorted(set(range(self.workers.local)) - self._collected)
+        here = self.channel.local_speakers
+        if self._collected == set(here[:-1]) and here:
+            self._take(here[-1])
+        if self._collected != set(here):
+            missing = sorted(set(here) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
         while self._sent < len(self.buckets):
             self._send()
@@ -264,9 +287,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def _ready(self, place: int, _: Tensor) -> None:
         """After a gradient has been accumulated: send what is complete, in the buckets' order."""
-        last = self.workers.local - 1
-        if not self._synchronising or len(self._collected - {last}) != last:
+        here = self.channel.local_speakers
+        if not self._synchronising or self._collected - {here[-1]} != set(here[:-1]):
             return
+        last = here[-1]
         self._waiting[place] -= 1
         if self._waiting[place] < 0:
             raise RuntimeError(

@@ -60,11 +60,13 @@ class TernGrad(DistributedOptimizer):
 
     def agree(self, bucket: Bucket, exchange: TernarySum, step: int) -> None:
         workers, place = self.workers, self.buckets.index(bucket)
-        pairs = [self._clipped.pop((bucket, i)) for i in range(workers.local)]
-        local = torch.stack([scales for _, scales in pairs])
+        pairs = {i: self._clipped.pop((bucket, i)) for i in self.channel.local_speakers}
+        local = torch.zeros(workers.local, len(bucket.spans), device=bucket.device)
+        for i, (_, scales) in pairs.items():
+            local[i] = scales
         everyone = self.channel.gather(local.view(torch.uint8)).view(torch.float32)
         scales = bucket.spread(everyone.nan_to_num(0.0).amax(0))
-        for i, (clipped, _) in enumerate(pairs):
+        for i, (clipped, _) in pairs.items():
             if clipped.is_cuda:  # it was made on the stream of the backward pass
                 clipped.record_stream(torch.cuda.current_stream())
             worker = workers.ids[i]

@@ -32,11 +32,14 @@ class LevelOptimizer(DistributedOptimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         ties: str,
+        weighted: bool = False,
         **common: Unpack[Common],
     ):
         if ties not in TIES:
             raise ValueError(f"ties={ties} is unknown: choose one of {', '.join(TIES)}")
-        self.ties = ties
+        if weighted and (self.answer != "sign" or ties == "zero"):
+            raise ValueError("weighted=true needs aggregation=mavo, and ties other than zero")
+        self.ties, self.weighted = ties, weighted
         super().__init__(params, defaults, **common)
 
     def prepare(self) -> None:
@@ -54,6 +57,7 @@ class LevelOptimizer(DistributedOptimizer):
             levels=self.levels,
             answer=self.answer,
             ties=self.ties,
+            weighted=self.weighted,
             seed=stream_seed(self.seed, "exchange", len(self.buckets)),
             header_bytes=bucket.header_bytes,
             device=bucket.device,
@@ -106,13 +110,14 @@ class VotingOptimizer(LevelOptimizer):
         defaults: dict[str, Any],
         aggregation: str,
         ties: str,
+        weighted: bool,
         **common: Unpack[Common],
     ):
         if aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation={aggregation} is unknown: choose mavo or avg")
         self.aggregation = aggregation
         self.answer = "sign" if aggregation == "mavo" else "level"
-        super().__init__(params, defaults, ties, **common)
+        super().__init__(params, defaults, ties, weighted, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:
@@ -139,6 +144,8 @@ class DLion(VotingOptimizer):
         aggregation: ``mavo`` (1 bit down) or ``avg`` (``ceil(log2(n + 1))`` bits down).
         ties: previous | zero | plus | alternate | random. Only zero costs more than 1 bit down
             (1.6, for even n). Not used by ``avg``.
+        weighted: weigh the votes of each worker by how often it was with the majority, see
+            :class:`dlion.exchange.LevelSum`; for ``mavo``.
     """
 
     def __init__(
@@ -149,10 +156,11 @@ class DLion(VotingOptimizer):
         weight_decay: float = 0.0,
         aggregation: str = "mavo",
         ties: str = "previous",
+        weighted: bool = False,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, **common)
+        super().__init__(params, defaults, aggregation, ties, weighted, **common)
 
 
 class Signum(VotingOptimizer):
@@ -171,10 +179,11 @@ class Signum(VotingOptimizer):
         weight_decay: float = 0.0,
         aggregation: str = "mavo",
         ties: str = "previous",
+        weighted: bool = False,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, **common)
+        super().__init__(params, defaults, aggregation, ties, weighted, **common)
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         return group["momentum"], group["momentum"]

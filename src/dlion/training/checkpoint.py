@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,8 +31,11 @@ from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
 from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
-from dlion.training.virtual import VirtualWorkers
 
+_DECISIVE = (
+    *("batch_size", "accumulate", "precision", "seed", "bucket_cap_mb", "threads", "nonfinite"),
+    *("participation", "local_steps", "local_lr"),
+)
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 
@@ -70,8 +74,9 @@ def identity(config: Any, workers: int) -> dict[str, Any]:
     keys = ("optimizer", "model", "dataset", "schedule")
     facts = {key: {k: v for k, v in config[key].items() if k != "source"} for key in keys}
     facts["dataset"] = {k: v for k, v in facts["dataset"].items() if k not in ("path", "loaders")}
-    for key in ("batch_size", "accumulate", "precision", "seed", "bucket_cap_mb", "threads"):
+    for key in _DECISIVE:
         facts[key] = config[key]
+    facts["faults"] = dict(config.faults)
     return json.loads(json.dumps({**facts, "workers": workers}, default=list))
 
 
@@ -82,6 +87,7 @@ class Checkpoints:
         directory: of the run.
         run: its :func:`identity`.
         keep: how many to keep, the latest ones.
+        more: state of local worker i besides the optimizer's, as views by name.
     """
 
     def __init__(
@@ -90,11 +96,11 @@ class Checkpoints:
         run: dict[str, Any],
         keep: int,
         optimizer: DistributedOptimizer,
-        virtual: VirtualWorkers,
+        more: Callable[[int], dict[str, Tensor]],
         control: Channel,
     ):
         self.directory, self.run, self.keep = directory / FOLDER, run, keep
-        self.optimizer, self.virtual, self.control = optimizer, virtual, control
+        self.optimizer, self.more, self.control = optimizer, more, control
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         if control.workers.rank == 0:
@@ -182,7 +188,7 @@ class Checkpoints:
         return checkpoint.progress, losses
 
     def _own(self, i: int) -> dict[str, Tensor]:
-        return self.optimizer.worker_state(i) | self.virtual.state(i)
+        return self.optimizer.worker_state(i) | self.more(i)
 
 
 def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[str]]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,11 +14,14 @@ from dlion.exchange import Channel
 from dlion.exchange.nic import NicMeter
 from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
+from dlion.training.attendance import Attendance
 from dlion.training.box import box_state
+from dlion.training.byzantine import Byzantine
 from dlion.training.checkpoint import Checkpoints, Progress, identity
 from dlion.training.clock import Clock
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
+from dlion.training.local_steps import LocalSteps
 from dlion.training.notice import Notice
 from dlion.training.output import Output
 from dlion.training.precision import in_precision
@@ -44,6 +48,16 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
     config, data, device = job.config, job.data, job.device
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
     model = in_precision(models.build(config.model, data), config.precision, device).train()
+    faults = config.faults
+    byzantine = Byzantine(
+        model,
+        workers,
+        config.seed,
+        faults.byzantine,
+        faults.attack,
+        faults.scale,
+        faults.stale_steps,
+    )
     optimizer: DistributedOptimizer = make(
         config.optimizer,
         model.named_parameters(),
@@ -55,12 +69,19 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
     )
     schedule = make_schedule(config.schedule, optimizer, job.steps)
     virtual = VirtualWorkers(model, workers, config.seed)
+    local = LocalSteps(model, config.local_steps, config.local_lr)
+    attendance = Attendance(workers.count, config.participation, faults.drop, config.seed)
     control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
     output = Output(job, workers, model, optimizer)
 
     run = identity(config, workers.count)
     checkpoints = Checkpoints(
-        job.output_dir, run, config.keep_checkpoints, optimizer, virtual, control
+        job.output_dir,
+        run,
+        config.keep_checkpoints,
+        optimizer,
+        lambda i: virtual.state(i) | byzantine.state(i),
+        control,
     )
     begun, losses = Progress(), torch.zeros(workers.local, dtype=torch.float64)
     if job.resume is not None:
@@ -72,25 +93,35 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
     timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived
     clock, nic = Clock(begun.seconds), NicMeter(job.rate is not None)
-    batches = data.batches(_requests(job, workers, begun.step), device)
+    batches = data.batches(_requests(job, workers, attendance, begun.step), device)
     since = begun.since
+    spoken = sum(len(attendance.at(step)) for step in range(since, begun.step))
 
     def reached(done: int, since: int) -> Progress:
         total = counted(begun, optimizer, control, nic)
         return replace(total, step=done, since=since, seconds=clock.seconds())
 
     for step in range(begun.step, job.steps):
+        speakers = attendance.at(step)
+        spoken += len(speakers)
+        optimizer.attend(speakers)
         for i, worker in enumerate(workers.ids):
-            samples = len(job.sharding.indices(worker, step))
+            if worker not in speakers:
+                continue
             virtual.enter(i, step)
-            for part in reversed(range(config.accumulate)):
+            local.begin()
+            for each in _passes(job, worker, step):
+                if each.moves:
+                    local.move()
                 x, y = next(batches)
                 with timer("forward"):
-                    loss = data.loss(model(x), y) * (len(x) / samples)
-                waits = optimizer.no_sync() if part else nullcontext()
+                    loss = data.loss(model(x), y) * each.share
+                byzantine.enter(i, step, each.last)
+                waits = nullcontext() if each.last else optimizer.no_sync()
                 with timer("backward"), waits:
                     loss.backward()
                 losses[i] += loss.detach().double().cpu()
+            local.end()
             optimizer.collect(i)
             virtual.leave(i)
         optimizer.step()
@@ -105,12 +136,12 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
         if evaluates or done % config.log_every == 0:
             row = {
                 "step": done,
-                "epoch": done / job.sharding.steps_per_epoch,
+                "epoch": done * config.local_steps / job.sharding.steps_per_epoch,
                 "seconds": clock.seconds(),
-                **averages(reached(done, since), losses / (done - since), optimizer, control),
+                **averages(reached(done, since), losses / spoken, optimizer, control),
             }
             losses.zero_()
-            since = done
+            since, spoken = done, 0
             if evaluates:
                 with clock.paused(), nic.paused():
                     virtual.load_mean_buffers(control)
@@ -142,14 +173,50 @@ def _every(steps: int | None, done: int) -> bool:
     return bool(steps) and done % steps == 0
 
 
-def _requests(job: Job, workers: Workers, start: int) -> Iterator[tuple[torch.Tensor, int]]:
+class _Pass(NamedTuple):
+    """One forward and backward pass of a worker.
+
+    Attributes:
+        indices: its samples.
+        seed: of what is random in making a batch of them.
+        share: of its loss in the loss of the worker's step.
+        moves: a local step ended before it.
+        last: it is the worker's last one in this step.
+    """
+
+    indices: torch.Tensor
+    seed: int
+    share: float
+    moves: bool
+    last: bool
+
+
+def _passes(job: Job, worker: int, step: int) -> Iterator[_Pass]:
+    """What a worker does between two exchanges."""
+    turns, parts, seed = job.config.local_steps, job.config.accumulate, job.config.seed
+    for turn in range(turns):
+        place = step * turns + turn
+        indices = job.sharding.indices(worker, place)
+        for part, chosen in enumerate(indices.tensor_split(parts)):
+            yield _Pass(
+                chosen,
+                stream_seed(seed, "augmentation", worker, place, part),
+                len(chosen) / len(indices) / turns,
+                turn > 0 and part == 0,
+                turn == turns - 1 and part == parts - 1,
+            )
+
+
+def _requests(
+    job: Job, workers: Workers, attendance: Attendance, start: int
+) -> Iterator[tuple[torch.Tensor, int]]:
     """The samples of every backward pass of this process, and the seed of what is random there."""
-    seed, parts = job.config.seed, job.config.accumulate
     for step in range(start, job.steps):
+        speakers = attendance.at(step)
         for worker in workers.ids:
-            indices = job.sharding.indices(worker, step)
-            for part, chosen in enumerate(indices.tensor_split(parts)):
-                yield chosen, stream_seed(seed, "augmentation", worker, step, part)
+            if worker in speakers:
+                for each in _passes(job, worker, step):
+                    yield each.indices, each.seed
 
 
 def counted(
@@ -173,9 +240,9 @@ def counted(
 def averages(
     progress: Progress, losses: torch.Tensor, optimizer: DistributedOptimizer, control: Channel
 ) -> dict[str, float | None]:
-    """Means over all workers, of bytes on interfaces over all processes."""
+    """The sum of the local losses; bytes of a worker, and of a process's interface, on average."""
     w = control.workers
-    loss = _everyone(losses.view(-1, 1), optimizer, control).cumsum(0)[-1].item() / w.count
+    loss = _everyone(losses.view(-1, 1), optimizer, control).cumsum(0)[-1].item()
     skipped = {"skipped": progress.skipped} if optimizer.nonfinite == "skip" else {}
     return {
         "train_loss": loss,
