@@ -75,6 +75,20 @@ def test_indices_depend_on_worker_and_step_alone():
     assert not torch.equal(forward[0], other)
 
 
+def test_dirichlet_shards_are_a_partition_of_unlike_parts():
+    labels = torch.arange(1000) % 10
+    spread = {}
+    for alpha in (1000, 0.1):
+        sharding = Sharding(1000, 8, 25, 1, "dirichlet", labels, alpha)
+        steps = range(sharding.steps_per_epoch)
+        parts = [torch.cat([sharding.indices(w, s) for s in steps]) for w in range(8)]
+        assert sorted(torch.cat(parts).tolist()) == list(range(1000))
+        assert {len(part) for part in parts} == {125}
+        counts = torch.stack([labels[part].bincount(minlength=10) for part in parts])
+        spread[alpha] = counts[0].max().item()  # the largest class of the first worker
+    assert spread[1000] < 25 < 50 < spread[0.1]
+
+
 def test_a_batch_larger_than_a_shard_is_refused():
     with pytest.raises(UserError, match="type batch_size=12 or less, or fewer workers"):
         Sharding(100, 8, 20, 0, "partition")

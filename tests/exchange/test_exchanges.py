@@ -99,3 +99,45 @@ def test_sparse_mean(entries):
         dense[i, indices] = torch.randn(entries, generator=generator)
         exchange.post(i, indices, dense[i, indices])
     torch.testing.assert_close(exchange(0)[:D], dense.mean(0))
+
+
+def test_a_weighted_vote_learns_whom_to_trust():
+    exchange = level_sum(4, weighted=True)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(300):
+        truth = torch.randint(2, (D,), generator=generator).bool()
+        noise = torch.randint(2, (D,), generator=generator).bool()
+        # two that know, one that guesses, one that lies half of the time
+        rows = torch.stack([truth, truth, noise, torch.where(noise, truth, ~truth)])
+        answer = ask(exchange, rows, step)
+    assert torch.equal(answer > 0, truth)
+    lies = ask(exchange, torch.stack([truth, truth, ~truth, ~truth]), step)
+    assert torch.equal(lies > 0, truth)  # two against two
+    plain = ask(level_sum(4, ties="plus"), torch.stack([truth, truth, ~truth, ~truth]))
+    assert (plain == 1).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: DenseMean(c, D),
+        lambda c: LevelSum(c, D),
+        lambda c: LevelSum(c, D, ties="zero"),
+        lambda c: LevelSum(c, D, answer="level"),
+        lambda c: TernarySum(c, D),
+    ],
+)
+def test_the_absent_do_not_count_and_do_not_send(make):
+    rows = torch.randint(2, (6, D), generator=torch.Generator().manual_seed(3)).to(torch.int8)
+    some, few = Channel(Workers(local=6)), Channel(Workers(local=2))
+    exchange, expected = make(some), make(few)
+    convert = torch.bool if isinstance(exchange, LevelSum) else torch.float32
+    convert = torch.int8 if isinstance(exchange, TernarySum) else convert
+    ask(exchange, rows.to(convert))
+    everyone = some.traffic.sent_bytes
+    if "previous" in exchange.state:
+        exchange.state["previous"].fill_(-1)
+    some.attend([1, 3])
+    answer = ask(exchange, rows.to(convert), step=1)
+    assert torch.equal(answer, ask(expected, rows[[1, 3]].to(convert), step=1))
+    assert some.traffic.sent_bytes - everyone < everyone

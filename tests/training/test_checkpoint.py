@@ -15,6 +15,9 @@ VARIANTS = {method: [] for method in METHODS} | {
     "lion_cub": ["optimizer.momentum_sync=2"],
     "dgc": ["optimizer.warmup_steps=6"],
     "dlion_avg": ["precision=bf16"],
+    "g_lion": ["faults.byzantine=1", "faults.attack=stale", "faults.stale_steps=4"],
+    "g_adamw": ["participation=0.5", "local_steps=2"],
+    "signum_mavo": ["optimizer.weighted=true"],
     "dlion_mavo": [
         "model=resnet18",
         "batch_size=4",

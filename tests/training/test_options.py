@@ -1,9 +1,14 @@
-"""Settings of the loop: accumulation, precision, and the theory's quantities."""
+"""Settings of the loop: accumulation, precision, faults, and the theory's quantities."""
 
 import itertools
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlion.training.attendance import Attendance
+from dlion.training.local_steps import LocalSteps
 
 SETTINGS = ["dataset=digits", "model=linear", "logger=none", "workers=2", "processes=1"]
 
@@ -62,3 +67,50 @@ def test_wrong_values_are_one_clear_line(train_py):
         done = train_py(*SETTINGS, *overrides)
         assert done.returncode == 2 and sentence in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_local_steps_say_the_mean_gradient_of_their_path():
+    torch.manual_seed(0)
+    model, path = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    path.load_state_dict(model.state_dict())
+    batches = [torch.randn(4, 5) for _ in range(3)]
+    local, sgd = LocalSteps(model, 3, lr=0.1), torch.optim.SGD(path.parameters(), lr=0.1)
+    start = model.weight.detach().clone()
+    local.begin()
+    for turn, x in enumerate(batches):
+        if turn:
+            local.move()
+        (model(x).square().mean() / 3).backward()
+        sgd.zero_grad()
+        path(x).square().mean().backward()
+        sgd.step()
+    local.end()
+    assert torch.equal(model.weight, start)
+    torch.testing.assert_close(model.weight.grad, (start - path.weight.detach()) / (3 * 0.1))
+
+
+def test_liars_say_the_opposite(train, tmp_path):
+    settings = ["steps=1", "optimizer=dlion_mavo", "optimizer.weight_decay=0", "batch_size=16"]
+    moved = {}
+    for name, more in (
+        ("start", ["optimizer.lr=0"]),
+        ("true", []),
+        ("lie", ["faults.byzantine=2"]),
+    ):
+        train(name, *settings, *more)
+        saved = tmp_path / name / "checkpoint" / "step-00000001" / "common.safetensors"
+        moved[name] = load_file(saved)["0.parameters"]
+    honest, lied = ((moved[name] - moved["start"]).sign() for name in ("true", "lie"))
+    # the opposite where both workers agree; ties go to the owner's last answer, +1, either way
+    opposite = honest == -lied
+    assert opposite.float().mean() > 0.4
+    assert (honest[~opposite] == lied[~opposite]).all()
+
+
+def test_attendance_is_drawn_anew_and_nobody_is_left_alone():
+    steps = [Attendance(10, 0.3, 0.0, seed=1).at(step) for step in range(200)]
+    assert {len(speakers) for speakers in steps} == {3}
+    assert {worker for speakers in steps for worker in speakers} == set(range(10))
+    dropping = [Attendance(4, 1.0, 0.9, seed=1).at(step) for step in range(200)]
+    assert min(map(len, dropping)) == 1 and sum(map(len, dropping)) < 400
+    assert Attendance(4, 1.0, 0.0, seed=1).at(7) == [0, 1, 2, 3]

@@ -9,12 +9,14 @@ from omegaconf import OmegaConf
 
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
+from dlion.errors import RunFailed
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.runner import work
 from dlion.training import Job, train
 from dlion.workers import Workers
 from tests.conftest import ROOT
+from tests.runs import record
 
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 
@@ -41,12 +43,22 @@ def net(data) -> Net:
     return Net()
 
 
-def _job(method: str, processes: int, data, directory) -> Job:
+HARD = {
+    "participation": 0.75,
+    "local_steps": 2,
+    "nonfinite": "skip",
+    "faults": {"byzantine": 2, "attack": "random", "scale": 3.0, "stale_steps": 1, "drop": 0.2},
+}
+
+
+def _job(method: str, processes: int, data, directory, more: dict | None = None) -> Job:
     optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
     if method == "lion_cub":
         optimizer.momentum_sync = 2
-    config = OmegaConf.create(
+    config = OmegaConf.merge(
+        OmegaConf.load(ROOT / "conf" / "config.yaml"),
         {
+            "hydra": None,
             "optimizer": optimizer,
             "model": {"name": "net", "_target_": "tests.training.test_spread.net"},
             "dataset": {"name": "digits"},
@@ -54,28 +66,27 @@ def _job(method: str, processes: int, data, directory) -> Job:
             "logger": {"name": "none"},
             "batch_size": 16,
             "accumulate": 2,  # all but the last backward pass wait
-            "precision": "float32",
             "seed": 3,
-            "threads": 1,
-            "profile": False,
-            "box": False,
             "overlap": processes > 1,  # which must not change a bit either
             "bucket_cap_mb": 0.005,
             "eval_every": 6,
             "log_every": 3,
             "check_replicas_every": 3,
-            "checkpoint_every": None,
-            "keep_checkpoints": 1,
-        }
+            "output_dir": str(directory),
+            **(more or {}),
+        },
     )
-    sharding = Sharding(data.train_size, 8, 16, 3, "partition")
+    mode = "dirichlet" if more else "partition"
+    sharding = Sharding(data.train_size, 8, 16, 3, mode, data.labels, 0.3)
     return Job(config, processes, 8 // processes, "cpu", "gloo", 6, data, sharding, directory)
 
 
 def _train_all(processes: int, data, directory) -> None:
     join_process_group("gloo")
     for method in METHODS:
-        train(_job(method, processes, data, directory / method), Workers.current(8 // processes))
+        for name, more in ((method, None), (f"{method}-hard", HARD)):
+            job = _job(method, processes, data, directory / name, more)
+            train(job, Workers.current(8 // processes))
     dist.destroy_process_group()
 
 
@@ -86,17 +97,12 @@ def runs(tmp_path_factory):
     for processes in (1, 2, 4, 8):
         directory = tmp_path_factory.mktemp(f"spread{processes}")
         run_processes(processes, _train_all, processes, data, directory)
-        for method in METHODS:
-            summary = json.loads((directory / method / "summary.json").read_text())
-            rows = (directory / method / "metrics.jsonl").read_text().splitlines()
-            for row in (last := json.loads(rows[-1]), summary):
-                for timing in ("seconds", "seconds_per_step", "processes"):
-                    row.pop(timing, None)
-            found[method, processes] = (summary, last)
+        for run in directory.iterdir():
+            found[run.name, processes] = record(run)
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *(f"{method}-hard" for method in METHODS)])
 def test_every_spread_gives_the_same_bits(runs, method):
     expected = runs[method, 1]
     assert expected[0]["sent_bytes_per_step"] > 0
@@ -105,7 +111,14 @@ def test_every_spread_gives_the_same_bits(runs, method):
 
 
 def test_methods_differ(runs):
-    assert len({runs[m, 1][0]["parameters_sha256"] for m in METHODS}) == len(METHODS)
+    hashes = {summary["parameters_sha256"] for summary, _ in runs.values()}
+    assert len(hashes) == 2 * len(METHODS)
+
+
+def test_who_is_absent_sends_less(runs):
+    for method in METHODS:
+        all_of_them, some = (runs[name, 1][0] for name in (method, f"{method}-hard"))
+        assert some["sent_bytes_per_step"] < all_of_them["sent_bytes_per_step"]
 
 
 def _diverge(data, directory) -> None:
@@ -118,7 +131,7 @@ def _diverge(data, directory) -> None:
 
 
 def test_replicas_that_drift_apart_are_named(tmp_path):
-    with pytest.raises(RuntimeError, match="process 1 holds other parameters than process 0"):
+    with pytest.raises(RunFailed, match="process 1 holds other parameters than process 0"):
         run_processes(2, _diverge, digits(), tmp_path)
 
 
