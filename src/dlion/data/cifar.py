@@ -8,6 +8,7 @@ import torch
 
 from dlion.data.images import ImageData
 from dlion.data.parquet import load_hub, load_parquet
+from dlion.errors import UserError
 
 
 def cifar10(
@@ -61,7 +62,15 @@ def _load(
         split = splits[name].cast_column("img", Image(decode=False))
         if limit is not None and limit < len(split):
             split = split.select(np.sort(np.random.default_rng(0).permutation(len(split))[:limit]))
-        parts += [_decode(split["img"]), torch.tensor(split[label][:], dtype=torch.int64)]
+        try:
+            labels = torch.tensor(split[label][:], dtype=torch.int64)
+            parts += [_decode(split["img"]), labels]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{path or hub}: an image or label of {name} is not one ({error})"
+            ) from error
+        if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+            raise UserError(f"{path or hub}: {name} has labels outside 0 .. {classes - 1}")
     return ImageData(*parts, classes=classes, crop=augment, flip=augment)
 
 

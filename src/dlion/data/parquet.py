@@ -36,7 +36,14 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
                 " layout of the hub"
             )
     disable_progress_bars()
-    tables = load_dataset("parquet", data_files=files)
+    try:
+        tables = load_dataset("parquet", data_files=files)
+    except Exception as error:  # pyarrow and datasets have many, all about the files
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise UserError(
+            f"dataset.path={path} holds parquet files that cannot be read ({reason}): copy them"
+            " again"
+        ) from error
     check_columns(tables, columns, f"dataset.path={path}")
     return tables
 

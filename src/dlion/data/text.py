@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlion.data.base import Batch, Text
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 
 # tests, what others installed, generated tables, and bundled programs
 _LEFT_OUT = {
@@ -72,7 +72,13 @@ class TextData(Text):
 
     def _windows(self, tokens: Tensor, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
         places = starts.unsqueeze(1) + torch.arange(self.context + 1)
-        window = tokens[places].to(device).to(torch.int64)
+        window = tokens[places].to(torch.int64)
+        if not 0 <= window.min() <= window.max() < self.vocabulary:
+            raise TrainingFailed(
+                f"the text holds tokens outside 0 .. {self.vocabulary - 1}: its files are damaged,"
+                " or of another tokenizer; prepare them again"
+            )
+        window = window.to(device)
         return window[:, :-1], window[:, 1:]
 
 

@@ -12,6 +12,7 @@ from dlion.errors import UserError
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
+TYPES = ("uint16", "int32")
 
 
 def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
@@ -35,7 +36,7 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
             f"dataset.path={path} has no {FACTS}: prepare it with `python -m dlion.data.prepare"
             f" SOURCE -o {path}`"
         )
-    facts = json.loads((folder / FACTS).read_text())
+    facts = _read_facts(folder)
     if facts["documents"] != facts["of"]:
         raise UserError(
             f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
@@ -43,19 +44,39 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
         )
     parts = []
     for part in PARTS:
-        stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
-        if len(stored) != facts["tokens"][part]:
+        size = _bytes(folder / f"{part}.bin") // np.dtype(facts["dtype"]).itemsize
+        if size != facts["tokens"][part]:
             raise UserError(
-                f"{folder / part}.bin holds {len(stored):,} tokens, but {FACTS} says"
+                f"{folder / part}.bin holds {size:,} tokens, but {FACTS} says"
                 f" {facts['tokens'][part]:,}: copy it again, or prepare it again"
             )
-        if len(stored) <= context:
+        if size <= context:
             raise UserError(
-                f"{folder / part}.bin holds {len(stored)} tokens, not more than dataset.context="
+                f"{folder / part}.bin holds {size} tokens, not more than dataset.context="
                 f"{context}: give a smaller context"
             )
+        stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
         parts.append(torch.from_numpy(stored))
     return TextData(*parts, vocabulary=facts["vocabulary"], context=context)
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """What a prepared folder says about itself, checked."""
+    numbers = ("vocabulary", "documents", "of")
+    try:
+        facts = json.loads((folder / FACTS).read_text())
+        found = [facts[name] for name in numbers] + [facts["tokens"][part] for part in PARTS]
+        right = all(type(number) is int and number >= 0 for number in found)
+        right = right and facts["dtype"] in TYPES and isinstance(facts["origin"], str)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        right = False
+    if not right:
+        raise UserError(f"{folder / FACTS} is damaged: copy it again, or prepare it again")
+    return facts
+
+
+def _bytes(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def load_tokenizer(name: str, setting: str) -> Any:

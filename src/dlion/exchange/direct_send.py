@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
+from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
 from dlion.streams import stream
 from dlion.wire import Float32, Level, Sign, Sparse, Ternary, Wire
@@ -376,14 +377,17 @@ class SparseMean(Exchange):
                 row[:, 4:] = self._post_headers[i]
         told = self.channel.scatter(announce)
         self.headers = told[:, 0, 4:]
-        sizes = 8 * told[..., :4].contiguous().view(torch.int32).squeeze(-1).to(torch.int64)
+        counts = told[..., :4].contiguous().view(torch.int32).squeeze(-1).to(torch.int64)
+        if counts.numel() and not 0 <= counts.min() <= counts.max() <= self.slice:
+            raise TrainingFailed("a worker announced more entries than there are parameters")
+        sizes = 8 * counts
         return self.channel.scatter_ragged([parts for parts, _ in posts], sizes)
 
     def _combine(self, messages: list[Tensor]) -> tuple[Tensor, int]:
         """The packed answer about one slice, and its number of entries (-1: all of them)."""
         total = self._total.zero_()
         for message in messages:
-            indices, values = self.up.decode(message, message.numel() // 8)
+            indices, values = self._entries(self.up, message, message.numel() // 8)
             total[indices] += values  # no index occurs twice in one message
         total /= len(messages)
         indices = total.nonzero().squeeze(-1)
@@ -397,6 +401,12 @@ class SparseMean(Exchange):
             if count < 0:
                 row.copy_(self.dense.decode(answer, self.slice))
             else:
-                indices, values = self.down.decode(answer, count)
+                indices, values = self._entries(self.down, answer, count)
                 row[indices] = values
         return result.flatten()
+
+    def _entries(self, wire: Sparse, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        indices, values = wire.decode(packed, count)
+        if count and not 0 <= indices.min() <= indices.max() < self.slice:
+            raise TrainingFailed("a worker sent entries of parameters that there are not")
+        return indices, values

@@ -2,10 +2,15 @@
 
 import os
 import re
+import socket
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 @dataclass(frozen=True)
@@ -41,16 +46,22 @@ def detect() -> Place | None:
 
 
 def set_rendezvous(place: Place) -> None:
-    """Fill in MASTER_ADDR and MASTER_PORT where the launcher did not, and torchrun's names."""
+    """Fill in MASTER_ADDR and MASTER_PORT where the launcher did not, and torchrun's names.
+
+    What stays on one machine stays on loopback, unless GLOO_SOCKET_IFNAME names an interface.
+    """
     env = os.environ
     env["RANK"], env["WORLD_SIZE"] = str(place.rank), str(place.processes)
     env["LOCAL_RANK"] = str(place.local_rank)
+    one_node = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
     if place.source == "slurm":
+        one_node = env.get("SLURM_STEP_NUM_NODES", "1") == "1"
         # a port of the job's own: steps of several jobs may share a machine
         job = 100 * int(env.get("SLURM_JOB_ID", 0)) + int(env["SLURM_STEP_ID"])
         env.setdefault("MASTER_PORT", str(20000 + job % 20000))
-        one_node = env.get("SLURM_STEP_NUM_NODES", "1") == "1"
         env.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else _first_host())
+    if one_node:
+        env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 def restarted() -> bool:
@@ -63,7 +74,10 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
     """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
     env = os.environ
     where, rank, processes = env.get("DLION_RENDEZVOUS", "env://"), env["RANK"], env["WORLD_SIZE"]
-    store, *_ = next(dist.rendezvous(where, int(rank), int(processes)))
+    if where == "env://" and _is_host(env):
+        store = _loopback_store(env, timeout)
+    else:
+        store, *_ = next(dist.rendezvous(where, int(rank), int(processes)))
     # torchrun keeps its store for the next attempt, with the addresses of processes that died
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
@@ -72,6 +86,25 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
         rank=int(rank),
         world_size=int(processes),
         timeout=timedelta(seconds=timeout),
+    )
+
+
+def _is_host(env: Mapping[str, str]) -> bool:
+    """Whether this process serves the rendezvous, and for this machine alone."""
+    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return env["RANK"] == "0" and not served and env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
+
+
+def _loopback_store(env: Mapping[str, str], timeout: float) -> dist.TCPStore:
+    """As torch's own, which listens on all interfaces; the socket is the store's from now on."""
+    listener = socket.create_server(("127.0.0.1", int(env["MASTER_PORT"])), backlog=1024)
+    return dist.TCPStore(
+        "127.0.0.1",
+        int(env["MASTER_PORT"]),
+        int(env["WORLD_SIZE"]),
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
     )
 
 

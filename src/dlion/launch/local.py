@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed
+from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.training.notice import Notice
 
@@ -140,7 +141,7 @@ def _work(
         "LOCAL_RANK": str(rank),
         "DLION_RENDEZVOUS": f"file://{directory}/rendezvous",
         # everything stays on this machine
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
     }
     if network is not None:
         network.enter(rank)

@@ -1,7 +1,9 @@
 """Check a configuration and run it, here or as one of the processes that somebody started."""
 
+import json
 import os
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +11,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from dlion.errors import RunFailed
+from dlion.errors import RunFailed, TrainingFailed
 from dlion.launch.check import check, latest_checkpoint, resuming
 from dlion.launch.environment import detect, join_process_group, set_rendezvous
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
 from dlion.results.record import load_run
 from dlion.training import Job, train
+from dlion.training.checkpoint import identity
 from dlion.workers import Workers
 
 
@@ -62,10 +65,26 @@ def work(job: Job) -> float | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     join_process_group(job.backend, job.config.timeout)
     try:
+        _check_same(job)
         job = replace(job, output_dir=Path(_from_first(str(job.output_dir), job.device)))
         return train(job, Workers.current(job.local, timeout=job.config.timeout))
     finally:
         dist.destroy_process_group()
+
+
+def _check_same(job: Job) -> None:
+    """Whether all processes were told to do the same; messages would not fit otherwise."""
+    facts = {**identity(job.config, job.config.workers), "steps": job.steps}
+    digests = {key: zlib.crc32(json.dumps(value).encode()) for key, value in facts.items()}
+    own = torch.tensor(list(digests.values()), device=job.device)
+    first = own.clone()
+    dist.broadcast(first, 0)
+    odd = [key for key, same in zip(digests, (own == first).tolist(), strict=True) if not same]
+    if odd:
+        raise TrainingFailed(
+            f"process {dist.get_rank()} was started with another {', '.join(odd)} than process 0:"
+            " give all the same command"
+        )
 
 
 def _from_first(text: str, device: str) -> str:

@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,6 @@ class Checkpoint:
 
     directory: Path
     progress: Progress
-    files: dict[str, list[Any]] = field(repr=False)
 
 
 def identity(config: Any, workers: int) -> dict[str, Any]:
@@ -206,7 +205,7 @@ def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[
     for candidate in candidates:
         try:
             return _read(candidate, run), complaints
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError) as error:
             complaints.append(f"{candidate}: {error}")
     if complaints:
         raise UserError(
@@ -220,22 +219,25 @@ def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
     """Check a checkpoint, down to the last byte."""
     try:
         state = json.loads((directory / STATE).read_text("utf-8"))
-    except json.JSONDecodeError as error:
+        of, files = dict(state["run"]), {name: (*row,) for name, row in state["files"].items()}
+        progress = Progress(**state["progress"])
+        if not all(len(row) == 2 for row in files.values()) or progress.step < 1:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{STATE} is damaged") from error
-    if state["run"] != run:
-        odd = sorted(key for key in run if state["run"].get(key) != run[key])
+    if of != run:
+        odd = sorted(key for key in run if of.get(key) != run[key])
         raise ValueError(f"it is of another run, with another {', '.join(odd) or 'setting'}")
-    names = {COMMON, *(_name(worker) for worker in range(run["workers"]))}
-    if set(state["files"]) != names:
+    if set(files) != {COMMON, *(_name(worker) for worker in range(run["workers"]))}:
         raise ValueError("its list of files is not that of its workers")
-    for name, (size, digest) in state["files"].items():
+    for name, (size, digest) in files.items():
         file = directory / name
         if file.stat().st_size != size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes instead of {size}")
         with file.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
                 raise ValueError(f"{name} is damaged")
-    return Checkpoint(directory, Progress(**state["progress"]), state["files"])
+    return Checkpoint(directory, progress)
 
 
 def _directories(folder: Path) -> list[Path]:
