@@ -34,6 +34,9 @@ SMALL = {
     "cub_bits": (["optimizer.scale=l1", "seed=0"], 4),
     "cub_resnet": (["optimizer.bits=1,4", "seed=0"], 4),
     "cub_sync": (["optimizer.momentum_sync=0,exponential,1", "seed=0"], 3),
+    "vote_attack": (["faults.byzantine=2", "seed=0"], 3),
+    "vote_local": (["local_steps=1,4", "optimizer=dlion_avg", "seed=0"], 2),
+    "vote_noniid": (["optimizer=dlion_mavo", "seed=0"], 3),
 }
 FULL = {
     "dlion_cifar10": (["dataset.path={cifar10}", *TINY_VIT, "workers=4", "seed=42"], 7),
@@ -87,6 +90,17 @@ FULL = {
         ["dataset.path={cifar100}", "workers=2", "batch_size=4", "seed=0"],
         5,
     ),
+    **{
+        name: (
+            ["dataset.path={cifar10}", *TINY_VIT, "batch_size=4", "optimizer=dlion_mavo", *cut],
+            1,
+        )
+        for name, *cut in (
+            ("vote_attack", "faults.byzantine=2", "seed=0"),
+            ("vote_local", "local_steps=2", "seed=0"),
+            ("vote_noniid", "dataset.alpha=0.1", "seed=0"),
+        )
+    },
 }
 
 
