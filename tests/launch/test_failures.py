@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from dlion.errors import UserError
-from dlion.launch.network import check_possible
 from tests.runs import assert_all_gone, latest_step, record, start, wait_for_workers
 
 LONG = ["processes=4", "steps=100000"]
@@ -44,7 +42,7 @@ def test_a_killed_worker_is_named_and_ends_the_run(tmp_path):
     workers = wait_for_workers(run)
     assert len(workers) == 4
     os.kill(workers[2], signal.SIGKILL)
-    _, errors = run.communicate(timeout=10)
+    _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
     assert "error: process 2 was killed by SIGKILL" in errors
     assert_all_gone(workers)
@@ -57,7 +55,7 @@ def test_no_worker_outlives_the_launcher(tmp_path, how, code):
     run = start(*LONG, f"output_dir={tmp_path}")
     workers = wait_for_workers(run)
     run.send_signal(how)
-    _, errors = run.communicate(timeout=20)
+    _, errors = run.communicate(timeout=60)
     assert run.returncode == code
     assert "Traceback" not in errors
     assert_all_gone(workers)
@@ -116,28 +114,6 @@ def test_a_stopped_worker_is_named(tmp_path):
         "error: process 2 does not answer: it was stopped (SIGSTOP, or a debugger)"
     )
     assert "Traceback" not in errors
-    assert_all_gone(workers)
-
-
-def network_is_possible() -> bool:
-    try:
-        check_possible()
-    except UserError:
-        return False
-    return True
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(not network_is_possible(), reason="namespaces need Linux, root and iproute2")
-def test_a_link_that_is_cut_ends_the_run(tmp_path):
-    run = start(*LONG, "network=ethernet_100m", "workers=4", "timeout=3", f"output_dir={tmp_path}")
-    workers = wait_for_workers(run)
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
-    switch = next(name for name in names if name.startswith(f"dlion-{run.pid}-") and "sw" in name)
-    subprocess.run(["ip", "-n", switch, "link", "set", "port2", "down"], check=True)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 1
-    assert "one of them hangs, or a link is cut" in errors.splitlines()[-1]
     assert_all_gone(workers)
 
 

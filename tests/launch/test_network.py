@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from dlion.launch.network import Network, check_possible
 from dlion.optim import DLion
 from dlion.units import parse_rate
 from tests.conftest import ROOT
+from tests.runs import assert_all_gone, start, wait_for_workers
 
 able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(
@@ -41,7 +43,7 @@ def interfaces() -> str:
 @pytest.mark.netns
 @needs_root
 def test_a_run_over_ethernet_gives_the_same_bits(train_py, tmp_path):
-    before = interfaces()
+    before, others = interfaces(), set(namespaces())
     summaries = {}
     for network in ("none", "ethernet_100m"):
         directory = tmp_path / network
@@ -53,7 +55,7 @@ def test_a_run_over_ethernet_gives_the_same_bits(train_py, tmp_path):
     assert ethernet["parameters_sha256"] == plain["parameters_sha256"]
     assert plain["nic_bytes"] is None
     assert ethernet["nic_bytes"] > 8 * ethernet["sent_bytes_per_step"]
-    assert not namespaces() and interfaces() == before
+    assert not set(namespaces()) - others and interfaces() == before
 
 
 def _count(path: Path) -> None:
@@ -97,7 +99,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path):
     for line in launcher.stdout:
         if line.startswith("output"):
             break
-    left = set(namespaces())
+    left = {name for name in namespaces() if name.startswith(f"dlion-{launcher.pid}-")}
     assert len(left) == 5
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
@@ -105,7 +107,20 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path):
     time.sleep(0.5)
     with Network(1, parse_rate("1gbit")):
         assert not left & set(namespaces())
-    assert not namespaces()
+
+
+@pytest.mark.netns
+@needs_root
+def test_a_link_that_is_cut_ends_the_run(tmp_path):
+    settings = ["processes=4", "workers=4", "steps=100000", "timeout=3"]
+    run = start(*settings, "network=ethernet_100m", f"output_dir={tmp_path}")
+    workers = wait_for_workers(run)
+    (switch,) = (n for n in namespaces() if re.fullmatch(rf"dlion-{run.pid}-\d+-switch", n))
+    subprocess.run(["ip", "-n", switch, "link", "set", "port2", "down"], check=True)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "one of them hangs, or a link is cut" in errors.splitlines()[-1]
+    assert_all_gone(workers)
 
 
 def test_rates():
