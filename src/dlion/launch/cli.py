@@ -235,4 +235,5 @@ def _job_failure(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else str(error.__cause__ or type(error).__name__)
