@@ -7,6 +7,7 @@ import pytest
 import torch
 from lion_pytorch import Lion
 
+from dlion.errors import TrainingFailed
 from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
 from dlion.workers import Workers
 
@@ -371,3 +372,64 @@ def test_step_before_collect_says_who_is_missing():
     optimizer = DLion(net().parameters(), workers=Workers(local=2))
     with pytest.raises(RuntimeError, match=r"virtual workers \[0, 1\]"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), ALL, ids=IDS)
+def test_the_absent_keep_their_state_and_are_not_heard(cls, kwargs):
+    """Steps with two of four workers are steps of those two alone."""
+    some, pair = net(), net()
+    four = cls(some.parameters(), lr=1e-2, workers=Workers(local=4), **kwargs)
+    two = cls(pair.parameters(), lr=1e-2, workers=Workers(local=2), **kwargs)
+    for t in range(4):
+        four.attend([1, 3])
+        for optimizer, model, ids in ((four, some, (1, 3)), (two, pair, (0, 1))):
+            for place, i in enumerate(ids):
+                loss_of(model, *samples(10 * t + place)).backward()
+                optimizer.collect(i)
+            optimizer.step()
+    if cls is not TernGrad:  # whose coins are each worker's own
+        torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
+    for rows in four.buckets[0].own.values():
+        assert rows[1].any() or kwargs.get("momentum_sync")
+        assert not rows[0].any() or kwargs.get("momentum_sync")
+
+
+def test_attendance_that_cannot_be():
+    model = net()
+    optimizer = DLion(model.parameters(), workers=Workers(local=2))
+    for wrong in ([], [2], [-1]):
+        with pytest.raises(ValueError, match="give at least one of the 2 workers"):
+            optimizer.attend(wrong)
+    optimizer.attend([1])
+    loss_of(model, *samples()).backward()
+    with pytest.raises(RuntimeError, match="worker 0 does not take part"):
+        optimizer.collect(0)
+    optimizer.collect(1)
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        optimizer.attend(None)
+    optimizer.step()
+    optimizer.attend(None)
+
+
+@pytest.mark.parametrize("cls", [DLion, GLion, GradDrop])
+def test_gradients_that_are_not_finite(cls):
+    model = net()
+    with pytest.raises(ValueError, match="nonfinite=never is unknown"):
+        cls(model.parameters(), nonfinite="never")
+    optimizer = cls(model.named_parameters(), lr=1e-2, nonfinite="skip", workers=Workers(local=2))
+    for i in range(2):
+        loss_of(model, *samples(i)).backward()
+        if i == 1:
+            model[0].weight.grad[3, 3] = math.inf
+        optimizer.collect(i)
+    optimizer.step()
+    assert optimizer.skipped == 1 and flat(model).isfinite().all()
+    optimizer.nonfinite = "stop"
+    before = flat(model)
+    for i in range(2):
+        loss_of(model, *samples(i)).backward()
+        model[0].weight.grad[3, 3] = math.nan
+        optimizer.collect(i)
+    with pytest.raises(TrainingFailed, match=r"the gradient of 0.weight is not finite on worker 0"):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
