@@ -110,14 +110,14 @@ class Bucket:
         """Which parameters have a gradient."""
         return tuple(tensor.grad is not None for tensor in self.tensors)
 
-    def extremes(self) -> Tensor:
-        """Smallest and largest entry of each gradient, ``[T, 2]``, 0 where there is none."""
-        nothing = torch.zeros(2, device=self.device)
-        rows = [
-            nothing if grad is None or not grad.numel() else torch.stack(dense(grad).aminmax())
-            for grad in (tensor.grad for tensor in self.tensors)
-        ]
-        return torch.stack([row.to(torch.float32) for row in rows])
+    def norms(self) -> Tensor:
+        """The norm of each gradient, ``[T]``, 0 where there is none."""
+        norms = torch.zeros(len(self.tensors), device=self.device)
+        there = [i for i, tensor in enumerate(self.tensors) if tensor.grad is not None]
+        if there:
+            found = torch._foreach_norm([dense(self.tensors[i].grad) for i in there])
+            norms[there] = torch.stack(found).to(torch.float32)
+        return norms
 
     @property
     def header_bytes(self) -> int:

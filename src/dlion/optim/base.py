@@ -66,9 +66,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
             one bucket a group.
-        nonfinite: what to do about a gradient with NaN or infinite entries. ``stop`` raises
-            TrainingFailed on that worker before anything is updated; ``skip`` treats the parameter
-            as one without a gradient there, in that step; None sends it as it is.
+        nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
+            raises TrainingFailed on that worker before anything is updated; ``skip`` treats it as
+            a parameter without a gradient there, in that step; None sends the gradient as it is.
 
     Attributes:
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
@@ -116,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self.flag = self.flagged = False
         self._flags: list[bool] = []  # of each bucket
-        self._extremes: list[dict[int, Tensor]] = []  # of each bucket and worker, to be looked at
+        self._norms: list[dict[int, Tensor]] = []  # of each bucket and worker, to be looked at
         super().__init__(params, {**defaults, "steps": 0})
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
 
@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._exchanges.append(exchange)
         self._missing.append([])
         self._flags.append(False)
-        self._extremes.append({})
+        self._norms.append({})
         self._waiting.append(_trainable(bucket))
         self._publish_state(bucket)
 
@@ -318,12 +318,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _look_at(self, place: int, i: int) -> None:
         """Drop gradients that are not finite, or measure them for :meth:`_check_finite`."""
         bucket = self.buckets[place]
-        extremes = bucket.extremes()
+        norms = bucket.norms()
         if self.nonfinite == "stop":
-            self._extremes[place][i] = extremes
+            self._norms[place][i] = norms
             return
-        finite = extremes.isfinite().all(1).tolist()
-        for tensor, good in zip(bucket.tensors, finite, strict=True):
+        for tensor, good in zip(bucket.tensors, norms.isfinite().tolist(), strict=True):
             if not good:
                 tensor.grad = None
                 self._skipping.add(i)
@@ -331,16 +330,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _check_finite(self, place: int) -> None:
         """Raise what was seen in gradients; late, as looking makes a GPU's host wait."""
         bucket = self.buckets[place]
-        for i, extremes in self._extremes[place].items():
-            if not extremes.isfinite().all():
-                index = int((~extremes.isfinite().all(1)).nonzero()[0])
+        for i, norms in self._norms[place].items():
+            if not norms.isfinite().all():
+                index = int((~norms.isfinite()).nonzero()[0])
                 name = bucket.names[index] or f"parameter {index} of bucket {place}"
                 raise TrainingFailed(
                     f"the gradient of {name} is not finite on worker {self.workers.ids[i]} in step"
                     f" {bucket.group['steps'] + 1}: lower the learning rate, or leave such"
                     " gradients out with nonfinite=skip"
                 )
-        self._extremes[place].clear()
+        self._norms[place].clear()
 
     def _send(self) -> None:
         """Send the messages of the next bucket."""
