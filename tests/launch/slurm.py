@@ -111,7 +111,7 @@ def _configuration(folder: Path, nodes: int, cpus: int, munge: Path, ports: list
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
-        "AuthInfo": f"socket={munge}",
+        "AuthInfo": f"socket={munge},cred_expire=5",  # seconds; a requeued job waits for it
         "StateSaveLocation": folder / "state",
         "SlurmdSpoolDir": folder / "spool.%n",
         "SlurmctldPidFile": folder / "run" / "slurmctld.pid",

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
-from dlion.errors import RunFailed
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.runner import work
@@ -119,20 +118,6 @@ def test_who_is_absent_sends_less(runs):
     for method in METHODS:
         all_of_them, some = (runs[name, 1][0] for name in (method, f"{method}-hard"))
         assert some["sent_bytes_per_step"] < all_of_them["sent_bytes_per_step"]
-
-
-def _diverge(data, directory) -> None:
-    import os
-
-    job = _job("dlion_mavo", 2, data, directory)
-    if os.environ["RANK"] == "1":
-        job.config.optimizer.lr = 0.5
-    work(job)
-
-
-def test_replicas_that_drift_apart_are_named(tmp_path):
-    with pytest.raises(RunFailed, match="process 1 holds other parameters than process 0"):
-        run_processes(2, _diverge, digits(), tmp_path)
 
 
 def test_text_runs_report_a_loss_only(tmp_path):

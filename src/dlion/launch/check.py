@@ -15,6 +15,7 @@ from dlion.data import Data, Sharding
 from dlion.errors import UserError
 from dlion.launch.environment import Place, restarted
 from dlion.launch.network import check_possible
+from dlion.optim.base import NONFINITE
 from dlion.results.record import holds_run
 from dlion.training.byzantine import ATTACKS
 from dlion.training.checkpoint import Checkpoint, find, identity
@@ -153,6 +154,10 @@ def check_numbers(config: DictConfig) -> None:
     if config.box and not config.optimizer.get("weight_decay"):
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
+        )
+    if config.nonfinite not in (None, *NONFINITE):
+        raise UserError(
+            f"nonfinite={config.nonfinite} is unknown: choose {', '.join(NONFINITE)} or null"
         )
     if config.precision not in PRECISIONS:
         raise UserError(f"precision={config.precision} is unknown: choose {', '.join(PRECISIONS)}")
