@@ -9,6 +9,11 @@ import numpy as np
 from dlion.errors import UserError
 from dlion.results.record import Run
 
+_SETTINGS = (
+    *("workers", "batch_size", "steps", "epochs", "precision", "participation", "local_steps"),
+    *("local_lr", "nonfinite"),
+)
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -114,9 +119,7 @@ def make_curves(runs: list[Run], metric: str) -> list[Curve]:
         told = {
             k: setting[k] for k in sorted(varying) if len(values_of[method, k]) > 1 and k in setting
         }
-        label = " ".join(
-            [method, *(f"{k.removeprefix('optimizer.')}={v}" for k, v in told.items())]
-        )
+        label = " ".join([method, *(f"{k.rpartition('.')[2]}={v}" for k, v in told.items())])
         groups[label].append(run)
     return [_curve(label, group, metric) for label, group in sorted(groups.items())]
 
@@ -125,9 +128,13 @@ def _settings(run: Run) -> dict[str, Any]:
     """What may tell runs apart, flat; not the seed."""
     config = run.config or {}
     found = {f"optimizer.{k}": v for k, v in config.get("optimizer", {}).items()}
+    for group in ("model", "dataset", "schedule", "faults"):
+        for key, value in (config.get(group) or {}).items():
+            if key not in ("name", "path", "loaders") and not isinstance(value, dict):
+                found[f"{group}.{key}"] = value
     for group in ("model", "dataset"):
         found[group] = config.get(group, {}).get("name")
-    for key in ("workers", "batch_size", "steps", "epochs"):
+    for key in _SETTINGS:
         found[key] = config.get(key)
     if run.summary is not None:
         found["optimizer.name"] = run.summary["optimizer"]

@@ -139,7 +139,7 @@ def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
                 known = sorted(set().union(*(c.settings for c in curves)))
                 raise UserError(f"--x={x}: choose step, {', '.join(known)}")
             words = curve.label.split()
-            key = f"{x.removeprefix('optimizer.')}="
+            key = f"{x.rpartition('.')[2]}="
             lines[" ".join(word for word in words if not word.startswith(key))].append(curve)
         spare = iter(_OTHERS * len(lines))
         values = sorted({_place(curve.settings[x]) for curve in curves})
