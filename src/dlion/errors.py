@@ -13,7 +13,7 @@ class RunFailed(RuntimeError):
     """A run that started and did not finish; the message names the process and its error."""
 
 
-class TrainingFailed(RuntimeError):
+class TrainingFailed(RunFailed):
     """Training that must not go on; one sentence says why, the place in the code says nothing."""
 
 

@@ -3,6 +3,7 @@
 If it fails instead, failure.txt says why.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -53,9 +54,10 @@ class RunRecord:
 
 def record_failure(directory: Path, reason: str) -> None:
     """Note why a run failed, if nobody has (of several processes, the first knows best)."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / FAILURE).exists():
-        write_atomically(directory / FAILURE, reason.strip() + "\n")
+    with contextlib.suppress(OSError):  # a full disk, which is then the reason
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / FAILURE).exists():
+            write_atomically(directory / FAILURE, reason.strip() + "\n")
 
 
 @dataclass(frozen=True)

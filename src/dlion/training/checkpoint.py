@@ -17,9 +17,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -100,7 +101,6 @@ class Checkpoints:
     ):
         self.directory, self.run, self.keep = directory / FOLDER, run, keep
         self.optimizer, self.more, self.control = optimizer, more, control
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         if control.workers.rank == 0:
             for begun in self.directory.glob("step-*.part"):  # by a process that died
@@ -127,7 +127,9 @@ class Checkpoints:
             file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
             for file, tensors in files.items()
         }
-        self._written = self._writer.submit(self._write, progress, copies)
+        self._written = written = Future()
+        # a process that fails does not wait for it: others' parts may never come
+        Thread(target=_run, args=(written, self._write, progress, copies), daemon=True).start()
 
     def look(self) -> None:
         """Raise what went wrong in writing, without waiting for it."""
@@ -257,6 +259,13 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())
     write_atomically(file.with_name(f"{file.name}.json"), json.dumps([file.stat().st_size, digest]))
+
+
+def _run(result: Future[None], work: Callable[..., None], *args: Any) -> None:
+    try:
+        result.set_result(work(*args))
+    except BaseException as error:
+        result.set_exception(error)
 
 
 def _sync(directory: Path) -> None:
