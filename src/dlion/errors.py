@@ -12,6 +12,11 @@ class UserError(ValueError):
 class RunFailed(RuntimeError):
     """A run that started and did not finish; the message names the process and its error."""
 
+    def __init__(self, reason: str, leaving: bool = False):
+        """``leaving``: it had been told to leave, and is not to be started again."""
+        self.leaving = leaving
+        super().__init__(reason)
+
 
 class TrainingFailed(RunFailed):
     """Training that must not go on; one sentence says why, the place in the code says nothing."""

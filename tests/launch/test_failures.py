@@ -90,8 +90,8 @@ def test_torchrun_starts_again_from_the_checkpoint(tmp_path):
 def test_told_to_leave_a_run_saves_and_goes_on_later(tmp_path):
     settings = ["dataset=digits", "workers=4", "steps=300", "eval_every=10"]
     run = start(*settings, "processes=2", f"output_dir={tmp_path / 'cut'}")
-    wait_for_workers(run)
-    run.terminate()
+    for pid in (*wait_for_workers(run), run.pid):  # as a scheduler does, to all of a group
+        os.kill(pid, signal.SIGTERM)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 75
     step = latest_step(tmp_path / "cut")

@@ -10,6 +10,7 @@ answer does not depend on how workers are spread over processes.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -180,8 +181,9 @@ class LevelSum(DirectSend):
 
     ``weighted`` (two levels, answer ``sign``, not ``zero``) weighs each worker's votes by the log
     odds that it agrees with the outcome: ``log(p / (1 - p))``, at least 0, of its running agreement
-    p (over about 100 steps; the owner of a slice keeps it for that slice, so nothing more travels).
-    It is the optimal rule for independent voters of known competence (Nitzan and Paroush 1982).
+    p, over about 100 steps and the parameters (``spans``) in a slice. The owner of a slice keeps it
+    for that slice, so nothing more travels. It is the optimal rule for independent voters of known
+    competence (Nitzan and Paroush 1982).
     """
 
     def __init__(
@@ -193,6 +195,7 @@ class LevelSum(DirectSend):
         ties: str = "previous",
         seed: int = 0,
         weighted: bool = False,
+        spans: Sequence[tuple[int, int]] | None = None,
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -205,6 +208,10 @@ class LevelSum(DirectSend):
         if answer == "sign" and ties == "previous":
             self.state["previous"] = self._masks.new_full((k, self.words), -1)
         if weighted:
+            real = torch.zeros(self.numel, device=device)
+            for start, stop in spans or [(0, numel)]:
+                real[start:stop] = 1  # the gaps between parameters are nobody's opinion
+            self._real = real.view(n, self.slice)[list(channel.workers.ids)]
             self.state["agreement"] = torch.full((k, n), AGREEMENT, device=device)
 
     @property
@@ -254,7 +261,10 @@ class LevelSum(DirectSend):
         )
         self._decide(positive, tie, j, step, answer)
         outcome = self.up.decode(answer, self.slice).mul(2.0).sub_(1)
-        agreed = (votes == outcome).to(torch.float32).mean(1)
+        real = self._real[j]
+        if not real.any():
+            return
+        agreed = (votes == outcome).to(torch.float32) @ real / real.sum()
         agreement[self.channel.speakers] = agreement[self.channel.speakers].lerp(agreed, 0.01)
 
     def _decide(self, positive: Tensor, tie: Tensor, j: int, step: int, answer: Tensor) -> None:

@@ -84,16 +84,18 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
 
 def check_output(config: DictConfig, output_dir: Path) -> None:
     """Refuse to write over another run."""
-    if resuming(config) != "auto" and holds_run(output_dir):
+    if resuming(config, output_dir) != "auto" and holds_run(output_dir):
         raise UserError(
             f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
             " resume=auto to go on with it"
         )
 
 
-def resuming(config: DictConfig) -> str | None:
+def resuming(config: DictConfig, output_dir: Path) -> str | None:
     """``resume``; what SLURM or torchrun has started anew goes on by itself."""
-    return config.resume or ("auto" if restarted() else None)
+    if restarted() and (config.resume is None or holds_run(output_dir)):
+        return "auto"
+    return config.resume
 
 
 def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
@@ -105,7 +107,7 @@ def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
 
 
 def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
-    where = resuming(config)
+    where = resuming(config, output_dir)
     if where is None:
         return None
     found = latest_checkpoint(config, output_dir if where == "auto" else Path(where).expanduser())

@@ -77,7 +77,9 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
     if where == "env://" and _is_host(env):
         store = _loopback_store(env, timeout)
     else:
-        store, *_ = next(dist.rendezvous(where, int(rank), int(processes)))
+        limit = timedelta(seconds=timeout)
+        store, *_ = next(dist.rendezvous(where, int(rank), int(processes), timeout=limit))
+    store.set_timeout(timedelta(seconds=timeout))
     # torchrun keeps its store for the next attempt, with the addresses of processes that died
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(

@@ -29,12 +29,12 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
-from dlion.training.notice import Notice
+from dlion.training.notice import SIGNALS, Notice
 
 # seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # tells of every kill
-_TIMED_OUT = re.compile("timed out|operation timeout", re.IGNORECASE)
+_LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.IGNORECASE)
 
 
 def run_processes(
@@ -51,6 +51,7 @@ def run_processes(
         KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all are ended.
     """
     with Notice() as notice, tempfile.TemporaryDirectory(prefix="dlion-") as directory:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         context = start_processes(
             _work,
             args=(os.getpid(), processes, Path(directory), network, work, args),
@@ -58,24 +59,33 @@ def run_processes(
             join=False,
             start_method="fork" if sys.platform == "linux" else "spawn",
         )
-        notice.tell = lambda _: [process.terminate() for process in context.processes]
-        if notice.came is not None:
-            notice.tell(notice.came)
+        told: list[int] = []
+
+        def tell(number: int) -> None:
+            if number in told:  # whoever says it twice does not want to wait
+                raise KeyboardInterrupt
+            told.append(number)
+            for process in context.processes:
+                process.terminate()
+
+        notice.tell = tell
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             ended, stopped = False, []
             while not ended:
                 connection.wait(context.sentinels.keys())
                 stopped = [i for i, p in enumerate(context.processes) if _is_stopped(p.pid)]
                 ended = context.join(grace_period=0)  # after a failure nobody else can do more
         except ProcessRaisedException as error:
-            raise RunFailed(_reason(error, stopped)) from None
+            raise RunFailed(_reason(error, stopped), notice.came is not None) from None
         except ProcessExitedException as error:
             if error.signal_name == "SIGINT":  # Ctrl-C reaches the workers too
                 raise KeyboardInterrupt from None
             if error.signal_name == "SIGTERM" and notice.came is not None:
                 raise Stopped(None, notice.came) from None  # it had not begun to train
             how = f"was killed by {error.signal_name}" if error.signal_name else "ended early"
-            raise RunFailed(f"process {error.error_index} {how}") from None
+            how = f"process {error.error_index} {how}"
+            raise RunFailed(how, notice.came is not None) from None
         finally:
             for process in context.processes:
                 process.kill()
@@ -89,11 +99,11 @@ def run_processes(
 def _reason(error: ProcessRaisedException, stopped: list[int]) -> str:
     """Why a run failed, in one sentence: a process that waited is not the one to blame."""
     reason = str(error).strip().splitlines()[-1].removeprefix("dlion.errors.TrainingFailed: ")
-    if _TIMED_OUT.search(reason) and stopped:
+    if _LOST.search(reason) and stopped:
         return f"process {stopped[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
-    if _TIMED_OUT.search(reason):
+    if _LOST.search(reason):  # one that has died is the first that the launcher hears of
         reason = (
-            "it has not heard from the others for so many seconds as timeout= says: one of them"
+            "it has lost the others, who are still there: for longer than timeout= one of them"
             f" hangs, or a link is cut ({reason})"
         )
     return f"process {error.error_index} failed: {reason}"
@@ -134,6 +144,7 @@ def _work(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # a whole SLURM step may get them
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _die_with(parent)
     os.environ |= {
         "RANK": str(rank),
@@ -160,8 +171,7 @@ def report_failure(work: Callable[..., Any], *args: Any) -> Any:
     except Stopped:
         raise
     except Exception as error:
-        lost = isinstance(error, dist.DistBackendError) or "Connection" in str(error)
-        if lost or _TIMED_OUT.search(str(error)):
+        if isinstance(error, dist.DistBackendError) or _LOST.search(str(error)):
             time.sleep(PATIENCE)
         elif not isinstance(error, TrainingFailed):
             print(f"process {os.environ['RANK']}:", file=sys.stderr)

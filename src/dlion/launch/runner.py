@@ -32,10 +32,9 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     """
     place = detect()
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
-    done = load_run(output_dir).summary if resuming(config) == "auto" else None
-    if done is not None:
+    if resuming(config, output_dir) == "auto" and (done := _result(output_dir)) is not None:
         print(f"{output_dir} is finished; nothing is left to do")
-        return done["test_loss"] if done["test_accuracy"] is None else done["test_accuracy"]
+        return done
     job = check(config, output_dir, place)
     if place is not None:
         set_rendezvous(place)
@@ -44,11 +43,21 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
         try:
             return _run(job)
         except RunFailed as error:
-            if attempt == config.max_restarts:
+            if (done := _result(output_dir)) is not None:  # all that failed was to hang up
+                return done
+            if attempt == config.max_restarts or error.leaving:
                 raise
             print(f"{error}; restart {attempt + 1} of {config.max_restarts}", file=sys.stderr)
             job = replace(job, resume=latest_checkpoint(config, output_dir) or job.resume)
     raise AssertionError
+
+
+def _result(output_dir: Path) -> float | None:
+    """Of a run that is finished."""
+    done = load_run(output_dir).summary
+    if done is None:
+        return None
+    return done["test_loss"] if done["test_accuracy"] is None else done["test_accuracy"]
 
 
 def _run(job: Job) -> float | None:

@@ -67,12 +67,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
             one bucket a group.
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
-            raises TrainingFailed on that worker before anything is updated; ``skip`` treats it as
-            a parameter without a gradient there, in that step; None sends the gradient as it is.
+            raises TrainingFailed on that worker before the parameters of that bucket are updated
+            (state may hold the gradient by then: go on from a checkpoint only); ``skip`` treats it
+            as a parameter without a gradient there, in that step; None sends it as it is.
 
     Attributes:
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
-            messages; after a step in which any process had it set, ``flagged`` is true on all.
+            messages; after a step in which any process whose workers take part had it set,
+            ``flagged`` is true on all.
         skipped: steps of local workers in which a gradient was skipped.
 
     Subclasses fill in the method: the names of their state, the exchange, what a worker says and
@@ -196,9 +198,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def attend(self, speakers: Sequence[int] | None) -> None:
         """Which workers take part from the next step on, ascending; None: all.
 
-        The others send nothing, their state stays as it is, and they are not to be collected; they
-        get the answer like all, and what they own of the exchange they do. All processes must name
-        the same workers.
+        The others say nothing, their state stays as it is, and they are not to be collected; they
+        get the answer like all, and what they own of the exchange they do (under TernGrad they
+        also say 4 bytes a parameter tensor). All processes must name the same workers.
 
         Raises:
             ValueError: if there are none, or unknown ones.

@@ -133,9 +133,9 @@ class LionCub(LevelOptimizer):
         for i, row in enumerate(rows):
             message = torch.cat([row[start:stop] for start, stop in spans])
             exchange.post(i, torch.nn.functional.pad(message, (0, exchange.numel - len(message))))
-        mean, offset = exchange(step), 0
+        mean, offset, here = exchange(step), 0, self.channel.local_speakers
         for start, stop in spans:
-            rows[:, start:stop] = mean[offset : offset + stop - start]
+            rows[here, start:stop] = mean[offset : offset + stop - start]
             offset += stop - start
 
     def _synchronised(self, bucket: Bucket) -> list[tuple[int, int]]:

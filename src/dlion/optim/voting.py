@@ -58,6 +58,7 @@ class LevelOptimizer(DistributedOptimizer):
             answer=self.answer,
             ties=self.ties,
             weighted=self.weighted,
+            spans=bucket.spans,
             seed=stream_seed(self.seed, "exchange", len(self.buckets)),
             header_bytes=bucket.header_bytes,
             device=bucket.device,

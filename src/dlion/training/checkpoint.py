@@ -87,6 +87,7 @@ class Checkpoints:
         directory: of the run.
         run: its :func:`identity`.
         keep: how many to keep, the latest ones.
+        timeout: seconds that process 0 waits for the other processes' parts.
         more: state of local worker i besides the optimizer's, as views by name.
     """
 
@@ -98,9 +99,11 @@ class Checkpoints:
         optimizer: DistributedOptimizer,
         more: Callable[[int], dict[str, Tensor]],
         control: Channel,
+        timeout: float,
     ):
         self.directory, self.run, self.keep = directory / FOLDER, run, keep
         self.optimizer, self.more, self.control = optimizer, more, control
+        self.timeout = timeout
         self._written: Future[None] | None = None
         if control.workers.rank == 0:
             for begun in self.directory.glob("step-*.part"):  # by a process that died
@@ -152,7 +155,8 @@ class Checkpoints:
             if COMMON in files:
                 self._complete(part, final, progress)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(part, ignore_errors=True)
+            if COMMON in files:
+                shutil.rmtree(part, ignore_errors=True)
             raise TrainingFailed(
                 f"the checkpoint of step {progress.step} could not be written ({error}); those"
                 " before it are whole: mend that, and the same command with resume=auto goes on"
@@ -160,10 +164,14 @@ class Checkpoints:
 
     def _complete(self, part: Path, final: Path, progress: Progress) -> None:
         """When all workers' files are there: list them, and give the directory its name."""
-        files = {}
+        files, until = {}, time.monotonic() + self.timeout
         for name in (COMMON, *map(_name, range(self.control.workers.count))):
             receipt = part / f"{name}.json"
             while not receipt.exists():
+                if time.monotonic() > until:
+                    raise OSError(
+                        f"{name} did not come in {self.timeout} s; do all processes see {part}?"
+                    )
                 time.sleep(0.005)
             files[name] = json.loads(receipt.read_text("utf-8"))
             receipt.unlink()

@@ -82,13 +82,14 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
         optimizer,
         lambda i: virtual.state(i) | byzantine.state(i),
         control,
+        config.timeout,
     )
     begun, losses = Progress(), torch.zeros(workers.local, dtype=torch.float64)
     if job.resume is not None:
         begun, losses = checkpoints.load(job.resume)
         set_step(schedule, begun.step)
-    optimizer.flag = notice.came is not None
     notice.tell = lambda _: setattr(optimizer, "flag", True)  # all are told with the next messages
+    optimizer.flag |= notice.came is not None
     timer = optimizer.channel.timer
     timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived

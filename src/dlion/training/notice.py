@@ -10,15 +10,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Notice:
-    """While entered, the first of :data:`SIGNALS` is noted instead of ending this process.
+    """While entered, :data:`SIGNALS` are noted instead of ending this process.
 
-    The second is KeyboardInterrupt: whoever sends it does not want to wait.
+    They may come more than once: from the scheduler to all processes, and from the launcher.
 
     Args:
-        tell: called with the first.
+        tell: called with each.
 
     Attributes:
-        came: the signal, or None.
+        came: the first, or None.
     """
 
     def __init__(self, tell: Callable[[int], Any] = lambda _: None):
@@ -34,9 +34,5 @@ class Notice:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.came is not None:
-            if number == self.came:
-                raise KeyboardInterrupt
-            return
-        self.came = number
+        self.came = self.came or number
         self.tell(number)
