@@ -1,7 +1,6 @@
 """Images that stay in their files and are decoded by helper processes: ImageNet and its like."""
 
 import io
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,17 +89,7 @@ class ImageFiles(Images):
             persistent_workers=self.loaders > 0,
             timeout=_PATIENCE if self.loaders else 0,
             pin_memory=device == "cuda",
-            worker_init_fn=_outlive_a_notice,
         )
-
-
-def _outlive_a_notice(_: int) -> None:
-    """A scheduler's SIGTERM goes to helpers too, which their process needs for one step more."""
-
-    def note(number: int, _: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, note)
 
 
 class _Training(Dataset):
