@@ -29,7 +29,6 @@ class Exchange(ABC):
     """Messages of the local workers in, one combined answer out.
 
     Attributes:
-        voices: how many workers spoke last, at first n.
         up, down: the wires towards the owner of a slice and back.
         numel: parameters per slice times n, at least the number asked for: what messages must hold.
         slice: parameters owned by one worker.
@@ -39,7 +38,7 @@ class Exchange(ABC):
     """
 
     def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
-        n = self.voices = channel.workers.count
+        n = channel.workers.count
         self.channel, self.header_bytes = channel, header_bytes
         self.up, self.down = self.wires(n)
         self.slice = -(-numel // (n * self.up.group)) * self.up.group
@@ -78,7 +77,10 @@ class Exchange(ABC):
 class DirectSend(Exchange):
     """The exchange of fixed-size messages; subclasses say how an owner combines them.
 
-    All buffers are made once, on ``device``.
+    Buffers are made once, on ``device``; those of the answers anew where their wire changes.
+
+    Attributes:
+        voices: how many workers spoke last, at first n.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class DirectSend(Exchange):
     ) -> None:
         super().__init__(channel, numel, header_bytes)
         w = channel.workers
+        self.voices = w.count
         k, n, row = w.local, w.count, self.up.nbytes(self.slice) + header_bytes
 
         def make(*shape: int) -> Tensor:

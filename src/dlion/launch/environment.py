@@ -74,12 +74,12 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
     """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
     env = os.environ
     where, rank, processes = env.get("DLION_RENDEZVOUS", "env://"), env["RANK"], env["WORLD_SIZE"]
+    limit = timedelta(seconds=timeout)
     if where == "env://" and _is_host(env):
-        store = _loopback_store(env, timeout)
+        store = _loopback_store(env, limit)
     else:
-        limit = timedelta(seconds=timeout)
         store, *_ = next(dist.rendezvous(where, int(rank), int(processes), timeout=limit))
-    store.set_timeout(timedelta(seconds=timeout))
+    store.set_timeout(limit)
     # torchrun keeps its store for the next attempt, with the addresses of processes that died
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
@@ -87,7 +87,7 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
         store=dist.PrefixStore(f"attempt-{attempt}", store),
         rank=int(rank),
         world_size=int(processes),
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
     )
 
 
@@ -97,7 +97,7 @@ def _is_host(env: Mapping[str, str]) -> bool:
     return env["RANK"] == "0" and not served and env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
 
 
-def _loopback_store(env: Mapping[str, str], timeout: float) -> dist.TCPStore:
+def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
     """As torch's own, which listens on all interfaces; the socket is the store's from now on."""
     listener = socket.create_server(("127.0.0.1", int(env["MASTER_PORT"])), backlog=1024)
     return dist.TCPStore(
@@ -105,7 +105,7 @@ def _loopback_store(env: Mapping[str, str], timeout: float) -> dist.TCPStore:
         int(env["MASTER_PORT"]),
         int(env["WORLD_SIZE"]),
         is_master=True,
-        timeout=timedelta(seconds=timeout),
+        timeout=timeout,
         master_listen_fd=listener.detach(),
     )
 

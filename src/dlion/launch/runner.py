@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +74,7 @@ def work(job: Job) -> float | None:
     join_process_group(job.backend, job.config.timeout)
     try:
         _check_same(job)
+        # a directory named after the time may be another one elsewhere
         job = replace(job, output_dir=Path(_from_first(str(job.output_dir), job.device)))
         return train(job, Workers.current(job.local, timeout=job.config.timeout))
     finally:
@@ -84,11 +84,8 @@ def work(job: Job) -> float | None:
 def _check_same(job: Job) -> None:
     """Whether all processes were told to do the same; messages would not fit otherwise."""
     facts = {**identity(job.config, job.config.workers), "steps": job.steps}
-    digests = {key: zlib.crc32(json.dumps(value).encode()) for key, value in facts.items()}
-    own = torch.tensor(list(digests.values()), device=job.device)
-    first = own.clone()
-    dist.broadcast(first, 0)
-    odd = [key for key, same in zip(digests, (own == first).tolist(), strict=True) if not same]
+    first = json.loads(_from_first(json.dumps(facts), job.device))
+    odd = [key for key, value in facts.items() if first.get(key) != value]
     if odd:
         raise TrainingFailed(
             f"process {dist.get_rank()} was started with another {', '.join(odd)} than process 0:"
@@ -97,7 +94,7 @@ def _check_same(job: Job) -> None:
 
 
 def _from_first(text: str, device: str) -> str:
-    """What process 0 gives: a directory named after the time may be another one elsewhere."""
+    """What process 0 gives."""
     size = torch.tensor([len(text.encode())], device=device)
     dist.broadcast(size, 0)
     content = torch.zeros(int(size), dtype=torch.uint8)

@@ -179,14 +179,14 @@ class _Pass(NamedTuple):
 
     Attributes:
         indices: its samples.
-        seed: of what is random in making a batch of them.
+        place: worker, step of its own, and part: names what is random in making a batch of them.
         share: of its loss in the loss of the worker's step.
         moves: a local step ended before it.
         last: it is the worker's last one in this step.
     """
 
     indices: torch.Tensor
-    seed: int
+    place: tuple[int, int, int]
     share: float
     moves: bool
     last: bool
@@ -194,14 +194,14 @@ class _Pass(NamedTuple):
 
 def _passes(job: Job, worker: int, step: int) -> Iterator[_Pass]:
     """What a worker does between two exchanges."""
-    turns, parts, seed = job.config.local_steps, job.config.accumulate, job.config.seed
+    turns, parts = job.config.local_steps, job.config.accumulate
     for turn in range(turns):
-        place = step * turns + turn
-        indices = job.sharding.indices(worker, place)
+        own_step = step * turns + turn
+        indices = job.sharding.indices(worker, own_step)
         for part, chosen in enumerate(indices.tensor_split(parts)):
             yield _Pass(
                 chosen,
-                stream_seed(seed, "augmentation", worker, place, part),
+                (worker, own_step, part),
                 len(chosen) / len(indices) / turns,
                 turn > 0 and part == 0,
                 turn == turns - 1 and part == parts - 1,
@@ -217,7 +217,7 @@ def _requests(
         for worker in workers.ids:
             if worker in speakers:
                 for each in _passes(job, worker, step):
-                    yield each.indices, each.seed
+                    yield each.indices, stream_seed(job.config.seed, "augmentation", *each.place)
 
 
 def counted(

@@ -14,15 +14,13 @@ class Notice:
 
     They may come more than once: from the scheduler to all processes, and from the launcher.
 
-    Args:
-        tell: called with each.
-
     Attributes:
+        tell: called with each; does nothing until it is set.
         came: the first, or None.
     """
 
-    def __init__(self, tell: Callable[[int], Any] = lambda _: None):
-        self.tell = tell
+    def __init__(self) -> None:
+        self.tell: Callable[[int], Any] = lambda _: None
         self.came: int | None = None
 
     def __enter__(self) -> "Notice":
