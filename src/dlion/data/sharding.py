@@ -70,8 +70,7 @@ class Sharding:
         self.smallest_batch = smallest // self.steps_per_epoch
         deal = torch.randperm(size, generator=stream(seed, "shards"))
         if mode == "dirichlet" and labels is not None:
-            self._shards = _dirichlet(labels[deal], workers, alpha, seed)
-            self._shards = [deal[shard] for shard in self._shards]
+            self._shards = [deal[own] for own in _dirichlet(labels[deal], workers, alpha, seed)]
         elif mode == "partition":
             self._shards = [deal[worker::workers] for worker in range(workers)]
         else:
