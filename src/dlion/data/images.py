@@ -93,9 +93,6 @@ def crop_and_flip(
     shift = torch.randint(2 * padding + 1, (2, count), generator=generator)
     flip = torch.rand(count, generator=generator) < mirrored
     padded = torch.nn.functional.pad(images, 4 * (padding,))
-    along = torch.arange(size)
-    rows = shift[0].view(-1, 1) + along
-    columns = shift[1].view(-1, 1) + torch.where(flip.view(-1, 1), along.flip(0), along)
-    sample = torch.arange(count).view(-1, 1, 1)
-    cut = padded.permute(0, 2, 3, 1)[sample, rows.unsqueeze(2), columns.unsqueeze(1)]
-    return cut.permute(0, 3, 1, 2).contiguous()
+    windows = padded.unfold(2, size, 1).unfold(3, size, 1)  # [N, C, 2 padding + 1, same, S, S]
+    cut = windows[torch.arange(count), :, shift[0], shift[1]]
+    return torch.where(flip.view(-1, 1, 1, 1), cut.flip(-1), cut)

@@ -22,7 +22,10 @@ class VirtualWorkers:
 
     def enter(self, i: int, step: int) -> None:
         """Before the forward pass of local worker i."""
-        torch.manual_seed(stream_seed(self.seed, "model", self.workers.ids[i], step))
+        seed = stream_seed(self.seed, "model", self.workers.ids[i], step)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a traceback: 0.8 ms
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
         self._load(self._kept[i])
 
     def leave(self, i: int) -> None:
