@@ -1,11 +1,14 @@
 """The plot command on recorded runs."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from dlion.results.curves import make_curves
+from dlion.results.plot import styles_of
 from dlion.results.record import find_runs
 from tests.results.runs import write_run
 
@@ -37,12 +40,59 @@ def test_seeds_make_one_curve_and_settings_tell_curves_apart(tmp_path):
     assert curve.bits.tolist() == pytest.approx([8 * 160_000 / 72_000, 8 * 320_000 / 72_000])
 
 
-@pytest.mark.parametrize("x", ["step", "workers", "optimizer.lr"])
-def test_other_figures(tmp_path, x):
+def test_a_rate_that_a_recipe_looks_up_tells_curves_apart(tmp_path):
+    for lr in (1e-3, 1e-2):
+        write_run(tmp_path, "g_lion", 0, lr=lr)
+    for file in tmp_path.rglob("config.yaml"):
+        config = yaml.safe_load(file.read_text())
+        config["rates"] = {"g_lion": config["optimizer"]["lr"]}
+        config["optimizer"]["lr"] = "${rates.${optimizer.name}}"
+        config["output_dir"] = "${hydra:runtime.output_dir}"  # known to a running Hydra only
+        file.write_text(yaml.safe_dump(config))
+    curves = make_curves(find_runs([tmp_path]), "accuracy")
+    assert [curve.label for curve in curves] == ["g_lion lr=0.001", "g_lion lr=0.01"]
+    assert plot(tmp_path, "--x", "optimizer.lr", "-o", tmp_path / "figure").returncode == 0
+
+
+def test_settings_that_follow_from_others_or_are_not_known_tell_nothing(tmp_path):
+    for seed, workers in enumerate((4, 16)):
+        write_run(tmp_path, "g_lion", seed)
+        directory = tmp_path / f"g_lion-{seed}-0.001"
+        config = yaml.safe_load((directory / ".hydra" / "config.yaml").read_text())
+        config |= {"workers": workers, "batch_size": 64 // workers}
+        config |= {"precision": "float32"} if seed else {}
+        (directory / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+        summary = json.loads((directory / "summary.json").read_text()) | {"workers": workers}
+        (directory / "summary.json").write_text(json.dumps(summary))
+    curves = make_curves(find_runs([tmp_path]), "accuracy")
+    assert [curve.label for curve in curves] == ["g_lion workers=4", "g_lion workers=16"]
+
+
+def test_a_method_keeps_its_colour_and_settings_have_lines(tmp_path):
+    for method in ("dlion_mavo", "g_lion"):
+        for lr in (1e-3, 1e-2):
+            write_run(tmp_path, method, 0, lr=lr)
+    styles = styles_of(make_curves(find_runs([tmp_path]), "accuracy"))
+    assert len({style.colour for style in styles.values()}) == 2
+    assert len({(style.colour, style.line) for style in styles.values()}) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--x", "step"],
+        ["--x", "workers", "--best"],
+        ["--x", "optimizer.lr"],
+        ["--x", "paper_bits"],
+        ["--x", "step", "--panels", "optimizer.lr"],
+        ["--panels", "workers"],
+    ],
+)
+def test_other_figures(tmp_path, options):
     for lr in (1e-3, 1e-2):
         write_run(tmp_path / "runs", "dlion_mavo", 0, lr=lr)
         write_run(tmp_path / "runs", "g_lion", 0, lr=lr)
-    run = plot(tmp_path / "runs", "--x", x, "--metric", "test_loss", "-o", tmp_path / "figure")
+    run = plot(tmp_path / "runs", *options, "--metric", "test_loss", "-o", tmp_path / "figure")
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
@@ -73,7 +123,10 @@ def test_wrong_input_is_one_clear_line(tmp_path):
             [tmp_path, "--metric", "kkt"],
             "no run has kkt: choose accuracy, loss, seconds, sent_bits",
         ),
-        ([tmp_path, "--metric", "loss", "--x", "n"], "--x=n: choose step, batch_size, dataset"),
+        (
+            [tmp_path, "--metric", "loss", "--x", "n"],
+            "n is no setting of these runs: choose dataset, model",
+        ),
     ):
         run = plot(*arguments, "-o", tmp_path / "x")
         assert run.returncode == 2

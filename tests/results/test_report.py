@@ -22,7 +22,8 @@ def page(tmp_path_factory) -> Path:
     """Three methods, one with a name from a hostile place, and a run without evaluation."""
     root = tmp_path_factory.mktemp("report")
     for seed in (0, 1, 2):
-        write_run(root / "runs", "dlion_mavo", seed)
+        for lr in (1e-3, 1e-2):
+            write_run(root / "runs", "dlion_mavo", seed, lr=lr)
         write_run(root / "runs", "g_lion", seed)
     write_run(root / "runs" / "other", "dlion_mavo", 0, method_name=HOSTILE)
     write_run(root / "runs", "dgc", 0)
@@ -36,7 +37,7 @@ def test_the_page_stands_alone(page):
     text = page.read_text()
     assert "<script src=" not in text and "<link" not in text
     assert "<title>Two &amp; two</title>" in text
-    assert "8 runs" in text and "dgc-0-0.001" in text
+    assert "11 runs" in text and "dgc-0-0.001" in text
     assert 'class="best"' in text
 
 
@@ -73,12 +74,16 @@ def test_a_browser_draws_it_and_filters_work(page, browser):
     assert HOSTILE in browser.find_element("tag name", "body").text
     rows = browser.find_elements("css selector", "table.values tbody tr")
     drawn = lines(browser)
-    assert len(rows) == 3 and drawn >= 9  # points, and curves of three figures, with bands
-    box = browser.find_element("css selector", "input[data-curve=g_lion]")
-    box.click()
-    assert [row.is_displayed() for row in rows].count(False) == 1 and lines(browser) < drawn
-    box.click()
-    assert all(row.is_displayed() for row in rows) and lines(browser) == drawn
+    assert len(rows) == 4 and drawn >= 12  # points and lines of four figures, with bands
+    for value, hidden in (("g_lion", 1), ("0.01", 1), ("dlion_mavo", 2)):  # methods and settings
+        box = browser.find_element("css selector", f"input[value='{value}']")
+        box.click()
+        assert [row.is_displayed() for row in rows].count(False) == hidden, value
+        assert lines(browser) < drawn
+        words = browser.find_element("css selector", ".count").text
+        assert words == f"{4 - hidden} of 4 curves are shown"
+        box.click()
+        assert all(row.is_displayed() for row in rows) and lines(browser) == drawn
     browser.find_element("css selector", "button[data-all='']").click()
     assert lines(browser) == 0
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
@@ -94,5 +99,19 @@ def test_it_fits_a_phone_and_paper(page, browser):
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     for plot in browser.find_elements("css selector", ".main-svg"):
         assert plot.size["width"] <= 390
-    printed = browser.execute_cdp_cmd("Page.printToPDF", {})["data"]
-    assert len(printed) > 20_000
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {
+            "width": 700,
+            "height": 1000,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        },  # A4 in its margins
+    )
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 700
+    for element in browser.find_elements("css selector", ".main-svg, table"):
+        assert element.rect["x"] + element.rect["width"] <= 700
+    colours = browser.find_elements("css selector", ".filters i")
+    assert colours and all(colour.is_displayed() for colour in colours)  # they are the legend

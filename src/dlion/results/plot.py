@@ -10,14 +10,26 @@ import math
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dlion.errors import UserError
-from dlion.results.curves import Curve, choose_metric, make_curves
+from dlion.results.curves import Curve, choose_metric, make_curves, place_of
 from dlion.results.record import find_runs
 
+
+class Style(NamedTuple):
+    """How a curve is drawn; the words are matplotlib's."""
+
+    colour: str
+    marker: str
+    line: str
+    fill: str
+
+
 # colour (Okabe and Ito's, told apart by the colour-blind) and marker of each method
-STYLES = {
+_METHODS = {
     "g_adamw": ("#555555", "s"),
     "g_lion": ("#000000", "o"),
     "dlion_mavo": ("#D55E00", "o"),
@@ -29,11 +41,9 @@ STYLES = {
     "dgc": ("#009E73", "P"),
     "lion_cub": ("#8B4513", "*"),
 }
-_OTHERS = ["#7F7F7F", "#BCBD22", "#17BECF", "#1F77B4", "#2CA02C", "#D62728"]
-PLOTLY_MARKERS = {
-    "s": "square", "o": "circle", "D": "diamond", "^": "triangle-up", "v": "triangle-down",
-    "P": "cross", "*": "star",
-}  # fmt: skip
+_COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
+_LINES = ["solid", "dashed", "dotted", "dashdot"]
+_FILLS = ["full", "none", "left", "right"]
 
 TITLES = {
     "accuracy": "test accuracy (%)",
@@ -42,77 +52,95 @@ TITLES = {
     "box_distance": "distance of the farthest parameter to the box",
     "kkt_score": "KKT score",
 }
-BITS = "bits sent per parameter and worker, so far"
-PAPER_BITS = "bits per parameter and step, both ways (papers' count)"
+AXES = {
+    "bits": "bits sent per parameter and worker, so far",
+    "paper_bits": "bits per parameter and step, both ways (papers' count)",
+    "step": "step",
+}
+_SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
+NAMED = 14  # so many points have their names beside them instead of a legend
 
 
-def styles_of(curves: list[Curve]) -> dict[str, tuple[str, str]]:
-    """Colour and marker by label: a method's own, where it has one curve only."""
-    counts = {c.method: sum(other.method == c.method for other in curves) for c in curves}
-    spare = iter(_OTHERS * len(curves))
-    return {
-        c.label: STYLES[c.method]
-        if c.method in STYLES and counts[c.method] == 1
-        else (next(spare), STYLES.get(c.method, ("", "o"))[1])
-        for c in curves
-    }
+def styles_of(curves: list[Curve], without: str | None = None) -> dict[str, Style]:
+    """By the curve's label: a colour for each method, a line for each setting.
+
+    Curves of one method have a colour for each setting. ``without`` one that is told otherwise.
+    """
+    methods = list(dict.fromkeys(c.method for c in curves))
+    variants = list(dict.fromkeys(v for c in curves if (v := c.variant(without))))
+    colours = dict(zip(methods, _COLOURS * len(methods), strict=False))
+    styles = {}
+    for c in curves:
+        colour, marker = _METHODS.get(c.method, (colours[c.method], "o"))
+        number = variants[::-1].index(v) if (v := c.variant(without)) else 0  # the last is solid
+        if len(methods) == 1 and len(variants) > 1:
+            styles[c.label] = Style(_COLOURS[number % len(_COLOURS)], marker, "solid", "full")
+        else:
+            styles[c.label] = Style(colour, marker, _LINES[number % 4], _FILLS[number % 4])
+    return styles
 
 
-def _shown(curve: Curve, metric: str) -> Any:
-    return curve.values * (100 if "accuracy" in metric else 1)
+def shown(values: np.ndarray, metric: str) -> np.ndarray:
+    """In the unit of the axis."""
+    return values * (100 if "accuracy" in metric else 1)
 
 
-def _title(metric: str) -> str:
+def ends(curve: Curve, metric: str, best: bool) -> np.ndarray:
+    """The last or the best evaluation of each run, ``[runs]``, in the unit of the axis."""
+    return shown(curve.best(metric) if best else curve.final, metric)
+
+
+def title_of(metric: str) -> str:
     return TITLES.get(metric, metric)
 
 
-def name_of(curve: Curve) -> str:
-    return curve.label + ("" if curve.finished else " (not finished)")
+def name_of(curve: Curve, without: str | None = None) -> str:
+    name = " ".join(filter(None, [curve.method, curve.variant(without)]))
+    return name + ("" if curve.finished else " (not finished)")
 
 
-def write_png(curves: list[Curve], metric: str, path: Path) -> None:
-    """Two panels: the metric against bits sent, and at the end against the papers' bits a step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    styles = styles_of(curves)
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12.5, 5), layout="constrained", sharey=True
-    )
+def lines_over(curves: list[Curve], x: str) -> dict[str, list[Curve]]:
+    """The curves that differ by the setting x alone, by name, in the order of x."""
+    lines: dict[str, list[Curve]] = defaultdict(list)
     for curve in curves:
-        colour, marker = styles[curve.label]
-        values = _shown(curve, metric)
-        left.plot(
-            curve.bits, values.mean(0), color=colour, marker=marker, ms=4, label=name_of(curve)
-        )
-        left.fill_between(curve.bits, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
-        if curve.paper_bits is not None:
-            final = values[:, -1]
-            spread = [[final.mean() - final.min()], [final.max() - final.mean()]]
-            right.errorbar(
-                curve.paper_bits, final.mean(), spread, color=colour, marker=marker, ms=9, capsize=3
-            )
-    left.set(xscale="log", xlabel=BITS, ylabel=_title(metric), title=f"{metric} against traffic")
-    right.set(xscale="log", xlabel=PAPER_BITS, title="at the end, against bits per step")
-    right.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
-    right.minorticks_off()
-    if any(c.bits[-1] == 0 for c in curves):  # one worker sends nothing
-        left.set_xscale("symlog", linthresh=1)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    seeds = max(c.seeds for c in curves)
-    title = f"band: worst to best of {seeds} seeds" if seeds > 1 else None
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", title=title,
-                  frameon=False)  # fmt: skip
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+        if x in curve.settings:
+            lines[name_of(curve, x)].append(curve)
+    return {
+        name: sorted(line, key=lambda curve: place_of(curve.settings[x]))
+        for name, line in lines.items()
+    }
 
 
-def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
-    """One panel: the metric over steps, or its last value over a setting (``workers``, say).
+def values_of(curves: list[Curve], key: str) -> list[Any]:
+    """What a setting is in these curves, in order.
+
+    Raises:
+        UserError: if they have no such setting.
+    """
+    if not any(key in c.settings for c in curves):
+        known = sorted(set().union(*(c.settings for c in curves)))
+        raise UserError(f"{key} is no setting of these runs: choose {', '.join(known)}")
+    found = {place_of(c.settings[key]): c.settings[key] for c in curves if key in c.settings}
+    return [found[place] for place in sorted(found)]
+
+
+def draw(
+    curves: list[Curve],
+    metric: str,
+    path: Path,
+    x: str | None = None,
+    panels: str | None = None,
+    best: bool = False,
+) -> None:
+    """Write a PNG.
+
+    Args:
+        curves: what to draw.
+        metric: as :func:`choose_metric` gives it.
+        path: of the file.
+        x: bits | paper_bits | step | a setting; None: a panel over bits, one over paper_bits.
+        panels: a setting that has a panel for each of its values.
+        best: over paper_bits or a setting, each run's best evaluation instead of its last.
 
     Raises:
         UserError: if no run has that setting.
@@ -122,55 +150,150 @@ def write_over(curves: list[Curve], metric: str, x: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8.5, 5), layout="constrained")
-    if x == "step":
-        styles = styles_of(curves)
-        for curve in curves:
-            colour, _ = styles[curve.label]
-            values = _shown(curve, metric)
-            axes.plot(curve.steps, values.mean(0), color=colour, label=name_of(curve))
-            axes.fill_between(
-                curve.steps, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0
-            )
+    if panels is None:
+        parts = [(curves, axis, "") for axis in ([x] if x else ["bits", "paper_bits"])]
     else:
-        lines: dict[str, list[Curve]] = defaultdict(list)
-        for curve in curves:
-            if x not in curve.settings:
-                known = sorted(set().union(*(c.settings for c in curves)))
-                raise UserError(f"--x={x}: choose step, {', '.join(known)}")
-            words = curve.label.split()
-            key = f"{x.rpartition('.')[2]}="
-            lines[" ".join(word for word in words if not word.startswith(key))].append(curve)
-        spare = iter(_OTHERS * len(lines))
-        values = sorted({_place(curve.settings[x]) for curve in curves})
-        for label, line in sorted(lines.items()):
-            colour, marker = STYLES.get(label, (next(spare), "o"))
-            line.sort(key=lambda curve: _place(curve.settings[x]))
-            finals = [_shown(curve, metric)[:, -1] for curve in line]
-            means = [final.mean() for final in finals]
-            spread = [
-                [final.mean() - final.min() for final in finals],
-                [final.max() - final.mean() for final in finals],
-            ]
-            places = [values.index(_place(curve.settings[x])) for curve in line]
-            axes.errorbar(
-                places, means, spread, color=colour, marker=marker, capsize=3, label=label
-            )
-        axes.set_xticks(range(len(values)), labels=[text for _, text in values])
-    axes.set(xlabel=x, ylabel=_title(metric))
-    if metric not in ("accuracy", "outside_box") and all((c.values > 0).all() for c in curves):
-        axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False)
+        parts = [
+            ([c for c in curves if c.settings.get(panels) == value], x or "bits",
+             f"{panels} = {value}")
+            for value in values_of(curves, panels)
+        ]  # fmt: skip
+    columns = min(len(parts), 2)
+    rows = math.ceil(len(parts) / columns)
+    size = (8.5, 5) if len(parts) == 1 else (12.5, 5 * rows if rows == 1 else 4.2 * rows)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=size, layout="constrained", sharey=True, squeeze=False
+    )
+    for axes in grid.flat[len(parts) :]:
+        axes.set_visible(False)
+    named = x == "paper_bits" and panels is None and len(curves) <= NAMED
+    legend: dict[str, Any] = {}
+    for place, (axes, (part, axis, title)) in enumerate(zip(grid.flat, parts, strict=False)):
+        legend = _panel(axes, part, metric, axis, panels, best, named) | legend
+        lowest = place + columns >= len(parts)
+        axes.set(title=title, xlabel=AXES.get(axis, axis) if lowest else "")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    kind = "best " if best and x not in ("bits", "step") else ""
+    for axes in grid[:, 0]:
+        axes.set_ylabel(kind + title_of(metric))
+    falls = metric not in ("accuracy", "outside_box") and all((c.values > 0).all() for c in curves)
+    if falls and x not in (None, "bits", "paper_bits"):
+        grid[0, 0].set_yscale("log")
+    if legend:
+        seeds = max(c.seeds for c in curves)
+        note = f"worst to best of {seeds} seeds" if seeds > 1 else None
+        names = [name.replace("$", r"\$") for name in legend]
+        figure.legend(legend.values(), names, loc="outside right center", title=note,
+                      frameon=False)  # fmt: skip
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def _place(value: Any) -> tuple[float, str]:
-    """Where a setting's value stands on an axis: numbers by size, then the rest by name."""
-    is_number = isinstance(value, int | float)
-    return (float(value) if is_number else math.inf, str(value))
+def _panel(
+    axes: Any, curves: list[Curve], metric: str, x: str, panels: str | None, best: bool, named: bool
+) -> dict[str, Any]:
+    """Draw into one panel; what the legend has to name."""
+    if x in ("bits", "step"):
+        return _curves(axes, curves, metric, x, panels)
+    if x == "paper_bits":
+        return _points(axes, curves, metric, panels, best, named)
+    values, styles = values_of(curves, x), styles_of(curves, x)
+    handles = {}
+    for name, line in lines_over(curves, x).items():
+        style = styles[line[0].label]
+        places = [values.index(c.settings[x]) for c in line]
+        finals = [ends(c, metric, best) for c in line]
+        means, spread = [float(f.mean()) for f in finals], np.stack([_spread(f) for f in finals], 1)
+        handles[name] = axes.errorbar(
+            places, means, spread, color=style.colour, marker=style.marker, linestyle=style.line,
+            fillstyle=style.fill, capsize=3,
+        )  # fmt: skip
+    axes.set_xticks(range(len(values)), labels=[str(value) for value in values])
+    return handles
+
+
+def _curves(
+    axes: Any, curves: list[Curve], metric: str, x: str, panels: str | None
+) -> dict[str, Any]:
+    styles, handles = styles_of(curves, panels), {}
+    for curve in curves:
+        style, values = styles[curve.label], shown(curve.values, metric)
+        places = curve.bits if x == "bits" else curve.steps
+        (handles[name_of(curve, panels)],) = axes.plot(
+            places, values.mean(0), color=style.colour, linestyle=style.line,
+            marker=style.marker if x == "bits" else "", fillstyle=style.fill, ms=4,
+        )  # fmt: skip
+        low, high = values.min(0), values.max(0)
+        axes.fill_between(places, low, high, color=style.colour, alpha=0.15, lw=0)
+    if x == "bits":
+        if any(c.bits[-1] == 0 for c in curves):  # one worker sends nothing
+            axes.set_xscale("symlog", linthresh=1)
+        else:
+            axes.set_xscale("log")
+    return handles
+
+
+def _points(
+    axes: Any, curves: list[Curve], metric: str, panels: str | None, best: bool, named: bool
+) -> dict[str, Any]:
+    styles, handles, places = styles_of(curves, panels), {}, {}
+    for curve in curves:
+        if curve.paper_bits is None:
+            continue
+        style, last = styles[curve.label], ends(curve, metric, best)
+        name, places[curve.label] = name_of(curve, panels), (curve.paper_bits, last.mean())
+        handles[name] = axes.errorbar(
+            curve.paper_bits, last.mean(), _spread(last)[:, None], color=style.colour,
+            marker=style.marker, fillstyle=style.fill, linestyle="", ms=9, capsize=3,
+        )  # fmt: skip
+    if named:
+        for label, side in sides_of(places).items():
+            right, above = _SIDES[side]
+            axes.annotate(
+                label, places[label], (9 * right, 9 * above), textcoords="offset points",
+                ha={1: "left", 0: "center", -1: "right"}[right], va="center", fontsize=9,
+                color=styles[label].colour,
+            )  # fmt: skip
+        handles = {}
+    axes.set_xscale("log")
+    axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
+    axes.minorticks_off()
+    axes.margins(x=0.1)
+    return handles
+
+
+def sides_of(points: dict[str, tuple[float, float]]) -> dict[str, str]:
+    """Where a point's name has room beside it: right, left, above or below.
+
+    ``points``: on a logarithmic and a linear axis.
+    """
+    if not points:
+        return {}
+    xs = {name: math.log(x) for name, (x, _) in points.items()}
+    ys = {name: y for name, (_, y) in points.items()}
+    width = max(*xs.values(), min(xs.values()) + 1e-9) - min(xs.values())
+    height = max(*ys.values(), min(ys.values()) + 1e-9) - min(ys.values())
+    taken = [(xs[name] / width, ys[name] / height, 0.02) for name in points]
+    sides = {}
+    for name in sorted(points, key=lambda name: -ys[name]):
+        half = 0.007 * len(name)  # of the name's length, as a part of the width
+        free = {}
+        for side, (right, above) in _SIDES.items():
+            x = xs[name] / width + right * (half + 0.03)
+            y = ys[name] / height + above * 0.05
+            free[side] = (
+                (x, y, half),
+                sum(abs(x - u) < half + other and abs(y - v) < 0.04 for u, v, other in taken),
+            )
+        sides[name] = min(free, key=lambda side: free[side][1])
+        taken.append(free[sides[name]][0])
+    return sides
+
+
+def _spread(values: np.ndarray) -> np.ndarray:
+    """From the mean down to the worst and up to the best, ``[2]``."""
+    return np.array([values.mean() - values.min(), values.max() - values.mean()])
 
 
 def print_table(curves: list[Curve], metric: str) -> None:
@@ -179,7 +302,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
     from rich.table import Table
 
     percent = "accuracy" in metric
-    table = Table(title=f"{_title(metric)} and traffic")
+    table = Table(title=f"{title_of(metric)} and traffic")
     columns = (
         "method",
         "seeds",
@@ -188,15 +311,14 @@ def print_table(curves: list[Curve], metric: str) -> None:
         "paper bits",
         "sent a step",
         "saving",
-        "time",
+        "time a step",
     )
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     pick = max if percent else min
     leader = pick(curves, key=lambda c: c.final.mean()).label
     for curve in curves:
-        values = _shown(curve, metric)
-        final, best = values[:, -1], (values.max(1) if percent else values.min(1))
+        final, best = (ends(curve, metric, best) for best in (False, True))
         form = ".2f" if percent else ".4f"
         spread = f" ± {final.std(ddof=1):{form}}" if curve.seeds > 1 else ""
         table.add_row(
@@ -207,13 +329,13 @@ def print_table(curves: list[Curve], metric: str) -> None:
             "" if curve.paper_bits is None else f"{curve.paper_bits:.3g}",
             f"{curve.sent_bytes / 1e3:.4g} kB",
             "" if curve.saving is None else f"{curve.saving:.3g}x",
-            f"{1e3 * curve.seconds:.3g}",
+            f"{1e3 * curve.seconds:,.1f} ms",
             style="bold" if curve.label == leader else "",
         )
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 500)
     console.print(table)
     console.print(
-        "± is the deviation over seeds; saving: against a float32 ring all-reduce; ms: per step.",
+        "± is the deviation over seeds; saving: against a float32 ring all-reduce.",
         style="dim",
         soft_wrap=True,
     )
@@ -225,27 +347,33 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
     parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
     parser.add_argument(
-        "--x", help="step, or a setting such as workers; without: bits sent, and bits per step"
+        "--x",
+        help="bits (sent so far), paper_bits (a step), step, or a setting such as workers; without:"
+        " a panel over bits and one over paper_bits",
+    )
+    parser.add_argument(
+        "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
     )
     options = parser.parse_args()
     try:
         runs = find_runs(options.runs)
         metric = choose_metric(runs, options.metric)
-        curves = make_curves(runs, metric)
+        asked = [key for key in (options.panels, options.x) if key and key not in AXES]
+        curves = make_curves(runs, metric, asked)
+        for key in asked:
+            values_of(curves, key)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print_table(curves, metric)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     path = options.output.with_name(options.output.name + ".png")
-    try:
-        if options.x is None:
-            write_png(curves, metric, path)
-        else:
-            write_over(curves, metric, options.x, path)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    draw(curves, metric, path, options.x, options.panels, options.best)
     print(path)
 
 

@@ -123,11 +123,18 @@ def load_run(directory: Path) -> Run:
 def _load_config(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    # interpolations stay as they are: the values compared between runs have none
-    config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    return config if isinstance(config, dict) else None
+    loaded = OmegaConf.load(file)
+    if not isinstance(loaded, DictConfig):
+        return None
+    config = OmegaConf.to_container(loaded, resolve=False)
+    for group in config:  # a recipe's rate, say; some others need what only a running Hydra knows
+        if OmegaConf.is_config(node := loaded._get_node(group)):
+            with contextlib.suppress(OmegaConfBaseException):
+                config[group] = OmegaConf.to_container(node, resolve=True)
+    return config
 
 
 def find_runs(paths: list[Path]) -> list[Run]:

@@ -17,22 +17,10 @@ from markupsafe import Markup
 
 from dlion.errors import UserError
 from dlion.files import write_atomically
-from dlion.results.curves import Curve, group_runs, make_curves
-from dlion.results.plot import BITS, PAPER_BITS, PLOTLY_MARKERS, TITLES, name_of, styles_of
+from dlion.results.curves import Curve, group_runs, make_curves, short
+from dlion.results.plot import NAMED, TITLES, ends, name_of, styles_of, values_of
+from dlion.results.plotly_figures import METHOD, bands, lines, points, tags
 from dlion.results.record import Run, find_runs
-
-CONFIG = {
-    "responsive": True,
-    "displaylogo": False,
-    "modeBarButtonsToRemove": ["lasso2d", "select2d"],
-}
-LAYOUT = {
-    "template": "plotly_white",
-    "height": 420,
-    "margin": {"l": 60, "r": 16, "t": 16, "b": 56},
-    "showlegend": False,
-    "hovermode": "closest",
-}
 
 
 @dataclass(frozen=True)
@@ -41,6 +29,16 @@ class Cell:
 
     text: str
     best: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A button of a filter: a value, its words, its colour, and whether it is on at first."""
+
+    value: str
+    words: str
+    colour: str
+    on: bool
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,10 @@ class Section:
     def rows(self) -> list[tuple[Curve, str, str, list[Cell]]]:
         """(curve, name, colour, cells of the table), the best at the end first."""
         percent = self.metric == "accuracy"
-        scale, form = (100, ".2f") if percent else (1, ".4f")
-        pick = max if percent else min
+        form, pick = (".2f", max) if percent else (".4f", min)
         curves = sorted(self.curves, key=lambda c: c.final.mean(), reverse=percent)
         styles = styles_of(self.curves)
-        finals = [scale * c.final for c in curves]
-        tops = [scale * (c.values.max(1) if percent else c.values.min(1)) for c in curves]
+        finals, tops = ([ends(c, self.metric, best) for c in curves] for best in (False, True))
         columns = [
             *(
                 _column(pick, [float(v.mean()) for v in group], [_spread(v, form) for v in group])
@@ -69,43 +65,58 @@ class Section:
             _column(min, [c.paper_bits for c in curves], "{:.3g}"),
             _column(min, [c.sent_bytes / 1e3 for c in curves], "{:,.1f} kB"),
             _column(max, [c.saving for c in curves], "{:.3g}x"),
-            _column(min, [1e3 * c.seconds for c in curves], "{:.3g} ms"),
+            _column(min, [1e3 * c.seconds for c in curves], "{:,.1f} ms"),
         ]
         return [
-            (curve, name_of(curve), styles[curve.label][0], list(cells))
+            (curve, name_of(curve), styles[curve.label].colour, list(cells))
             for curve, cells in zip(curves, zip(*columns, strict=True), strict=True)
         ]
 
-    def differences(self) -> tuple[list[str], dict[str, list[str]]]:
-        """The settings in which the curves differ, and their values by the curve's label."""
-        keys = sorted(set().union(*(c.settings for c in self.curves)) - {"optimizer._target_"})
-        shown = [k for k in keys if len({repr(c.settings.get(k)) for c in self.curves}) > 1]
-        table = {
-            c.label: [str(c.settings[k]) if k in c.settings else "" for k in shown]
-            for c in self.curves
+    def filters(self) -> dict[str, list[Choice]]:
+        """What to choose curves by, and the values: the method, and the settings that differ.
+
+        Of very many curves those of the last of the settings' values are shown at first.
+        """
+        styles = styles_of(self.curves)
+        methods = {c.method: styles[c.label].colour for c in self.curves}
+        one = len(methods) == 1
+        found = {
+            METHOD: [Choice(m, m, "" if one else colour, True) for m, colour in methods.items()]
         }
+        for key in sorted({key for c in self.curves for key in c.told}):
+            values = values_of(self.curves, key)
+            few = len(self.curves) <= NAMED or key != "workers"
+            found[key] = [
+                Choice(str(v), f"{short(key)} {v}", "", few or v == values[-1]) for v in values
+            ]
+        return found
+
+    def differences(self) -> tuple[list[str], list[tuple[Curve, list[str]]]]:
+        """The settings in which the curves differ, and each curve's values of them."""
+        keys = sorted(set().union(*(c.settings for c in self.curves)) - {"optimizer.name"})
+        shown = [k for k in keys if len({repr(c.settings.get(k)) for c in self.curves}) > 1]
+        table = [(c, [str(c.settings.get(k, "")) for k in shown]) for c in self.curves]
         return [key.removeprefix("optimizer.") for key in shown], table
 
     def figures(self) -> list[tuple[str, str, Markup]]:
         """(title, what it shows in words, HTML) of each figure."""
         word = TITLES[self.metric]
-        return [
+        shaded = f"{word}; bands from the worst to the best seed"
+        found = [
             (
                 "at the end, against bits per step",
                 f"{word} of the last evaluation; bars from the worst to the best seed",
-                _draw(self.curves, self.metric, None, PAPER_BITS, log=True),
+                points(self.curves, self.metric),
             ),
-            (
-                "against traffic",
-                f"{word}; bands from the worst to the best seed",
-                _draw(self.curves, self.metric, "bits", BITS, log=True),
-            ),
-            (
-                "against steps",
-                f"{word}; bands from the worst to the best seed",
-                _draw(self.curves, self.metric, "steps", "steps", log=False),
-            ),
+            ("against traffic", shaded, bands(self.curves, self.metric, "bits")),
+            ("against steps", shaded, bands(self.curves, self.metric, "steps")),
         ]
+        for key in self.filters():
+            if key != METHOD:
+                words = f"{word} of the last evaluation; bars from the worst to the best seed"
+                heading = f"at the end, against {short(key)}"
+                found.append((heading, words, lines(self.curves, self.metric, key)))
+        return found
 
 
 def _column(
@@ -125,55 +136,6 @@ def _column(
 def _spread(values: np.ndarray, form: str) -> str:
     spread = f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
     return f"{values.mean():{form}}{spread}"
-
-
-def _draw(curves: list[Curve], metric: str, against: str | None, title: str, log: bool) -> Markup:
-    """A figure as HTML: curves against one of their attributes, or the last values as points."""
-    from plotly import graph_objects
-
-    styles, figure = styles_of(curves), graph_objects.Figure()
-    for curve in curves:
-        colour, marker = styles[curve.label]
-        values = curve.values * (100 if metric == "accuracy" else 1)
-        look = {"name": name_of(curve), "legendgroup": curve.label}
-        points = {"symbol": PLOTLY_MARKERS[marker], "color": colour, "size": 6}
-        if against is None:
-            if curve.paper_bits is None:
-                continue
-            last = values[:, -1]
-            bars = {
-                "type": "data",
-                "symmetric": False,
-                "array": [last.max() - last.mean()],
-                "arrayminus": [last.mean() - last.min()],
-            }
-            points["size"] = 13
-            figure.add_scatter(
-                x=[curve.paper_bits], y=[last.mean()], error_y=bars, mode="markers+text",
-                marker=points, text=[curve.label], textposition="middle right",
-                cliponaxis=False, **look,
-            )  # fmt: skip
-            continue
-        x = getattr(curve, against).tolist()
-        if curve.seeds > 1:
-            edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", **look}
-            shade = f"rgba({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))}, 0.15)"
-            figure.add_scatter(x=x, y=values.min(0).tolist(), **edge)
-            figure.add_scatter(
-                x=x, y=values.max(0).tolist(), fill="tonexty", fillcolor=shade, **edge
-            )
-        figure.add_scatter(
-            x=x, y=values.mean(0).tolist(), mode="lines+markers", line={"color": colour},
-            marker=points, **look,
-        )  # fmt: skip
-    figure.update_layout(**LAYOUT)
-    figure.update_xaxes(title_text=title, type="log" if log else "linear")
-    if against is None:
-        ticks = [2**i for i in range(8)]
-        figure.update_xaxes(tickvals=ticks, ticktext=[str(t) for t in ticks])
-        figure.update_layout(margin_r=96)  # room for the last names
-    figure.update_yaxes(title_text=TITLES[metric])
-    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG))
 
 
 def make_sections(runs: list[Run]) -> list[Section]:
@@ -203,6 +165,8 @@ def render(runs: list[Run], title: str) -> str:
     return page.render(
         title=title,
         sections=make_sections(runs),
+        tags=tags,
+        named=NAMED,
         count=len(runs),
         unfinished=sum(not run.finished for run in runs),
         plotly=Markup(get_plotlyjs()),

@@ -1,0 +1,143 @@
+"""The figures of the page that compares runs, in plotly."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from plotly.graph_objects import Figure
+
+from dlion.results.curves import Curve, short
+from dlion.results.plot import (
+    AXES,
+    TITLES,
+    Style,
+    ends,
+    lines_over,
+    name_of,
+    shown,
+    sides_of,
+    styles_of,
+    values_of,
+)
+
+CONFIG = {
+    "responsive": True,
+    "displaylogo": False,
+    "modeBarButtonsToRemove": ["lasso2d", "select2d"],
+}
+LAYOUT = {
+    "template": "plotly_white",
+    "height": 420,
+    "showlegend": False,
+    "hovermode": "closest",
+}
+# plotly's words for matplotlib's
+MARKERS = {
+    "s": "square", "o": "circle", "D": "diamond", "^": "triangle-up", "v": "triangle-down",
+    "P": "cross", "*": "star",
+}  # fmt: skip
+LINES = {"solid": "solid", "dashed": "dash", "dotted": "dot", "dashdot": "dashdot"}
+FILLS = {"full": "", "none": "-open", "left": "-dot", "right": "-open-dot"}
+SIDES = {"right": "middle right", "left": "middle left", "above": "top center",
+         "below": "bottom center"}  # fmt: skip
+METHOD = "method"  # what a curve is chosen by on the page, beside its settings
+
+
+def tags(curve: Curve, without: str | None = None) -> dict[str, str]:
+    """By what a curve can be chosen on the page."""
+    told = {key: str(value) for key, value in curve.told.items() if key != without}
+    return {METHOD: curve.method, **told}
+
+
+def _look(style: Style, size: int = 6) -> dict[str, Any]:
+    """A style in plotly's words."""
+    symbol = MARKERS[style.marker] + FILLS[style.fill]
+    return {
+        "line": {"color": style.colour, "dash": LINES[style.line]},
+        "marker": {"symbol": symbol, "color": style.colour, "size": size},
+    }
+
+
+def _bars(finals: list[np.ndarray]) -> dict[str, Any]:
+    """From the worst to the best of each."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [float(f.max() - f.mean()) for f in finals],
+        "arrayminus": [float(f.mean() - f.min()) for f in finals],
+    }
+
+
+def points(curves: list[Curve], metric: str) -> Markup:
+    """The last values against the bits of a step."""
+    figure, styles = Figure(), styles_of(curves)
+    several = len({c.method for c in curves}) > 1
+    finals = {c.label: ends(c, metric, False) for c in curves}
+    shown_with = {
+        c.label: (c.variant(), c.method) if several else ("", c.variant()) for c in curves
+    }
+    groups: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    known = [c for c in curves if c.paper_bits is not None]
+    for c in known:
+        group, text = shown_with[c.label]
+        groups[group][text] = c.paper_bits, float(finals[c.label].mean())
+    sides = {group: sides_of(places) for group, places in groups.items()}
+    for c in known:
+        group, text = shown_with[c.label]
+        x, y = groups[group][text]
+        figure.add_scatter(
+            x=[x], y=[y], error_y=_bars([finals[c.label]]), name=name_of(c), meta=tags(c),
+            mode="markers+text", text=[text], textposition=SIDES[sides[group][text]],
+            cliponaxis=False, **_look(styles[c.label], 13),
+        )  # fmt: skip
+    ticks = [2**i for i in range(8)]
+    words = AXES["paper_bits"].replace(", ", ",<br>")
+    figure.update_xaxes(title_text=words, type="log", tickvals=ticks, ticktext=ticks)
+    return _html(figure, metric, right=96)  # room for the last names
+
+
+def bands(curves: list[Curve], metric: str, against: str) -> Markup:
+    """The values against an attribute of the curves."""
+    figure, styles = Figure(), styles_of(curves)
+    for curve in curves:
+        x, values = getattr(curve, against).tolist(), shown(curve.values, metric)
+        style, same = styles[curve.label], {"name": name_of(curve), "meta": tags(curve)}
+        if curve.seeds > 1:
+            edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", **same}
+            rgb = ", ".join(str(int(style.colour[i : i + 2], 16)) for i in (1, 3, 5))
+            figure.add_scatter(x=x, y=values.min(0).tolist(), **edge)
+            figure.add_scatter(
+                x=x, y=values.max(0).tolist(), fill="tonexty", fillcolor=f"rgba({rgb}, 0.15)",
+                **edge,
+            )  # fmt: skip
+        look = _look(style)
+        figure.add_scatter(x=x, y=values.mean(0).tolist(), mode="lines+markers", **look, **same)
+    if against == "bits":
+        figure.update_xaxes(title_text=AXES["bits"].replace(" and", "<br>and"), type="log", dtick=1)
+    else:
+        figure.update_xaxes(title_text=against)
+    return _html(figure, metric)
+
+
+def lines(curves: list[Curve], metric: str, key: str) -> Markup:
+    """The last values against a setting."""
+    figure, styles = Figure(), styles_of(curves, key)
+    order = [str(value) for value in values_of(curves, key)]
+    for name, line in lines_over(curves, key).items():
+        finals = [ends(c, metric, False) for c in line]
+        figure.add_scatter(
+            x=[str(c.settings[key]) for c in line], y=[float(f.mean()) for f in finals], name=name,
+            error_y=_bars(finals), mode="lines+markers", meta=tags(line[0], key),
+            **_look(styles[line[0].label]),
+        )  # fmt: skip
+    figure.update_xaxes(
+        title_text=short(key), type="category", categoryorder="array", categoryarray=order
+    )
+    return _html(figure, metric)
+
+
+def _html(figure: Figure, metric: str, right: int = 16) -> Markup:
+    figure.update_layout(**LAYOUT, margin={"l": 60, "r": right, "t": 24, "b": 64})
+    figure.update_yaxes(title_text=TITLES[metric])
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG))
