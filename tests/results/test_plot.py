@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from dlion.results.curves import make_curves
-from dlion.results.plot import styles_of
 from dlion.results.record import find_runs
+from dlion.results.style import styles_of
 from tests.results.runs import write_run
 
 

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from plotly.graph_objects import Figure
 
 from dlion.results.curves import Curve, short
-from dlion.results.plot import (
+from dlion.results.style import (
     AXES,
     TITLES,
     Style,

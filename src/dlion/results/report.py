@@ -18,9 +18,9 @@ from markupsafe import Markup
 from dlion.errors import UserError
 from dlion.files import write_atomically
 from dlion.results.curves import Curve, group_runs, make_curves, short
-from dlion.results.plot import NAMED, TITLES, ends, name_of, styles_of, values_of
 from dlion.results.plotly_figures import METHOD, bands, lines, points, tags
 from dlion.results.record import Run, find_runs
+from dlion.results.style import NAMED, TITLES, ends, name_of, styles_of, values_of
 
 
 @dataclass(frozen=True)
