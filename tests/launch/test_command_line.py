@@ -28,6 +28,8 @@ QUICK = ["logger=none", "steps=4", "eval_every=4"]
         (["workers=0"], "workers=0 is not possible: give a whole number, at least 1"),
         (["batch_size=600"], "type batch_size=500 or less, or fewer workers"),
         (["dataset=cifar10", "dataset.path=/nowhere"], "dataset.path=/nowhere is not a folder"),
+        (["experiment=dlion_cifar10", "dataset.path=/nowhere"], "/nowhere is not a folder"),
+        (["experiment=dlion_imagenet", "scale=full"], "dataset=imagenet must be on a disk: type"),
         (["backend=nccl"], "type backend=gloo"),
         (["optimizer=lion_cub", "optimizer.bits=3"], "choose 1, 2, 4 or 8"),
         (["dataset=stdlib_text", "model=vit_tiny"], "type model=gpt_tiny"),

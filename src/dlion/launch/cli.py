@@ -145,6 +145,7 @@ def _check_command_line(arguments: list[str], conf: Path) -> None:
         for job in itertools.product(*choices):
             try:
                 config = compose("config", overrides=list(job))
+                _check_data_path(config, here="hydra/launcher" not in keys)
                 OmegaConf.resolve(config)
             except (HydraException, OmegaConfBaseException) as error:
                 raise UserError(f"{' '.join(job)}: {_first_line(error)}") from None
@@ -152,6 +153,19 @@ def _check_command_line(arguments: list[str], conf: Path) -> None:
             if not (asked or multirun):
                 check_output(config, Path(config.output_dir))
     GlobalHydra.instance().clear()
+
+
+def _check_data_path(config: DictConfig, here: bool) -> None:
+    """Data that is not there would fail every job; ``here``: jobs run on this machine."""
+    name = config.dataset.name
+    if OmegaConf.is_missing(config.dataset, "path"):
+        raise UserError(
+            f"dataset={name} must be on a disk: type dataset.path=DIR;"
+            f" conf/dataset/{name}.yaml says what DIR holds"
+        )
+    path = config.dataset.get("path")
+    if here and path and not Path(path).expanduser().exists():
+        raise UserError(f"dataset.path={path} is not a folder: give that of the data")
 
 
 def _parse(texts: list[str]) -> list[Override]:
