@@ -1,13 +1,11 @@
 """Tables in the parquet layout of the Hugging Face hub: from a folder, or from the hub itself."""
 
-import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from dlion.errors import UserError
+from dlion.hub import use_the_cache_if_offline
 
 
 def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:
@@ -52,6 +50,7 @@ def open_hub(name: str, config: str | None = None, **options: Any) -> Any:
     """``datasets.load_dataset``; of data sets that are scripts, the hub's own parquet copy."""
     from datasets import load_dataset
 
+    use_the_cache_if_offline()
     try:
         return load_dataset(name, config, **options)
     except RuntimeError as error:
@@ -66,17 +65,18 @@ def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[st
     Raises:
         UserError: if it is in neither, or lacks a column.
     """
-    if not _hub_answers():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # use the cache at once instead of trying for minutes
     from datasets import disable_progress_bars
 
     disable_progress_bars()
     try:
         tables = open_hub(name, config)
     except (ConnectionError, FileNotFoundError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if isinstance(error, ConnectionError):
+            reason = "no connection, and no copy in the cache"
         raise UserError(
-            f"the hub's {name} cannot be had ({str(error).strip().splitlines()[0]}): type"
-            " dataset.path=DIR with a folder of its parquet files"
+            f"the hub's {name} cannot be had ({reason}): type dataset.path=DIR with a folder of its"
+            " parquet files"
         ) from error
     check_columns(tables, columns, f"the hub's {name}")
     return tables
@@ -91,12 +91,3 @@ def check_columns(tables: Mapping[str, Any], columns: set[str], where: str) -> N
                 f"{where} has the columns {', '.join(sorted(found))}:"
                 f" {' and '.join(sorted(columns))} are needed"
             )
-
-
-def _hub_answers() -> bool:
-    hub = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=3).close()
-    except OSError:
-        return False
-    return True

@@ -9,6 +9,7 @@ import torch
 
 from dlion.data.text import TextData
 from dlion.errors import UserError
+from dlion.hub import use_the_cache_if_offline
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
@@ -90,6 +91,8 @@ def load_tokenizer(name: str, setting: str) -> Any:
     declare_missing_operators()
     from transformers import AutoTokenizer
 
+    if not Path(name).is_dir():
+        use_the_cache_if_offline()
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

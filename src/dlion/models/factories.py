@@ -1,6 +1,7 @@
 """Models by name, made to fit a data set."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from dlion.data import Data, Images, Text
 from dlion.errors import UserError
+from dlion.hub import use_the_cache_if_offline
 from dlion.models.transformer import GPT, ViT
 from dlion.torchvision_ops import declare_missing_operators
 
@@ -166,6 +168,8 @@ def causal_lm(
     declare_missing_operators()
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if path is not None and not Path(path).is_dir():
+        use_the_cache_if_offline()
     setting = f"model.path={path}" if path else f"model.architecture={architecture}"
     try:
         if path is None:
