@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from dlion.data import prepared_text
-from dlion.data.prepare import prepare
+from dlion.data.prepare import main, prepare
 from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
 from tests.data.formats import write_documents, write_tokenizer
@@ -37,8 +39,11 @@ class Table:
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "dlion.data.prepare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "dlion.data.prepare", *map(str, arguments)]
 
 
 def test_every_document_arrives(tmp_path, tokenizer):
@@ -66,7 +71,9 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
     prepare(Table(texts), tokenizer, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         prepare(Table(texts, until=2000), tokenizer, tmp_path / "cut", origin="a.jsonl")
-    with pytest.raises(UserError, match=r"holds 2,000 of 2,500 documents: go on .* a.jsonl"):
+    with pytest.raises(
+        UserError, match=r"holds 2,000 of 2,500 documents: go on .* a.jsonl --held-out 2000"
+    ):
         prepared_text(str(tmp_path / "cut"))
     with (tmp_path / "cut" / "train.bin").open("ab") as file:
         file.write(b"written after the last count")
@@ -83,8 +90,45 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
         assert (tmp_path / "cut" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
 
 
-def test_wrong_input_is_one_clear_line(tmp_path, tokenizer):
+def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
+    texts = write_documents(tmp_path / "a.jsonl", 10_000)
+    prepare(Table(texts), tokenizer, tmp_path / "whole")
+    arguments = ["./a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
+    process = subprocess.Popen(command(*arguments), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (tmp_path / "out" / "tokens.json").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert errors.endswith("interrupted: type the same command again to go on\n")
+    assert json.loads((tmp_path / "out" / "tokens.json").read_text())["documents"] < 10_000
+    arguments[0] = tmp_path / "a.jsonl"  # another way to type it
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    for part in ("train.bin", "val.bin"):
+        assert (tmp_path / "out" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
+
+
+def test_what_cannot_go_on_says_what_to_do(tmp_path, tokenizer):
+    texts = write_documents(tmp_path / "a.jsonl", 50)
+    prepare(Table(texts), tokenizer, tmp_path / "out")
+    (tmp_path / "out" / "train.bin").unlink()
+    with pytest.raises(UserError, match=r"train.bin holds 0 tokens, .*: delete the folder"):
+        prepare(Table(texts), tokenizer, tmp_path / "out")
+    (tmp_path / "out" / "tokens.json").write_text('{"documents": ')
+    with pytest.raises(UserError, match=r"tokens.json is damaged: copy it again, or delete"):
+        prepare(Table(texts), tokenizer, tmp_path / "out")
+    with pytest.raises(UserError, match=r"document 51, .* no text in the column text but null"):
+        prepare(Table([*texts, None]), tokenizer, tmp_path / "new")
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match=r"--tokenizer has no end-of-text token"):
+        prepare(Table(texts), tokenizer, tmp_path / "new")
+
+
+def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys):
     write_documents(tmp_path / "a.jsonl", 3)
+    (tmp_path / "missing.jsonl").write_text('{"text": "a cat"}\n{"texts": "a dog"}\n')
+    (tmp_path / "cut.jsonl").write_text('{"text": "a cat"}\n{"text": ')
     known = ["-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
     for arguments, sentence in (
         ([tmp_path / "a.jsonl", *known, "--held-out", 1], "give 2 or more"),
@@ -94,10 +138,16 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer):
             "give the folder",
         ),
         ([tmp_path / "a.jsonl", tmp_path / "b.jsonl", *known], "b.jsonl is not a file"),
-        ([tmp_path / "tokenizer" / "tokenizer.json", tmp_path / "a.jsonl", *known], "column"),
+        ([tmp_path / "tokenizer" / "tokenizer.json", tmp_path / "a.jsonl", *known], "same columns"),
+        ([tmp_path / "missing.jsonl", *known], "document 2, counted from 1, has no text"),
+        ([tmp_path / "cut.jsonl", *known], "cut.jsonl cannot be read (JSON parse error"),
+        ([tmp_path / "a.jsonl", *known, "-o", tmp_path / "a.jsonl"], "is a file: give a folder"),
     ):
-        done = run(*arguments)
-        assert done.returncode == 1 and sentence in done.stderr, done.stderr
+        monkeypatch.setattr(sys, "argv", command(*arguments)[2:])
+        with pytest.raises(SystemExit) as left:
+            main()
+        *_, last = capsys.readouterr().err.splitlines()
+        assert left.value.code == 2 and last.startswith("error: ") and sentence in last
 
 
 def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):

@@ -4,12 +4,14 @@
     python -m dlion.data.prepare a.jsonl b.jsonl -o DIR             # from files of one kind
 
 writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
-``tokens.json``. Stopped half-way, the same command goes on where it was.
+``tokens.json``. Stopped half-way, the same command goes on where it was. Exit codes: 0 finished, 2
+wrong input, 130 interrupted.
 """
 
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dlion.data.parquet import open_hub
-from dlion.data.tokens import FACTS, PARTS, load_tokenizer
+from dlion.data.tokens import FACTS, PARTS, load_tokenizer, read_facts, stored_tokens
 from dlion.errors import UserError
 from dlion.files import write_atomically
 
@@ -39,9 +41,17 @@ def prepare(
         tokenizer: of ``transformers``.
         held_out: every so many documents one is for the test.
         origin: what was typed to name table, column and tokenizer; another one cannot go on.
-    """
-    from rich.progress import Progress, TimeRemainingColumn
 
+    Raises:
+        UserError: if the tokenizer has no such token, a document is not text, or the folder was
+            begun with something else or is damaged.
+    """
+    from rich.progress import Progress
+
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "--tokenizer has no end-of-text token (eos_token) to put after documents: give another"
+        )
     dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
     facts: dict[str, Any] = {
         "documents": 0,
@@ -54,8 +64,8 @@ def prepare(
     }
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / FACTS).exists():
-        facts = _resume(json.loads((folder / FACTS).read_text()), facts, folder)
-    with Progress(*Progress.get_default_columns(), TimeRemainingColumn()) as progress:
+        facts = _resume(read_facts(folder), facts, folder)
+    with Progress() as progress:
         bar = progress.add_task("documents", total=facts["of"], completed=facts["documents"])
         with (folder / "train.bin").open("ab") as train, (folder / "val.bin").open("ab") as val:
             files = {"train": train, "val": val}
@@ -64,6 +74,7 @@ def prepare(
             while facts["documents"] < facts["of"]:
                 start = facts["documents"]
                 texts = table[start : start + _BATCH][column]
+                _check_texts(texts, start, column)
                 for i, ids in enumerate(tokenizer(texts)["input_ids"], start):
                     part = "val" if i % held_out == 0 else "train"
                     document = np.array([*ids, tokenizer.eos_token_id], dtype)
@@ -85,13 +96,23 @@ def _resume(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str,
                 f" it, or choose another folder"
             )
     for part, count in old["tokens"].items():
-        have = (folder / f"{part}.bin").stat().st_size // np.dtype(old["dtype"]).itemsize
+        have = stored_tokens(folder, part, old)
         if have < count:
             raise UserError(
                 f"{folder / part}.bin holds {have:,} tokens, but {FACTS} says {count:,}: delete the"
                 " folder and begin again"
             )
     return old
+
+
+def _check_texts(texts: list[Any], start: int, column: str) -> None:
+    for number, text in enumerate(texts, start + 1):
+        if not isinstance(text, str):
+            found = "null" if text is None else type(text).__name__
+            raise UserError(
+                f"document {number:,}, counted from 1, has no text in the column {column} but"
+                f" {found}: leave it out of the source"
+            )
 
 
 def _open(sources: list[str], split: str) -> Any:
@@ -114,7 +135,19 @@ def _open(sources: list[str], split: str) -> Any:
             f"{', '.join(sources)}: give files of one kind, {', '.join(kinds)}, or one name of the"
             " hub"
         )
-    return load_dataset(found.pop(), data_files=sources, split="train")
+    try:
+        return load_dataset(found.pop(), data_files=sources, split="train")
+    except Exception as error:  # pyarrow and datasets have many, all about the files
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise UserError(
+            f"{', '.join(sources)} cannot be read ({reason or 'no documents'}): give whole files"
+            " with the same columns"
+        ) from error
+
+
+def _whole(name: str) -> str:
+    """A path in full, so that every way to type it is the same; a name of the hub as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def main() -> None:
@@ -135,6 +168,8 @@ def main() -> None:
             raise UserError(
                 f"--held-out={args.held_out} leaves nothing to train on: give 2 or more"
             )
+        if args.output.exists() and not args.output.is_dir():
+            raise UserError(f"--output={args.output} is a file: give a folder")
         table = _open(args.sources, args.split)
         if args.column not in table.column_names:
             raise UserError(
@@ -146,16 +181,23 @@ def main() -> None:
             args.output,
             args.column,
             args.held_out,
-            origin=" ".join(
-                [*args.sources, "--split", args.split, "--column", args.column]
-                + ["--tokenizer", args.tokenizer]
+            origin=shlex.join(
+                [*map(_whole, args.sources), "--split", args.split, "--column", args.column]
+                + ["--tokenizer", _whole(args.tokenizer)]
             ),
         )
     except UserError as error:
-        sys.exit(f"error: {error}")
-    facts = json.loads((args.output / FACTS).read_text())
+        _leave(f"error: {error}", 2)
+    except KeyboardInterrupt:
+        _leave("interrupted: type the same command again to go on", 130)
+    facts = read_facts(args.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
     print(f"{args.output}: {counts} tokens; type dataset.path={args.output}")
+
+
+def _leave(sentence: str, code: int) -> None:
+    print(sentence, file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

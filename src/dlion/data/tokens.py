@@ -1,6 +1,7 @@
 """Text as tokens in memory-mapped files, as ``python -m dlion.data.prepare`` writes them."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,16 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
             f"dataset.path={path} has no {FACTS}: prepare it with `python -m dlion.data.prepare"
             f" SOURCE -o {path}`"
         )
-    facts = _read_facts(folder)
+    facts = read_facts(folder)
     if facts["documents"] != facts["of"]:
         raise UserError(
             f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
-            f" with `python -m dlion.data.prepare {facts['origin']} -o {path}`"
+            f" with `python -m dlion.data.prepare {facts['origin']} --held-out {facts['held_out']}"
+            f" -o {shlex.quote(str(path))}`"
         )
     parts = []
     for part in PARTS:
-        size = _bytes(folder / f"{part}.bin") // np.dtype(facts["dtype"]).itemsize
+        size = stored_tokens(folder, part, facts)
         if size != facts["tokens"][part]:
             raise UserError(
                 f"{folder / part}.bin holds {size:,} tokens, but {FACTS} says"
@@ -61,9 +63,9 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
     return TextData(*parts, vocabulary=facts["vocabulary"], context=context)
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
     """What a prepared folder says about itself, checked."""
-    numbers = ("vocabulary", "documents", "of")
+    numbers = ("vocabulary", "documents", "of", "held_out")
     try:
         facts = json.loads((folder / FACTS).read_text())
         found = [facts[name] for name in numbers] + [facts["tokens"][part] for part in PARTS]
@@ -72,12 +74,16 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         right = False
     if not right:
-        raise UserError(f"{folder / FACTS} is damaged: copy it again, or prepare it again")
+        raise UserError(
+            f"{folder / FACTS} is damaged: copy it again, or delete {folder} and prepare it again"
+        )
     return facts
 
 
-def _bytes(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
+def stored_tokens(folder: Path, part: str, facts: dict[str, Any]) -> int:
+    """How many tokens the file of a part holds; none where there is no file."""
+    file = folder / f"{part}.bin"
+    return file.stat().st_size // np.dtype(facts["dtype"]).itemsize if file.exists() else 0
 
 
 def load_tokenizer(name: str, setting: str) -> Any:
