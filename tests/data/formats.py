@@ -2,10 +2,11 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from PIL import Image
 
@@ -14,13 +15,18 @@ from dlion.torchvision_ops import declare_missing_operators
 WORDS = "the cat sat on a mat and saw that dog run far away from big red barn yes no".split()  # noqa: SIM905
 
 
-def picture(size: int, shade: int, kind: str = "PNG") -> bytes:
-    """A noisy image whose brightness is its class's."""
+def picture(size: int, shade: int, kind: str = "PNG", mode: str = "RGB") -> bytes:
+    """A noisy image whose brightness is its class's: 40 times ``shade`` and up to 40 more."""
     rng = np.random.default_rng(shade)
     pixels = rng.integers(40 * shade, 40 * shade + 40, (size, size, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind)
+    Image.fromarray(pixels).convert(mode).save(buffer, kind)
     return buffer.getvalue()
+
+
+def photo(number: int, shade: int) -> bytes:
+    """A JPEG as ImageNet has them: of any size, most in colours, some grey, some CMYK."""
+    return picture(40 + number % 5, shade, "JPEG", ("RGB", "L", "RGB", "CMYK")[number % 4])
 
 
 def write_cifar(
@@ -28,13 +34,15 @@ def write_cifar(
 ) -> None:
     """The hub's layout of CIFAR: PNG images of 32 x 32 in parquet."""
     for split, size in (("train", count), ("test", count // 2)):
-        _write_images(folder / "plain_text", split, columns, classes, size, 32, "PNG")
+        _write_images(
+            folder / "plain_text", split, columns, classes, size, lambda _, c: picture(32, c % 6)
+        )
 
 
 def write_imagenet_parquet(folder: Path, classes: int = 3, each: int = 8) -> None:
-    """The hub's layout of ImageNet: JPEG images of any size, classes with names."""
+    """The hub's layout of ImageNet: JPEG images, classes with names."""
     for split, count in (("train", classes * each), ("validation", 2 * classes)):
-        _write_images(folder / "data", split, ("image", "label"), classes, count, 40, "JPEG")
+        _write_images(folder / "data", split, ("image", "label"), classes, count, photo)
 
 
 def _write_images(
@@ -43,14 +51,10 @@ def _write_images(
     columns: tuple[str, ...],
     classes: int,
     count: int,
-    size: int,
-    kind: str,
+    draw: Callable[[int, int], bytes],
 ) -> None:
     labels = [i % classes for i in range(count)]
-    images = [
-        {"bytes": picture(size + i % 3 * (kind == "JPEG"), label % 6, kind), "path": f"{i}.jpg"}
-        for i, label in enumerate(labels)
-    ]
+    images = [{"bytes": draw(i, label), "path": f"{i}.jpg"} for i, label in enumerate(labels)]
     names = [f"class {c}" for c in range(classes)]
     features = Features({columns[0]: ImageFeature(), columns[1]: ClassLabel(names=names)})
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +69,15 @@ def write_imagenet_folders(folder: Path, classes: int = 3, each: int = 8) -> Non
             place = folder / split / f"n{label:08}"
             place.mkdir(parents=True)
             for i in range(count):
-                (place / f"{i}.JPEG").write_bytes(picture(40 + i, label, "JPEG"))
+                (place / f"{i}.JPEG").write_bytes(photo(i, label))
+
+
+def as_the_hub_converts(folder: Path) -> None:
+    """``SPLIT-00000-of-00001.parquet`` becomes ``SPLIT/0000.parquet``, as in its own copies."""
+    for file in list(folder.rglob("*-of-*.parquet")):
+        place = file.parent / file.name.split("-")[0]
+        place.mkdir()
+        file.rename(place / "0000.parquet")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -108,37 +120,52 @@ def write_llama(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-_LETTERED = {"text": ["mat", "dog", "barn", "cat"], "label": ["A", "B", "C", "D"]}
-ROWS = {  # a question of each task, in the columns of the hub
-    "arc_easy": {
-        "id": "1", "question": "the cat sat on a", "choices": _LETTERED, "answerKey": "A",
-    },
-    "arc_challenge": {
-        "id": "2", "question": "from big red", "choices": _LETTERED, "answerKey": "C",
-    },
-    "boolq": {"question": "a cat run far", "answer": True, "passage": "that cat run far away"},
-    "piqa": {"goal": "saw a barn", "sol1": "run away", "sol2": "sat on a mat", "label": 1},
-    "siqa": {
+_ANSWERS = ["mat", "dog", "barn", "cat", "red"]
+_LETTERED = {"text": _ANSWERS[:4], "label": list("ABCD")}
+_COUNTED = {"text": _ANSWERS[:4], "label": list("1234")}
+_THREE = {"text": _ANSWERS[:3], "label": list("ABC")}
+_FIVE = {"text": _ANSWERS, "label": list("ABCDE")}
+ROWS = {  # questions of each task, in the columns of the hub: one question, written in several ways
+    "arc_easy": [
+        {"id": "1", "question": "the cat sat on a", "choices": answers, "answerKey": key}
+        for answers, key in ((_THREE, "A"), (_COUNTED, "1"), (_LETTERED, "A"), (_FIVE, "A"))
+    ],
+    "arc_challenge": [
+        {"id": "2", "question": "from big red", "choices": answers, "answerKey": key}
+        for answers, key in ((_FIVE, "C"), (_COUNTED, "3"), (_LETTERED, "C"), (_THREE, "C"))
+    ],
+    "boolq": [
+        {"question": "a cat run far", "passage": "cat -- that cat run far", "idx": 0, "label": 1}
+    ],
+    "piqa": [{"goal": "saw a barn", "sol1": "run away", "sol2": "sat on a mat", "label": 1}],
+    "siqa": [{
         "context": "dog saw cat", "question": "and cat", "answerA": "sat", "answerB": "run away",
         "answerC": "mat", "label": "2",
-    },
-    "hellaswag": {
-        "ind": 1, "activity_label": "cat", "ctx": "the cat sat", "label": "3",
-        "endings": ["dog", "far", "red", "on a mat"],
-    },
-    "openbookqa": {
-        "id": "3", "question_stem": "dog run", "choices": _LETTERED, "answerKey": "C",
-    },
+    }],
+    "hellaswag": [
+        {
+            "ind": 1, "activity_label": "cat", "ctx_a": "the cat sat.", "ctx_b": "the dog",
+            "ctx": "the cat sat. the dog", "endings": ["dog", "far", "red", "on a mat"],
+            "label": "3",
+        },
+        {
+            "ind": 2, "activity_label": "cat", "ctx_b": "",
+            "ctx_a": "[header] the cat sat [title] The dog", "label": "3",
+            "ctx": "[header] the cat sat [title] The dog",
+            "endings": ["[step] dog", "far", "red", "on a [substeps] mat"],
+        },
+    ],
+    "openbookqa": [
+        {"id": "3", "question_stem": "dog run", "choices": _LETTERED, "answerKey": "C"},
+    ],
 }  # fmt: skip
 
 
 def write_tasks(folder: Path, count: int = 12) -> None:
     """The seven multiple-choice tasks in the hub's columns, one folder each."""
-    for task, row in ROWS.items():
+    for task, rows in ROWS.items():
         test = "test" if task in ("arc_easy", "arc_challenge", "openbookqa") else "validation"
-        (folder / task).mkdir(parents=True)
-        for split, rows in (("train", count), (test, 2)):
-            table = Dataset.from_list(rows * [row])
-            if "answer" in row:
-                table = table.cast_column("answer", Value("bool"))
-            table.to_parquet(folder / task / f"{split}-00000-of-00001.parquet")
+        (folder / task / "plain_text").mkdir(parents=True)
+        for split, size in (("train", count), (test, 2)):
+            table = Dataset.from_list((rows * size)[:size])
+            table.to_parquet(folder / task / "plain_text" / f"{split}-00000-of-00001.parquet")

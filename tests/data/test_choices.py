@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from dlion.data import choices, next_line
-from dlion.data.choices import IGNORED, TASKS
+from dlion.data.choices import IGNORED, TASKS, Bytes, MultipleChoice, Question
 from dlion.errors import UserError
 from tests.data.formats import ROWS, write_tasks, write_tokenizer
 
-RIGHT = {
+RIGHT = {  # what lm-eval 0.4.13 makes of the same rows
     "arc_easy": ("Question: the cat sat on a\nAnswer:", "mat"),
     "arc_challenge": ("Question: from big red\nAnswer:", "barn"),
-    "boolq": ("that cat run far away\nQuestion: a cat run far?\nAnswer:", "yes"),
+    "boolq": ("cat -- that cat run far\nQuestion: a cat run far?\nAnswer:", "yes"),
     "piqa": ("Question: saw a barn\nAnswer:", "sat on a mat"),
-    "siqa": ("Question: dog saw cat and cat\nAnswer:", "run away"),
-    "hellaswag": ("cat: the cat sat", "on a mat"),
-    "openbookqa": ("Question: dog run\nAnswer:", "barn"),
+    "siqa": ("Q: dog saw cat and cat\nA:", "run away"),
+    "hellaswag": ("cat: the cat sat. The dog", "on a mat"),
+    "openbookqa": ("dog run", "barn"),
 }
 
 
@@ -32,6 +32,8 @@ def test_every_task_is_read(data):
     for question in data.train:
         prompt, answer = RIGHT[question.task]
         assert question.prompt == prompt and question.answers[question.right] == answer
+    assert {len(question.answers) for question in data.test} == {2, 3, 4, 5}
+    assert not any("[" in answer for question in data.train for answer in question.answers)
 
 
 def test_only_the_right_answer_is_trained_on(data):
@@ -86,6 +88,14 @@ def test_a_long_prompt_loses_its_beginning(data):
     data.context = 6
     x, y = data.test_batch(0, 2)
     assert x.shape[1] == 6 and (y != IGNORED).any(1).all()
+
+
+def test_a_space_at_the_end_of_a_prompt_is_the_answers():
+    """As in lm-eval, for tokenizers that put spaces before words."""
+    question = Question("t", "the cat ", ["sat"], 0)
+    data = MultipleChoice([question], [question], Bytes(), context=64, shots=0)
+    _, y = data.test_batch(0, 1)
+    assert bytes(y[y != IGNORED].tolist()) == b"  sat"
 
 
 def test_next_line_is_there_on_every_machine():

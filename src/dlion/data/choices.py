@@ -1,10 +1,17 @@
 """Multiple-choice questions, answered by the likelihood a language model gives to each answer.
 
-Trained on as text, with the loss on the right answer alone; tested with a few solved questions
-before each. The score is that of lm-eval's ``acc`` (Gao et al. 2021): the answer of the greatest
-log-likelihood wins.
+Trained on as text: a question and its right answer, with the loss on the answer alone and without
+solved questions before it. Tested with a few solved training questions before each. Whether the
+paper trains with any is not known.
+
+The score is ``acc`` of lm-eval 0.4.13 (github.com/EleutherAI/lm-evaluation-harness; its tasks
+arc_easy, arc_challenge, boolq, piqa, social_iqa, hellaswag and openbookqa): the answer of the
+greatest log-likelihood wins, whatever its length (``acc_norm`` would divide by the characters).
+Prompts, answers, blank lines between solved questions, splits and the hub's data sets are the same
+as there; which training questions are solved is drawn otherwise.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,18 +50,18 @@ class Task(NamedTuple):
     read: Callable[[dict[str, Any]], tuple[str, list[str], int]]
 
 
-def _lettered(question: str) -> Callable[[dict[str, Any]], tuple[str, list[str], int]]:
-    def read(row: dict[str, Any]) -> tuple[str, list[str], int]:
-        answers = row["choices"]
-        right = answers["label"].index(row["answerKey"])
-        return f"Question: {row[question]}\nAnswer:", answers["text"], right
+def _right_letter(row: dict[str, Any]) -> tuple[list[str], int]:
+    answers = row["choices"]
+    return answers["text"], answers["label"].index(row["answerKey"].strip())
 
-    return read
+
+def _arc(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    return f"Question: {row['question']}\nAnswer:", *_right_letter(row)
 
 
 def _boolq(row: dict[str, Any]) -> tuple[str, list[str], int]:
     prompt = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
-    return prompt, ["no", "yes"], int(row["answer"])
+    return prompt, ["no", "yes"], int(row["label"])
 
 
 def _piqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
@@ -63,36 +70,47 @@ def _piqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
 
 def _siqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
     answers = [row["answerA"], row["answerB"], row["answerC"]]
-    prompt = f"Question: {row['context']} {row['question']}\nAnswer:"
-    return prompt, answers, int(row["label"]) - 1
+    return f"Q: {row['context']} {row['question']}\nA:", answers, int(row["label"]) - 1
 
 
 def _hellaswag(row: dict[str, Any]) -> tuple[str, list[str], int]:
-    return f"{row['activity_label']}: {row['ctx']}", row["endings"], int(row["label"])
+    prompt = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return _unmarked(prompt), [_unmarked(end) for end in row["endings"]], int(row["label"])
+
+
+def _unmarked(text: str) -> str:
+    """Without the marks that HellaSwag has from WikiHow: [header], [title], [step], [substeps]."""
+    text = text.strip().replace(" [title]", ". ")  # what is before a title is one, too
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _openbookqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
+    return row["question_stem"], *_right_letter(row)
 
 
 TASKS = {
     "arc_easy": Task(
-        "allenai/ai2_arc", "ARC-Easy", "test", {"question", "choices", "answerKey"},
-        _lettered("question"),
+        "allenai/ai2_arc", "ARC-Easy", "test", {"question", "choices", "answerKey"}, _arc
     ),
     "arc_challenge": Task(
-        "allenai/ai2_arc", "ARC-Challenge", "test", {"question", "choices", "answerKey"},
-        _lettered("question"),
+        "allenai/ai2_arc", "ARC-Challenge", "test", {"question", "choices", "answerKey"}, _arc
     ),
-    "boolq": Task("google/boolq", None, "validation", {"question", "passage", "answer"}, _boolq),
-    "piqa": Task("ybisk/piqa", None, "validation", {"goal", "sol1", "sol2", "label"}, _piqa),
+    # passages begin with their titles, which google/boolq leaves out
+    "boolq": Task(
+        "aps/super_glue", "boolq", "validation", {"question", "passage", "label"}, _boolq
+    ),
+    "piqa": Task("baber/piqa", None, "validation", {"goal", "sol1", "sol2", "label"}, _piqa),
     "siqa": Task(
-        "allenai/social_i_qa", None, "validation",
+        "lighteval/siqa", None, "validation",
         {"context", "question", "answerA", "answerB", "answerC", "label"}, _siqa,
     ),
     "hellaswag": Task(
-        "Rowan/hellaswag", None, "validation", {"activity_label", "ctx", "endings", "label"},
-        _hellaswag,
+        "Rowan/hellaswag", None, "validation",
+        {"activity_label", "ctx_a", "ctx_b", "endings", "label"}, _hellaswag,
     ),
     "openbookqa": Task(
         "allenai/openbookqa", "main", "test", {"question_stem", "choices", "answerKey"},
-        _lettered("question_stem"),
+        _openbookqa,
     ),
 }  # fmt: skip
 
@@ -198,7 +216,8 @@ class MultipleChoice(Text):
     def _encode(self, prompt: str, answer: str) -> tuple[list[int], int]:
         """Tokens of both, the last ``context + 1``, and how many of them are the prompt's."""
         ids = self.tokenizer(f"{prompt} {answer}")["input_ids"]
-        asked = min(len(self.tokenizer(prompt)["input_ids"]), len(ids) - 1)
+        asked = len(self.tokenizer(prompt.rstrip(" "))["input_ids"])  # tokens begin with spaces
+        asked = min(asked, len(ids) - 1)
         cut = max(len(ids) - self.context - 1, 0)
         return ids[cut:], max(asked - cut, 1)
 
@@ -225,7 +244,8 @@ def choices(
     Args:
         tokenizer: a folder, or a name of the hub; the model's.
         tasks: some of :data:`TASKS`.
-        path: a folder with a folder for each task that holds its parquet files; None: the hub.
+        path: a folder with a folder for each task that holds the parquet files of its data set in
+            :data:`TASKS`; None: the hub.
 
     Raises:
         UserError: if a task is unknown or cannot be found.
