@@ -6,7 +6,7 @@ import torch
 from dlion.data import choices, next_line
 from dlion.data.choices import IGNORED, TASKS, Bytes, MultipleChoice, Question
 from dlion.errors import UserError
-from tests.data.formats import ROWS, write_tasks, write_tokenizer
+from tests.data.formats import ROWS, as_the_hub_converts, write_tasks, write_tokenizer
 
 RIGHT = {  # what lm-eval 0.4.13 makes of the same rows
     "arc_easy": ("Question: the cat sat on a\nAnswer:", "mat"),
@@ -23,6 +23,7 @@ RIGHT = {  # what lm-eval 0.4.13 makes of the same rows
 def data(tmp_path):
     write_tokenizer(tmp_path / "model")
     write_tasks(tmp_path / "tasks")
+    as_the_hub_converts(tmp_path / "tasks" / "piqa")
     return choices(str(tmp_path / "model"), path=str(tmp_path / "tasks"), shots=1, context=64)
 
 

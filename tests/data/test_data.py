@@ -1,6 +1,7 @@
 """Batches, shards and the readers of real formats."""
 
 import io
+import shutil
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dlion.data import (
 )
 from dlion.errors import UserError
 from tests.data.formats import (
+    as_the_hub_converts,
     picture,
     write_cifar,
     write_imagenet_folders,
@@ -154,6 +156,26 @@ def test_cifar_in_the_hubs_layout(tmp_path):
     assert cifar10(str(tmp_path), train_limit=5).train_size == 5
 
 
+def test_the_hubs_own_copies_are_read(tmp_path):
+    write_cifar(tmp_path / "cifar")
+    write_imagenet_parquet(tmp_path / "imagenet")
+    before = cifar10(str(tmp_path / "cifar"))
+    as_the_hub_converts(tmp_path)
+    after = cifar10(str(tmp_path / "cifar"))
+    assert torch.equal(before.train_x, after.train_x) and torch.equal(before.test_y, after.test_y)
+    assert torch.equal(cifar10(str(tmp_path / "cifar" / "plain_text")).test_x, after.test_x)
+    data = imagenet(str(tmp_path / "imagenet"), loaders=0)
+    assert (data.train_size, data.test_size) == (24, 6)
+    assert imagenet(str(tmp_path / "imagenet" / "data"), loaders=0).train_size == 24
+
+
+def test_configurations_are_not_mixed(tmp_path):
+    write_cifar(tmp_path)
+    shutil.copytree(tmp_path / "plain_text", tmp_path / "other")
+    with pytest.raises(UserError, match=r"of train in other and in plain_text: leave one"):
+        cifar10(str(tmp_path))
+
+
 def test_cifar100_has_its_own_column(tmp_path):
     write_cifar(tmp_path, classes=100, columns=("img", "fine_label"), count=200)
     data = cifar100(str(tmp_path))
@@ -181,6 +203,18 @@ def test_imagenet_in_both_layouts(tmp_path, write):
     assert means[0] < means[1] < means[2]  # each image came with its own label
     held = data.hold_out(0.25)
     assert (held.train_size, held.test_size) == (18, 6)
+
+
+@pytest.mark.parametrize("write", [write_imagenet_folders, write_imagenet_parquet])
+def test_grey_and_cmyk_images_become_coloured(tmp_path, write):
+    write(tmp_path)
+    data = imagenet(str(tmp_path), loaders=0)
+    grey = 0
+    for image, label in (data.train[i] for i in range(data.train_size)):
+        pixels = np.asarray(image)
+        assert image.mode == "RGB" and 40 * label < pixels.mean() < 40 * label + 40
+        grey += (pixels == pixels[..., :1]).all()
+    assert grey == data.train_size // 4
 
 
 @pytest.mark.parametrize("mixup", [0.0, 0.5])

@@ -20,8 +20,9 @@ def cifar10(
     """CIFAR-10, 50,000 + 10,000 colour images of 32 x 32 in 10 classes.
 
     Args:
-        path: a folder with ``train-*.parquet`` and ``test-*.parquet``, at any depth, of columns
-            ``img`` (encoded images) and ``label``; None: the hub's ``uoft-cs/cifar10``.
+        path: a folder with ``train-*.parquet`` and ``test-*.parquet``, or ``train/*.parquet`` and
+            ``test/*.parquet``, at any depth, of columns ``img`` (encoded images) and ``label``;
+            None: the hub's ``uoft-cs/cifar10``.
         augment: random crop with 4 pixels of padding and horizontal flip.
         train_limit, test_limit: use only so many images, drawn once and for all; None: all.
 

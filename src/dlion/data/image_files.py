@@ -164,8 +164,9 @@ def imagenet(
 
     Args:
         path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (torchvision's
-            ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet`` at any depth, of
-            columns ``image`` and ``label`` (the hub's ``ILSVRC/imagenet-1k``).
+            ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
+            ``train/*.parquet`` and ``validation/*.parquet``, at any depth, of columns ``image`` and
+            ``label`` (the hub's ``ILSVRC/imagenet-1k``).
 
     Raises:
         UserError: if there is neither, or if the two parts differ in their classes.

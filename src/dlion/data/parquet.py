@@ -9,30 +9,39 @@ from dlion.hub import use_the_cache_if_offline
 
 
 def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:
-    """Tables of the files ``PREFIX-*.parquet`` below a folder, at any depth.
+    """Tables of the files ``SPLIT-*.parquet`` or ``SPLIT/*.parquet`` below a folder, at any depth.
+
+    The first is the hub's layout, the second that of its own parquet copies (the branch
+    ``refs/convert/parquet``).
 
     Args:
-        splits: name of a table -> prefix of its files.
+        splits: name of a table -> split of the hub.
         columns: what each table must have.
 
     Raises:
-        UserError: if there is no such folder, file or column.
+        UserError: if there is no such folder, file or column, or if a split lies in several
+            folders, as it does where a data set has several configurations.
     """
     from datasets import disable_progress_bars, load_dataset
 
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"dataset.path={path} is not a folder: give that of the parquet files")
-    files = {
-        split: [str(p) for p in sorted(folder.rglob(f"{prefix}-*.parquet"))]
-        for split, prefix in splits.items()
-    }
-    for split, found in files.items():
+    files: dict[str, list[str]] = {}
+    for name, split in splits.items():
+        found = sorted({*folder.rglob(f"{split}-*.parquet"), *folder.rglob(f"{split}/*.parquet")})
+        homes = sorted({str(file.parent.relative_to(folder)) for file in found})
         if not found:
             raise UserError(
-                f"dataset.path={path} holds no {splits[split]}-*.parquet: give a folder in the"
-                " layout of the hub"
+                f"dataset.path={path} holds no {split}-*.parquet and no {split}/*.parquet: give a"
+                " folder in the layout of the hub"
             )
+        if len(homes) > 1:
+            raise UserError(
+                f"dataset.path={path} holds parquet files of {split} in {' and in '.join(homes)}:"
+                " leave one of these folders there"
+            )
+        files[name] = [str(file) for file in found]
     disable_progress_bars()
     try:
         tables = load_dataset("parquet", data_files=files)
