@@ -44,6 +44,7 @@ FACTS = {
     "vocabulary": 100,
     "documents": 1,
     "of": 1,
+    "held_out": 2000,
     "origin": "here",
 }
 fuzzed = settings(
