@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from dlion.files import write_atomically
+from dlion.results import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"
@@ -46,14 +46,6 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
@@ -62,7 +54,7 @@ def machine() -> dict[str, Any]:
     changed = git("status", "--porcelain", "--", "src", "benchmarks")
     commit = git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
     return {
-        "machine": f"{len(os.sched_getaffinity(0))} shared cores, {model}",
+        "machine": provenance.machine("cpu"),
         "torch": torch.__version__,
         "commit": commit,
         "load": os.getloadavg()[0],

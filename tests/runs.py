@@ -67,6 +67,6 @@ def record(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     for row in (summary, *rows):
-        for timing in ("seconds", "seconds_per_step", "processes"):
-            row.pop(timing, None)
+        for key in ("seconds", "seconds_per_step", "processes", "commit", "machine", "versions"):
+            row.pop(key, None)
     return summary, rows

@@ -108,6 +108,9 @@ def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
         "seconds_per_step",
         "nic_bytes",
         "parameters_sha256",
+        "commit",
+        "machine",
+        "versions",
     ]
     assert (summary["paper_bits_up"], summary["paper_bits_down"]) == (1, 1)
     profile = json.loads((out / "profile.json").read_text())

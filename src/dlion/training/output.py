@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
 from dlion.results.loggers import make_logger
+from dlion.results.provenance import provenance
 from dlion.results.record import RunRecord
 from dlion.timer import Timer
 from dlion.training.console import RunConsole
@@ -33,7 +34,8 @@ class Output:
         self.first = workers.rank == 0
         self.console = RunConsole(job.steps, self.first)
         if self.first:
-            resolved = OmegaConf.to_container(job.config, resolve=True)
+            self.origin = provenance(job.device)
+            resolved = OmegaConf.to_container(job.config, resolve=True) | self.origin
             self.record = RunRecord(job.output_dir, job.resume and job.resume.progress.since)
             online = job.rate is None  # an emulated network leads nowhere else
             self.logger = make_logger(job.config.logger, resolved, job.output_dir, online)
@@ -109,6 +111,7 @@ class Output:
             "seconds_per_step": row["seconds"] / self.job.steps,
             "nic_bytes": row["nic_bytes"],
             "parameters_sha256": sha256,
+            **self.origin,
         }
         summary = {k: None if _is_nan(v) else v for k, v in summary.items()}
         self.record.finish(summary)
