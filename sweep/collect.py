@@ -1,22 +1,38 @@
-"""Collect runs into one CSV table: python sweep/collect.py RUN_DIR... > table.csv
+"""Collect runs into one CSV table, a row for each, whatever became of it: what was typed, and its
+summary or, as long as there is none, its last measurements.
 
-A row for each run, finished, running, stopped or failed (why): what was typed, and the summary.
+status: finished, failed (the last column says why), running, or stopped (no line for 15 minutes).
+While a run of a sweep on SLURM is not finished, this is SLURM's word for its job: pending, running,
+cancelled, timeout, node_fail and so on. Jobs in which no run began are listed by their folder in
+.submitit; they are "submitted" where SLURM (sacct, squeue) knows nothing of them.
 """
 
+import argparse
 import csv
-import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
+from slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
 
-from dlion.errors import UserError
-from dlion.results.record import Run, find_runs
+from dlion.results.record import CONFIG, FAILURE, METRICS, Run, load_run
 
-COLUMNS = ["optimizer", "test_accuracy", "test_loss", "train_loss", "sent_bytes_per_step",
-           "seconds_per_step", "seed", "parameters_sha256"]  # fmt: skip
+COLUMNS = ["optimizer", "model", "dataset", "workers", "seed", "step", "test_accuracy", "test_loss",
+           "train_loss", "sent_bytes_per_step", "seconds_per_step", "commit",
+           "parameters_sha256"]  # fmt: skip
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What is known of a run, from its configuration, its last measurements and its summary."""
+    config, last = run.config or {}, {}
+    for row in run.metrics:
+        last |= row
+    found = {key: (config.get(key) or {}).get("name") for key in ("optimizer", "model", "dataset")}
+    found |= {key: config.get(key) for key in ("workers", "seed")}
+    if last:
+        found |= {f"{key}_per_step": last[key] / last["step"] for key in ("sent_bytes", "seconds")}
+    return found | last | (run.summary or {})
 
 
 def overrides(run: Run) -> str:
@@ -25,32 +41,48 @@ def overrides(run: Run) -> str:
     return " ".join(OmegaConf.load(file)) if file.exists() else ""
 
 
-def status(run: Run) -> str:
-    """Of the run; if SLURM knows more about one that is not finished, what it says."""
-    hydra, sacct = run.directory / ".hydra" / "hydra.yaml", shutil.which("sacct")
-    if run.finished or run.failure is not None or sacct is None or not hydra.exists():
+def status(run: Run, state: str | None) -> str:
+    """Of a run; ``state``: what SLURM says of its job, if it is one, and SLURM knows it."""
+    if run.finished or run.failure is not None or state is None:
         return run.status
-    job = OmegaConf.select(OmegaConf.load(hydra), "hydra.job.id")
-    if not re.fullmatch(r"\d+(_\d+)?", str(job)):
-        return run.status
-    command = [sacct, "-XPn", "-j", str(job), "-o", "State"]
-    try:
-        states = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    except subprocess.TimeoutExpired:
-        states = []
-    return states[0].lower() if states else run.status
+    return "stopped" if state == "completed" else state
 
 
 def main() -> None:
-    try:
-        runs = find_runs([Path(argument) for argument in sys.argv[1:]])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    parser = argparse.ArgumentParser(
+        prog="python sweep/collect.py",
+        description=__doc__,
+        epilog="example: python sweep/collect.py outputs > runs.csv",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR",
+                        help="of a run, of a sweep, or above many of them")  # fmt: skip
+    directories: set[Path] = set()
+    sweeps: set[Path] = set()
+    for path in parser.parse_args().directories:
+        if not path.is_dir():
+            parser.error(f"{path} is not a directory: give the output directories of runs")
+        found = {file.parent for name in (METRICS, FAILURE) for file in path.rglob(name)}
+        found |= {file.parent.parent for file in path.rglob(CONFIG)}
+        folders = {file.parent for file in path.rglob("multirun.yaml")}
+        if not found | folders:
+            parser.error(f"{path} holds no run: give a directory with runs below it")
+        directories |= found
+        sweeps |= folders
+    runs = [(load_run(directory), job_of(directory)) for directory in sorted(directories)]
+    waiting: dict[Job, tuple[Path, str | None]] = {}
+    for sweep in sorted(sweeps):
+        begun = (job for run, job in runs if job and sweep in run.directory.parents)
+        waiting |= jobs_without_run(sweep, begun)
+    states = ask_slurm([*(job for run, job in runs if job and not run.finished), *waiting])
     table = csv.writer(sys.stdout)
-    table.writerow(["status", *COLUMNS, "overrides", "failure"])
-    for run in runs:
-        values = [(run.summary or {}).get(column) for column in COLUMNS]
-        table.writerow([status(run), *values, overrides(run), run.failure])
+    table.writerow(["status", "directory", *COLUMNS, "overrides", "failure"])
+    for run, job in runs:
+        row = [status(run, states.get(job)), run.directory, *map(facts(run).get, COLUMNS)]
+        table.writerow([*row, overrides(run), run.failure])
+    for job, (folder, typed) in waiting.items():
+        row = [states.get(job, "submitted"), folder, *[None] * len(COLUMNS)]
+        table.writerow([*row, typed, None])
 
 
 if __name__ == "__main__":

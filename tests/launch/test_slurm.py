@@ -1,5 +1,7 @@
 """Sweeps on a real SLURM cluster: two nodes, a process on each."""
 
+import csv
+import io
 import json
 import os
 import subprocess
@@ -37,8 +39,17 @@ def start(environment, *overrides: str) -> subprocess.Popen[str]:
 def collect(directory, env) -> list[dict[str, str]]:
     command = [sys.executable, "sweep/collect.py", str(directory)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    head, *rows = [line.split(",") for line in done.stdout.splitlines()]
-    return [dict(zip(head, row, strict=False)) for row in rows]
+    return list(csv.DictReader(io.StringIO(done.stdout)))
+
+
+def wait_for_statuses(directory, env, expected: list[str]) -> list[dict[str, str]]:
+    """Until the table of a sweep has these; accounting is told a little later."""
+    deadline = time.monotonic() + 60
+    while True:
+        rows = collect(directory, env)
+        if [row["status"] for row in rows] == expected or time.monotonic() > deadline:
+            return rows
+        time.sleep(0.5)
 
 
 def states(environment) -> list[str]:
@@ -111,13 +122,23 @@ def test_a_requeued_job_finds_its_checkpoint(environment, train_py, tmp_path, pr
     assert "stopped after step" in logs
 
 
-def test_a_cancelled_job_is_reported(environment, tmp_path):
-    sweep = start(environment, "steps=1000000", f"hydra.sweep.dir={tmp_path}")
+def test_cancelled_jobs_are_reported_even_if_they_never_began(environment, tmp_path):
+    sweep = start(
+        environment, "steps=1000000", "seed=0,1,2", "hydra.launcher.array_parallelism=1",
+        f"hydra.sweep.dir={tmp_path}",
+    )  # fmt: skip
     wait_for_rows(tmp_path)
+    job = jobs(environment)[0]
+    subprocess.run(["scancel", f"{job}_1"], env=environment, check=True)
+    rows = wait_for_statuses(tmp_path, environment, ["running", "cancelled", "pending"])
+    assert [row["status"] for row in rows] == ["running", "cancelled", "pending"]
+    assert rows[0]["optimizer"] == "dlion_mavo" and int(rows[0]["step"]) > 0
+    assert ["seed=0" in rows[0]["overrides"], "seed=2" in rows[2]["overrides"]] == [True, True]
     subprocess.run(
         ["scancel", "--user", os.environ.get("USER", "root")], env=environment, check=True
     )
     _, errors = sweep.communicate(timeout=120)
     assert sweep.returncode == 1
     assert "cancelled" in errors and "Traceback" not in errors
-    assert [row["status"] for row in collect(tmp_path, environment)] == ["cancelled"]
+    rows = wait_for_statuses(tmp_path, environment, 3 * ["cancelled"])
+    assert [row["status"] for row in rows] == 3 * ["cancelled"]

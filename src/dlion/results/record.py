@@ -70,7 +70,7 @@ class Run:
         summary: None while the run is not finished.
         config: the resolved configuration, None where it is not known.
         failure: why it failed, None if it is not known to have failed.
-        silence: seconds since its last line.
+        silence: seconds since its last line, or since it began without one.
     """
 
     directory: Path
@@ -109,14 +109,14 @@ def load_run(directory: Path) -> Run:
             break
     summary_file, config_file = directory / SUMMARY, directory / CONFIG
     summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else None
-    failure = directory / FAILURE
+    failure, latest = directory / FAILURE, rows if rows.exists() else config_file
     return Run(
         directory,
         metrics,
         summary,
         _load_config(config_file),
         failure.read_text("utf-8").strip() if failure.exists() else None,
-        time.time() - rows.stat().st_mtime if rows.exists() else math.inf,
+        time.time() - latest.stat().st_mtime if latest.exists() else math.inf,
     )
 
 

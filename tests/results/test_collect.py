@@ -1,0 +1,102 @@
+"""The table of runs has a row for each, whatever became of it."""
+
+import csv
+import io
+import os
+import subprocess
+import sys
+
+import yaml
+
+from dlion.results.record import record_failure
+from tests.conftest import ROOT
+from tests.results.runs import write_run
+
+
+def run_collect(*arguments) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "sweep/collect.py", *map(str, arguments)]
+    nobody = os.environ | {"SLURM_CONF": "/nowhere"}  # whatever SLURM may be here is not asked
+    return subprocess.run(command, cwd=ROOT, env=nobody, capture_output=True, text=True)
+
+
+def collect(*arguments) -> dict[str, dict[str, str]]:
+    """The rows, by the name of their directory."""
+    done = run_collect(*arguments)
+    assert done.returncode == 0, done.stderr
+    rows = csv.DictReader(io.StringIO(done.stdout))
+    return {row["directory"].rpartition("/")[2]: row for row in rows}
+
+
+def test_runs_without_a_summary_tell_what_they_have(tmp_path):
+    for seed in range(4):
+        write_run(tmp_path, "g_lion", seed)
+    running, silent, broken = (tmp_path / f"g_lion-{seed}-0.001" for seed in (1, 2, 3))
+    for directory in (running, silent, broken):
+        (directory / "summary.json").unlink()
+    for directory in (silent, broken):  # they died before their first line
+        (directory / "metrics.jsonl").unlink()
+    os.utime(silent / ".hydra" / "config.yaml", (0, 0))
+    record_failure(broken, 'it said: "no", twice\nand more')
+    rows = collect(tmp_path)
+    statuses = {name: row["status"] for name, row in rows.items()}
+    assert list(statuses.values()) == ["finished", "running", "stopped", "failed"]
+    row = rows[running.name]
+    assert (row["optimizer"], row["model"], row["dataset"]) == ("g_lion", "m", "d")
+    assert (row["workers"], row["seed"], row["step"]) == ("8", "1", "20")
+    assert (row["test_accuracy"], row["test_loss"]) == ("0.71", "1.0")
+    assert float(row["sent_bytes_per_step"]) == 500_000
+    assert rows[silent.name]["optimizer"] == "g_lion" and not rows[silent.name]["step"]
+    assert rows[broken.name]["failure"] == 'it said: "no", twice\nand more'
+
+
+def submit(sweep, job: str, launcher: str = "SlurmLauncher", **sweeper) -> None:
+    """What hydra-submitit-launcher leaves of a job of a sweep."""
+    folder = sweep / ".submitit" / job
+    folder.mkdir(parents=True)
+    (folder / f"{job}_submitted.pkl").write_bytes(b"to be run, never read")
+    hydra = {
+        "launcher": {"_target_": f"launchers.{launcher}"},
+        "sweeper": {"params": {"optimizer": "g_lion,dlion_avg"}, "max_batch_size": None} | sweeper,
+        "overrides": {"task": ["seed=0,1", "workers=4", "optimizer=dgc"]},
+    }
+    (sweep / "multirun.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
+
+
+def begin(sweep, job: str) -> None:
+    """A finished run in a job."""
+    write_run(sweep, "g_lion", 0)
+    hydra = {"launcher": {"_target_": "launchers.SlurmLauncher"}, "job": {"id": job}}
+    file = sweep / "g_lion-0-0.001" / ".hydra" / "hydra.yaml"
+    file.write_text(yaml.safe_dump({"hydra": hydra}))
+
+
+def test_jobs_that_never_began_are_there(tmp_path):
+    for job in ("7_0", "7_1"):
+        submit(tmp_path, job)
+    rows = collect(tmp_path)
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "submitted")
+    typed = {name: row["overrides"] for name, row in rows.items()}
+    assert typed == {
+        "7_0": "optimizer=dgc seed=0 workers=4",
+        "7_1": "optimizer=dgc seed=1 workers=4",
+    }
+    begin(tmp_path, "9_0")  # started again, with a new number
+    assert list(collect(tmp_path)) == ["g_lion-0-0.001", "7_1"]
+    submit(tmp_path, "11_0", max_batch_size=1)
+    rows = collect(tmp_path)
+    assert list(rows) == ["g_lion-0-0.001", "7_1", "11_0"] and not rows["11_0"]["overrides"]
+
+
+def test_processes_of_this_machine_are_no_slurm_jobs(tmp_path):
+    submit(tmp_path, "1234", "LocalLauncher")
+    assert collect(tmp_path) == {}
+
+
+def test_what_cannot_be_collected_is_said(tmp_path):
+    for arguments, sentence in (
+        ([], "required: DIR"),
+        ([tmp_path], "holds no run"),
+        ([tmp_path / "nowhere"], "is not a directory"),
+    ):
+        done = run_collect(*arguments)
+        assert done.returncode == 2 and sentence in done.stderr and not done.stdout
