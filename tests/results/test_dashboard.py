@@ -1,29 +1,129 @@
-"""The dashboard command where there is no server: it writes what it would create."""
+"""The dashboard command: what it creates on a server, and what it says where it cannot."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
 
 from dlion.results.dashboard import specification
 
+GROUPS = ["dataset", "model", "optimizer", "workers"]
+
+
+class Weights(ThreadingHTTPServer):
+    """As much of the W&B server as saves views; ``refuse``: the type of those that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.saved: list[dict[str, Any]] = []
+        self.refuse = ""
+
+    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        if "upsertView" in query and variables["type"] != self.refuse:
+            self.saved.append(variables)
+            view = {"id": "v1", "name": "n", "type": variables["type"], "spec": variables["spec"]}
+            view |= {"displayName": "d", "description": "", "updatedAt": "2026-01-01T00:00:00Z"}
+            view |= {"project": {"id": "p1", "name": "dlion", "entityName": "somebody"}}
+            return {"upsertView": {"view": view, "inserted": True}}
+        if "viewer" in query:
+            viewer = {"id": "u1", "username": "somebody", "entity": "somebody", "email": ""}
+            return {"viewer": viewer | {"flags": "{}", "admin": False, "teams": {"edges": []}}}
+        if "GetProjects" in query:
+            return {"models": {"edges": [], "pageInfo": {"endCursor": None, "hasNextPage": False}}}
+        if "internalId" in query:
+            return {"project": {"id": "p1", "internalId": "UHJvamVjdEludGVybmFsSWQ6MQ=="}}
+        return {}
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Weights
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(sent) if self.path == "/graphql" else {"query": "telemetry"}
+        data = self.server.answer(asked["query"], asked.get("variables") or {})
+        body = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Weights]:
+    with Weights() as weights:
+        threading.Thread(target=weights.serve_forever).start()
+        yield weights
+        weights.shutdown()
+
+
+def dashboard(home, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user with this home, whose only key is in ``env``."""
+    nobody = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    env = nobody | {"HOME": str(home), "NETRC": str(home / "netrc")} | env
+    command = [sys.executable, "-m", "dlion.results.dashboard", *arguments]
+    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+
+
+def key_for(server: Weights) -> dict[str, str]:
+    return {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+
+
+def grouping(run_set: dict[str, Any]) -> list[str]:
+    return [key["name"].partition(".")[0] for key in run_set["grouping"]]
+
+
+def test_a_workspace_and_a_report_are_saved_under_the_users_own_name(server, tmp_path):
+    done = dashboard(tmp_path, **key_for(server))
+    assert done.returncode == 0, done.stderr
+    assert [view["entityName"] for view in server.saved] == ["somebody", "somebody"]
+    assert all("/somebody/dlion" in url for url in done.stdout.split())
+    assert len(done.stdout.split()) == 2 and not (tmp_path / "dashboard.json").exists()
+    workspace, report = (json.loads(view["spec"]) for view in server.saved)
+    assert grouping(workspace["section"]["runSets"][0]) == GROUPS
+    grids = [block for block in report["blocks"] if block["type"] == "panel-grid"]
+    assert {str(grouping(grid["metadata"]["runSets"][0])) for grid in grids} == {str(GROUPS)}
+
+
+def test_what_was_created_before_a_failure_is_said(server, tmp_path):
+    server.refuse = "runs"  # the report
+    done = dashboard(tmp_path, "--entity", "team", **key_for(server))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert [view["entityName"] for view in server.saved] == ["team"]
+    assert re.search(r"the workspace http\S+/team/dlion\S+ but no report was created", done.stderr)
+    assert "dashboard.json" in done.stderr and (tmp_path / "dashboard.json").exists()
+
 
 def test_without_a_key_the_specification_is_written_and_it_says_so(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "WANDB_API_KEY"} | {"HOME": str(tmp_path)}
-    env["NETRC"] = str(tmp_path / "netrc")
-    command = [sys.executable, "-m", "dlion.results.dashboard", "-o", str(tmp_path / "spec.json")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = dashboard(tmp_path, "-o", "new/spec.json")
     assert done.returncode == 0
-    assert "nothing was created" in done.stderr and "spec.json" in done.stderr
-    written = json.loads((tmp_path / "spec.json").read_text())
-    sections = written["workspace"]["section"]["panelBankConfig"]["sections"]
+    assert "nothing was created" in done.stderr and "new/spec.json" in done.stderr
+    written = json.loads((tmp_path / "new" / "spec.json").read_text())
+    section = written["workspace"]["section"]
     names = ["Accuracy against bandwidth", "Loss against steps", "Speed", "Traffic"]
+    sections = section["panelBankConfig"]["sections"]
     assert [s["name"] for s in sections][:4] == names == list(written["report"]["panels"])[:4]
+    assert grouping(section["runSets"][0]) == GROUPS
+    assert [key.partition(".")[0] for key in written["report"]["grouped_by"]] == GROUPS
+    assert section["settings"]["maxRuns"] > 120
 
 
-def test_curves_are_grouped_by_method_with_a_band_over_seeds():
+def test_curves_have_a_band_over_the_runs_of_a_group():
     panels = specification("me", "dlion")["report"]["panels"]
-    first = panels["Accuracy against bandwidth"][0]["config"]
+    first, *_, scatter = (panel["config"] for panel in panels["Accuracy against bandwidth"])
     assert first["xAxis"] == "sent_bits_per_parameter" and first["xLogScale"]
     assert first["metrics"] == ["test_vs_bits/accuracy"]
-    assert first["groupBy"] == "optimizer.value.name" and first["groupArea"] == "minmax"
+    assert first["groupArea"] == "minmax" and first["limit"] > 120
+    # one key would be all that a panel can group by; its run set groups by all
+    assert "groupBy" not in first and "groupBy" not in scatter

@@ -1,14 +1,15 @@
 """Set up the project's pages in Weights & Biases: ``python -m dlion.results.dashboard``.
 
 A workspace (to look around in) and a report (to show): accuracy against bits, loss against steps,
-speed and traffic, grouped by optimizer, with a band over seeds. Without a key or a server it writes
-what it would have created to ``-o FILE`` and says so.
+speed and traffic. A curve is the mean of the runs of one data set, model, method and number of
+workers, its band goes from the lowest to the highest of them: over seeds, if nothing else was swept
+(filter the runs otherwise). Without a key or a server it writes what it would have created to
+``-o FILE`` and says so.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,26 @@ from dlion.files import write_atomically
 from dlion.results.loggers import can_sync
 
 TITLE = "Accuracy against bandwidth"
-METHOD = "optimizer.name"
+GROUPS = ("dataset.name", "model.name", "optimizer.name", "workers")
+MOST = 500  # runs or groups in a panel; W&B's own limit is 10, a recipe has up to 120
 
 
 def make_panels() -> dict[str, list[Any]]:
-    """The panels by the name of their section."""
+    """The panels by the name of their section.
+
+    A panel alone can group by one key only; without, it draws the groups of its run set.
+    """
     from wandb_workspaces.reports import v2 as wr
 
+    many: dict[str, Any] = {"groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
+    many |= {"max_runs_to_show": MOST}
+
     def curve(title: str, x: str, y: list[str], **options: Any) -> Any:
-        band = {"groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-        return wr.LinePlot(title=title, x=x, y=y, groupby=wr.Config(METHOD), **band, **options)
+        return wr.LinePlot(title=title, x=x, y=y, **many, **options)
 
     def bars(title: str, metric: str, unit: str) -> Any:
-        spread = {"groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-        group = wr.Config(METHOD)
-        return wr.BarPlot(
-            title=title, metrics=[wr.SummaryMetric(metric)], title_x=unit, groupby=group, **spread
-        )
+        metrics = [wr.SummaryMetric(metric)]
+        return wr.BarPlot(title=title, metrics=metrics, title_x=unit, max_bars_to_show=MOST, **many)
 
     bits = "bits sent per parameter and worker"
     return {
@@ -71,8 +75,8 @@ def make_workspace(entity: str, project: str) -> Any:
         project=project,
         name=TITLE,
         sections=sections,
-        settings=ws.WorkspaceSettings(x_axis="sent_bits_per_parameter", max_runs=100),
-        runset_settings=ws.RunsetSettings(groupby=[ws.Config(METHOD)]),
+        settings=ws.WorkspaceSettings(x_axis="sent_bits_per_parameter", max_runs=MOST),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Config(key) for key in GROUPS]),
     )
 
 
@@ -81,10 +85,12 @@ def make_report(entity: str, project: str) -> Any:
     from wandb_workspaces.reports import v2 as wr
 
     blocks: list[Any] = [
-        wr.P("Bits and bytes are what a worker sent, counted where it is handed to the network.")
+        wr.P("Bits and bytes are what a worker sent, counted where it is handed to the network."),
+        wr.P("Curves are means of runs of one data set, model, method and number of workers."),
     ]
     for name, panels in make_panels().items():
-        runs = wr.Runset(entity=entity, project=project, groupby=[f"config.{METHOD}"])
+        groups = [f"config.{key}" for key in GROUPS]
+        runs = wr.Runset(entity=entity, project=project, groupby=groups)
         blocks += [wr.H2(name), wr.PanelGrid(runsets=[runs], panels=panels)]
     return wr.Report(entity=entity, project=project, title=TITLE, blocks=blocks, width="fluid")
 
@@ -102,7 +108,7 @@ def specification(entity: str, project: str) -> dict[str, Any]:
     workspace = make_workspace(entity, project)._to_model()
     return {
         "workspace": plain(workspace.spec),
-        "report": {"title": TITLE, "grouped_by": METHOD, "panels": panels},
+        "report": {"title": TITLE, "grouped_by": GROUPS, "panels": panels},
     }
 
 
@@ -110,26 +116,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m dlion.results.dashboard", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--project", default="dlion")
-    parser.add_argument("--entity", default="", help="user or team; default: your own")
-    parser.add_argument("-o", "--output", type=Path, default=Path("dashboard.json"), metavar="FILE")
+    parser.add_argument("--project", default="dlion", help="of the runs; default: dlion")
+    parser.add_argument("--entity", help="user or team; default: your own")
+    explained = "what would be created, if it cannot be; default: %(default)s"
+    parser.add_argument(
+        "-o", "--output", type=Path, default="dashboard.json", metavar="FILE", help=explained
+    )
     options = parser.parse_args()
-    failed = "there is no key, or no server answers" if not can_sync() else None
-    makers: tuple[Callable[..., Any], ...] = (make_workspace, make_report)
-    if failed is None:
+    created: list[str] = []
+    failed = None
+    if can_sync():
         try:
-            for make in makers:
-                print(make(options.entity, options.project).save().url)
+            import wandb
+
+            entity = options.entity or wandb.Api().default_entity
+            for make in (make_workspace, make_report):
+                created.append(make(entity, options.project).save().url)
+                print(created[-1])
             return
-        except Exception as error:  # whatever the server says: nothing else depends on it
+        except Exception as error:  # whatever the server says
             failed = str(error).splitlines()[0] if str(error) else type(error).__name__
-    specified = specification(options.entity, options.project)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    specified = specification(options.entity or "", options.project)
     write_atomically(options.output, json.dumps(specified, indent=1) + "\n")
+    made = f"the workspace {created[0]} but no report" if created else "nothing"
+    reason = failed or "there is no key, or no server answers; type `wandb login` to have one"
     print(
-        f"nothing was created in Weights & Biases: {failed}. What would be is in {options.output};"
-        " type `wandb login` and run this again",
+        f"{made} was created in Weights & Biases: {reason}. All of it is described in"
+        f" {options.output}",
         file=sys.stderr,
     )
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
