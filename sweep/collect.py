@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
+from typed import run_overrides
 
 from dlion.results.record import CONFIG, FAILURE, METRICS, Run, load_run
 
@@ -33,12 +33,6 @@ def facts(run: Run) -> dict[str, Any]:
     if last:
         found |= {f"{key}_per_step": last[key] / last["step"] for key in ("sent_bytes", "seconds")}
     return found | last | (run.summary or {})
-
-
-def overrides(run: Run) -> str:
-    """The overrides of the run as they were typed."""
-    file = run.directory / ".hydra" / "overrides.yaml"
-    return " ".join(OmegaConf.load(file)) if file.exists() else ""
 
 
 def status(run: Run, state: str | None) -> str:
@@ -70,7 +64,7 @@ def main() -> None:
         directories |= found
         sweeps |= folders
     runs = [(load_run(directory), job_of(directory)) for directory in sorted(directories)]
-    waiting: dict[Job, tuple[Path, str | None]] = {}
+    waiting: dict[Job, tuple[Path, list[str]]] = {}
     for sweep in sorted(sweeps):
         begun = (job for run, job in runs if job and sweep in run.directory.parents)
         waiting |= jobs_without_run(sweep, begun)
@@ -79,10 +73,10 @@ def main() -> None:
     table.writerow(["status", "directory", *COLUMNS, "overrides", "failure"])
     for run, job in runs:
         row = [status(run, states.get(job)), run.directory, *map(facts(run).get, COLUMNS)]
-        table.writerow([*row, overrides(run), run.failure])
+        table.writerow([*row, " ".join(run_overrides(run.directory)), run.failure])
     for job, (folder, typed) in waiting.items():
         row = [states.get(job, "submitted"), folder, *[None] * len(COLUMNS)]
-        table.writerow([*row, typed, None])
+        table.writerow([*row, " ".join(typed), None])
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ hydra-submitit-launcher leaves a folder for each job in .submitit, and Hydra the
 multirun.yaml. Names suffice: nothing that was pickled is read.
 """
 
-import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from typed import sweep_overrides
 
 Job = tuple[int, int]  # its id, and its number in the array; 0 without one
 
@@ -24,7 +23,7 @@ def job_of(directory: Path) -> Job | None:
     return parse_jobs(hydra.hydra.job.id)[0] if hydra and _on_slurm(hydra) else None
 
 
-def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path, str | None]]:
+def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path, list[str]]]:
     """The jobs of a sweep that no run began in: their folders, and what they are to run.
 
     Args:
@@ -34,12 +33,14 @@ def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path,
     hydra = OmegaConf.load(sweep / "multirun.yaml")
     if not _on_slurm(hydra):
         return {}
-    overrides = dict(enumerate(_overrides(hydra)))
+    # with batches there is an array for each, counted anew
+    counted = hydra.hydra.sweeper.max_batch_size is None
+    overrides = dict(enumerate(sweep_overrides(hydra) if counted else []))
     folders = (file.parent for file in sweep.glob(".submitit/*/*_submitted.pkl"))
     jobs = {parse_jobs(folder.name)[0]: folder for folder in folders}
     last = {number: job for job, number in sorted(begun)}
     return {
-        (job, number): (folder, overrides.get(number))
+        (job, number): (folder, overrides.get(number, []))
         for (job, number), folder in sorted(jobs.items())
         if job > last.get(number, 0)
     }
@@ -95,20 +96,3 @@ def _ask(*command: str) -> dict[Job, str] | None:
 def _on_slurm(hydra: DictConfig) -> bool:
     """Whether jobs were submitted (other launchers number theirs too)."""
     return str(OmegaConf.select(hydra, "hydra.launcher._target_")).endswith("SlurmLauncher")
-
-
-def _overrides(multirun: DictConfig) -> list[str]:
-    """Of each job of a sweep, in their order; nothing where that cannot be known."""
-    hydra = multirun.hydra
-    if hydra.sweeper.max_batch_size is not None:  # an array for each batch, counted anew
-        return []
-    typed = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
-    choices = {}
-    for override in OverridesParser.create().parse_overrides([*typed, *hydra.overrides.task]):
-        swept = override.is_sweep_override()
-        values = (
-            override.sweep_string_iterator() if swept else [override.get_value_element_as_str()]
-        )
-        key = override.get_key_element()
-        choices[key] = [f"{key}={value}" for value in values]
-    return [" ".join(job) for job in itertools.product(*choices.values())]
