@@ -1,10 +1,10 @@
-"""Set up the project's pages in Weights & Biases: ``python -m dlion.results.dashboard``.
+"""Set up the project's pages in Weights & Biases.
 
 A workspace (to look around in) and a report (to show): accuracy against bits, loss against steps,
 speed and traffic. A curve is the mean of the runs of one data set, model, method and number of
 workers, its band goes from the lowest to the highest of them: over seeds, if nothing else was swept
 (filter the runs otherwise). Without a key or a server it writes what it would have created to
-``-o FILE`` and says so.
+FILE and says so.
 """
 
 import argparse
@@ -114,7 +114,9 @@ def specification(entity: str, project: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dlion.results.dashboard", description=__doc__.splitlines()[0]
+        prog="python -m dlion.results.dashboard",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--project", default="dlion", help="of the runs; default: dlion")
     parser.add_argument("--entity", help="user or team; default: your own")
