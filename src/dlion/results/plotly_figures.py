@@ -1,5 +1,6 @@
 """The figures of the page that compares runs, in plotly."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -29,7 +30,6 @@ CONFIG = {
 LAYOUT = {
     "template": "plotly_white",
     "height": 420,
-    "showlegend": False,
     "hovermode": "closest",
 }
 # plotly's words for matplotlib's
@@ -105,6 +105,7 @@ def bands(curves: list[Curve], metric: str, against: str) -> Markup:
         style, same = styles[curve.label], {"name": name_of(curve), "meta": tags(curve)}
         if curve.seeds > 1:
             edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", **same}
+            edge["showlegend"] = False
             rgb = ", ".join(str(int(style.colour[i : i + 2], 16)) for i in (1, 3, 5))
             figure.add_scatter(x=x, y=values.min(0).tolist(), **edge)
             figure.add_scatter(
@@ -114,10 +115,21 @@ def bands(curves: list[Curve], metric: str, against: str) -> Markup:
         look = _look(style)
         figure.add_scatter(x=x, y=values.mean(0).tolist(), mode="lines+markers", **look, **same)
     if against == "bits":
-        figure.update_xaxes(title_text=AXES["bits"].replace(" and", "<br>and"), type="log", dtick=1)
+        words = AXES["bits"].replace(" and", "<br>and")
+        ticks = _log_ticks([bits for c in curves for bits in c.bits if bits])
+        figure.update_xaxes(title_text=words, type="log", **ticks)
     else:
         figure.update_xaxes(title_text=against)
     return _html(figure, metric)
+
+
+def _log_ticks(values: list[float]) -> dict[str, Any]:
+    """Decades, and 2 and 5 between them where there are few."""
+    low, high = min(values, default=1), max(values, default=1)
+    digits = (1,) if high / low > 100 else (1, 2, 5)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+    return {"tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 
 def lines(curves: list[Curve], metric: str, key: str) -> Markup:
@@ -138,6 +150,9 @@ def lines(curves: list[Curve], metric: str, key: str) -> Markup:
 
 
 def _html(figure: Figure, metric: str, right: int = 16) -> Markup:
-    figure.update_layout(**LAYOUT, margin={"l": 60, "r": right, "t": 24, "b": 64})
+    methods = {trace.meta[METHOD] for trace in figure.data}  # the filter tells their colours
+    legend = {"orientation": "h", "y": -0.25, "yanchor": "top"}
+    figure.update_layout(**LAYOUT, showlegend=len(methods) == 1, legend=legend)
+    figure.update_layout(margin={"l": 60, "r": right, "t": 24, "b": 64})
     figure.update_yaxes(title_text=TITLES[metric])
     return Markup(figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG))

@@ -75,20 +75,16 @@ class Section:
     def filters(self) -> dict[str, list[Choice]]:
         """What to choose curves by, and the values: the method, and the settings that differ.
 
-        Of very many curves those of the last of the settings' values are shown at first.
+        Of very many curves those of the most workers are shown at first.
         """
         styles = styles_of(self.curves)
         methods = {c.method: styles[c.label].colour for c in self.curves}
-        one = len(methods) == 1
-        found = {
-            METHOD: [Choice(m, m, "" if one else colour, True) for m, colour in methods.items()]
-        }
+        found = {METHOD: [Choice(m, m, colour, True) for m, colour in methods.items()]}
+        many = len(self.curves) > NAMED
         for key in sorted({key for c in self.curves for key in c.told}):
             values = values_of(self.curves, key)
-            few = len(self.curves) <= NAMED or key != "workers"
-            found[key] = [
-                Choice(str(v), f"{short(key)} {v}", "", few or v == values[-1]) for v in values
-            ]
+            off = values[:-1] if many and key == "workers" else []
+            found[key] = [Choice(str(v), f"{short(key)} {v}", "", v not in off) for v in values]
         return found
 
     def differences(self) -> tuple[list[str], list[tuple[Curve, list[str]]]]:
