@@ -31,7 +31,11 @@ def cluster(nodes: int, cpus: int) -> Iterator[dict[str, str]]:
     folder = Path(tempfile.mkdtemp(prefix="dlion-slurm-"))
     folder.chmod(0o755)  # munge wants its socket to be reachable by all
     try:
-        yield _start(folder, nodes, cpus)
+        env = _start(folder, nodes, cpus)
+        try:
+            yield env
+        finally:
+            _end_jobs(env)
     finally:
         _stop(folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,6 +145,14 @@ def _configuration(folder: Path, nodes: int, cpus: int, munge: Path, ports: list
         )
     lines.append(f"PartitionName=main Nodes=node[0-{nodes - 1}] Default=YES MaxTime=INFINITE")
     return "\n".join(lines) + "\n"
+
+
+def _end_jobs(env: dict[str, str]) -> None:
+    """Those of a test that failed would go on without their daemons."""
+    subprocess.run(["scancel", "--user=root"], env=env, timeout=60)
+    deadline = time.monotonic() + 15
+    while _output(["squeue", "--noheader"], env).strip() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _stop(folder: Path) -> None:
