@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -256,13 +257,14 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     env |= dict.fromkeys(("MY_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"), secret)
     command = [sys.executable, "train.py", "dataset=digits", "workers=2", "steps=3"]
     report = [sys.executable, "-m", "dlion.results.report", str(tmp_path / "run")]
-    outputs = [
-        subprocess.run(c, cwd=ROOT, env=os.environ | env, capture_output=True, timeout=120)
-        for c in (
-            [*command, f"output_dir={tmp_path / 'run'}"],
-            [*report, "-o", str(tmp_path / "report.html")],
-        )
-    ]
+    options = {"cwd": ROOT, "env": os.environ | env, "capture_output": True, "timeout": 120}
+    outputs = [subprocess.run([*command, f"output_dir={tmp_path / 'run'}"], **options)]
+    shutil.copytree(tmp_path / "run", tmp_path / "run" / "other", symlinks=True)
+    config = tmp_path / "run" / "other" / ".hydra" / "config.yaml"  # somebody else's may ask for it
+    asking, count = re.subn(r"\n  lr: .*", "\n  lr: ${oc.env:MY_TOKEN}", config.read_text())
+    assert count == 1
+    config.write_text(asking)
+    outputs.append(subprocess.run([*report, "-o", str(tmp_path / "report.html")], **options))
     assert [done.returncode for done in outputs] == [0, 0], outputs
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and not p.is_symlink()]
     assert len(written) > 8

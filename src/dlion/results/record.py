@@ -121,19 +121,23 @@ def load_run(directory: Path) -> Run:
 
 
 def _load_config(file: Path) -> dict[str, Any] | None:
+    """The configuration, with what it looks up in itself: a recipe's rate, say."""
     if not file.exists():
         return None
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.resolvers import oc
 
     loaded = OmegaConf.load(file)
     if not isinstance(loaded, DictConfig):
         return None
     config = OmegaConf.to_container(loaded, resolve=False)
-    for group in config:  # a recipe's rate, say; some others need what only a running Hydra knows
-        if OmegaConf.is_config(node := loaded._get_node(group)):
-            with contextlib.suppress(OmegaConfBaseException):
-                config[group] = OmegaConf.to_container(node, resolve=True)
+    OmegaConf.clear_resolver("oc.env")  # a run may be anybody's: it does not read our environment
+    for group in config:
+        with contextlib.suppress(OmegaConfBaseException):  # what needs a running Hydra stays
+            if OmegaConf.is_config(loaded[group]):
+                config[group] = OmegaConf.to_container(loaded[group], resolve=True)
+    OmegaConf.register_new_resolver("oc.env", oc.env)
     return config
 
 
