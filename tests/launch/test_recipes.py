@@ -253,8 +253,9 @@ def test_the_table_of_contents_is_complete():
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if " " in c])
-def test_what_is_typed_behind_a_recipe_is_accepted(command):
-    arguments = [*shlex.split(command), "seed=0", "hydra.sweep.dir=runs/NAME"]
+def test_what_is_typed_behind_a_recipe_is_accepted(command, tmp_path):
+    typed = shlex.split(command.replace("DIR", str(tmp_path)))
+    arguments = [*typed, "seed=0", "hydra.sweep.dir=runs/NAME"]
     cli._check_command_line(cli._name_recipe(arguments, CONF), CONF)
 
 
