@@ -90,9 +90,15 @@ class Section:
     def differences(self) -> tuple[list[str], list[tuple[Curve, list[str]]]]:
         """The settings in which the curves differ, and each curve's values of them."""
         keys = sorted(set().union(*(c.settings for c in self.curves)) - {"optimizer.name"})
-        shown = [k for k in keys if len({repr(c.settings.get(k)) for c in self.curves}) > 1]
+        shown = [key for key in keys if self._differs(key)]
         table = [(c, [str(c.settings.get(k, "")) for k in shown]) for c in self.curves]
         return [key.removeprefix("optimizer.") for key in shown], table
+
+    def _differs(self, key: str) -> bool:
+        """Methods have settings of their own; what else a run lacks is younger than it."""
+        known = [repr(c.settings[key]) for c in self.curves if key in c.settings]
+        own = key.startswith("optimizer.") and len(known) < len(self.curves)
+        return own or len(set(known)) > 1
 
     def figures(self) -> list[tuple[str, str, Markup]]:
         """(title, what it shows in words, HTML) of each figure."""
