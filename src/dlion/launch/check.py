@@ -17,6 +17,7 @@ from dlion.errors import UserError
 from dlion.launch.environment import Place, restarted
 from dlion.launch.network import check_possible
 from dlion.optim.base import NONFINITE
+from dlion.results.provenance import cores
 from dlion.results.record import holds_run
 from dlion.training.byzantine import ATTACKS
 from dlion.training.checkpoint import Checkpoint, find, identity
@@ -233,7 +234,7 @@ def _processes(config: DictConfig, device: str, place: Place | None) -> int:
     if place is None:
         if config.processes is not None:
             return config.processes
-        room = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+        room = torch.cuda.device_count() if device == "cuda" else cores()
         return max(p for p in range(1, room + 1) if config.workers % p == 0)
     if config.processes not in (None, place.processes):
         raise UserError(

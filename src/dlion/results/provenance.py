@@ -43,10 +43,15 @@ def _git(directory: Path, *command: str) -> str | None:
 
 def machine(device: str) -> str:
     """Processor, cores that this process may use, and the GPU if the run is on one."""
-    linux = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
     gpu = [torch.cuda.get_device_name()] if device == "cuda" else []
-    return ", ".join([_processor(), f"{cores} cores", *gpu])
+    return ", ".join([_processor(), f"{cores()} cores", *gpu])
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _processor() -> str:
