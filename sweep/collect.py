@@ -16,7 +16,8 @@ from typing import Any
 from slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
 from typed import run_overrides
 
-from dlion.results.record import CONFIG, FAILURE, METRICS, Run, load_run
+from dlion.errors import UserError
+from dlion.results.record import CONFIG, FAILURE, METRICS, Run, directories_with, load_run
 
 COLUMNS = ["optimizer", "model", "dataset", "workers", "seed", "step", "test_accuracy", "test_loss",
            "train_loss", "sent_bytes_per_step", "seconds_per_step", "commit",
@@ -53,17 +54,17 @@ def main() -> None:
                         help="of a run, of a sweep, or above many of them")  # fmt: skip
     directories: set[Path] = set()
     sweeps: set[Path] = set()
-    for path in parser.parse_args().directories:
-        if not path.is_dir():
-            parser.error(f"{path} is not a directory: give the output directories of runs")
-        found = {file.parent for name in (METRICS, FAILURE) for file in path.rglob(name)}
-        found |= {file.parent.parent for file in path.rglob(CONFIG)}
-        folders = {file.parent for file in path.rglob("multirun.yaml")}
-        if not found | folders:
-            parser.error(f"{path} holds no run: give a directory with runs below it")
-        directories |= found
-        sweeps |= folders
-    runs = [(load_run(directory), job_of(directory)) for directory in sorted(directories)]
+    try:
+        for path in parser.parse_args().directories:
+            found = directories_with(path, METRICS, FAILURE, CONFIG)
+            folders = directories_with(path, "multirun.yaml")
+            if not found | folders:
+                raise UserError(f"{path} holds no run: give a directory with runs below it")
+            directories |= found
+            sweeps |= folders
+        runs = [(load_run(directory), job_of(directory)) for directory in sorted(directories)]
+    except UserError as error:
+        parser.error(str(error))
     waiting: dict[Job, tuple[Path, list[str]]] = {}
     for sweep in sorted(sweeps):
         begun = (job for run, job in runs if job and sweep in run.directory.parents)

@@ -43,6 +43,22 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert load_run(tmp_path).metrics == [{"step": 1}]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("summary.json", '{"test_'),
+        (".hydra/config.yaml", "lr: [1"),
+        (".hydra/config.yaml", "lr: '${oc.select:'"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, text):
+    RunRecord(tmp_path).append({"step": 1})
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name} is damaged \("):
+        find_runs([tmp_path])
+
+
 def test_runs_are_found_at_any_depth(tmp_path):
     for name in ("b", "a/c"):
         (tmp_path / name).mkdir(parents=True)

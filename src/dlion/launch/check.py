@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
         raise UserError(f"backend={backend} is unknown: choose gloo or nccl")
     if backend == "nccl":
         gpus = torch.cuda.device_count() if device == "cuda" else 0
-        here = _processes_here(processes, place)
+        here = place.local_processes if place else processes
         if here > gpus:
             raise UserError(
                 f"backend=nccl needs a GPU for each process, but {here} processes share {gpus}:"
@@ -247,14 +246,6 @@ def _processes(config: DictConfig, device: str, place: Place | None) -> int:
             f" that {place.source} started: give a multiple of {place.processes}"
         )
     return place.processes
-
-
-def _processes_here(processes: int, place: Place | None) -> int:
-    """How many of the processes share this machine (under SLURM: the first one of the step)."""
-    env = os.environ
-    told = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    first = re.match(r"\d+", told)  # SLURM writes 8(x4) or 8,4
-    return int(first[0]) if place is not None and first is not None else processes
 
 
 def _check_method(config: DictConfig, data: Data, device: str) -> None:

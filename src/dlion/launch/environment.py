@@ -20,12 +20,14 @@ class Place:
     Attributes:
         rank, processes: its number and how many there are.
         local_rank: its number on this machine.
+        local_processes: how many there are on this machine (under SLURM: on the step's first one).
         source: ``torchrun`` or ``slurm``.
     """
 
     rank: int
     processes: int
     local_rank: int
+    local_processes: int
     source: str
 
 
@@ -38,10 +40,13 @@ def detect() -> Place | None:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return Place(rank, processes, int(env.get("LOCAL_RANK", rank)), "torchrun")
+        local = int(env.get("LOCAL_WORLD_SIZE") or processes)
+        return Place(rank, processes, int(env.get("LOCAL_RANK", rank)), local, "torchrun")
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
     if "SLURM_STEP_ID" in env and tasks > 1:
-        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), "slurm")
+        first = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # of 8(x4) or 8,4
+        local = int(first[0]) if first else tasks
+        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), local, "slurm")
     return None
 
 

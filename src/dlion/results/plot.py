@@ -25,9 +25,11 @@ from dlion.results.style import (
     name_of,
     shown,
     sides_of,
+    spread,
     styles_of,
     title_of,
     values_of,
+    with_deviation,
 )
 
 
@@ -111,9 +113,10 @@ def _panel(
         style = styles[line[0].label]
         places = [values.index(c.settings[x]) for c in line]
         finals = [ends(c, metric, best) for c in line]
-        means, spread = [float(f.mean()) for f in finals], np.stack([_spread(f) for f in finals], 1)
+        means = [float(f.mean()) for f in finals]
+        bars = np.stack([spread(f) for f in finals], 1)
         handles[name] = axes.errorbar(
-            places, means, spread, color=style.colour, marker=style.marker, linestyle=style.line,
+            places, means, bars, color=style.colour, marker=style.marker, linestyle=style.line,
             fillstyle=style.fill, capsize=3,
         )  # fmt: skip
     axes.set_xticks(range(len(values)), labels=[str(value) for value in values])
@@ -151,7 +154,7 @@ def _points(
         style, last = styles[curve.label], ends(curve, metric, best)
         name, places[curve.label] = name_of(curve, panels), (curve.paper_bits, last.mean())
         handles[name] = axes.errorbar(
-            curve.paper_bits, last.mean(), _spread(last)[:, None], color=style.colour,
+            curve.paper_bits, last.mean(), spread(last)[:, None], color=style.colour,
             marker=style.marker, fillstyle=style.fill, linestyle="", ms=9, capsize=3,
         )  # fmt: skip
     if named:
@@ -168,11 +171,6 @@ def _points(
     axes.minorticks_off()
     axes.margins(x=0.1)
     return handles
-
-
-def _spread(values: np.ndarray) -> np.ndarray:
-    """From the mean down to the worst and up to the best, ``[2]``."""
-    return np.array([values.mean() - values.min(), values.max() - values.mean()])
 
 
 def print_table(curves: list[Curve], metric: str) -> None:
@@ -199,11 +197,10 @@ def print_table(curves: list[Curve], metric: str) -> None:
     for curve in curves:
         final, best = (ends(curve, metric, best) for best in (False, True))
         form = ".2f" if percent else ".4f"
-        spread = f" ± {final.std(ddof=1):{form}}" if curve.seeds > 1 else ""
         table.add_row(
             name_of(curve),
             str(curve.seeds),
-            f"{final.mean():{form}}{spread}",
+            with_deviation(final, form),
             f"{best.mean():{form}}",
             "" if curve.paper_bits is None else f"{curve.paper_bits:.3g}",
             f"{curve.sent_bytes / 1e3:.4g} kB",

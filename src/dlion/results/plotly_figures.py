@@ -1,7 +1,6 @@
 """The figures of the page that compares runs, in plotly."""
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from dlion.results.style import (
     name_of,
     shown,
     sides_of,
+    spread,
     styles_of,
     values_of,
 )
@@ -60,37 +60,29 @@ def _look(style: Style, size: int = 6) -> dict[str, Any]:
 
 
 def _bars(finals: list[np.ndarray]) -> dict[str, Any]:
-    """From the worst to the best of each."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [float(f.max() - f.mean()) for f in finals],
-        "arrayminus": [float(f.mean() - f.min()) for f in finals],
-    }
+    """From the lowest to the highest of each."""
+    down, up = np.stack([spread(final) for final in finals], 1).tolist()
+    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
 
 
 def points(curves: list[Curve], metric: str) -> Markup:
     """The last values against the bits of a step."""
     figure, styles = Figure(), styles_of(curves)
     several = len({c.method for c in curves}) > 1
-    finals = {c.label: ends(c, metric, False) for c in curves}
-    shown_with = {
-        c.label: (c.variant(), c.method) if several else ("", c.variant()) for c in curves
-    }
-    groups: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     known = [c for c in curves if c.paper_bits is not None]
-    for c in known:
-        group, text = shown_with[c.label]
-        groups[group][text] = c.paper_bits, float(finals[c.label].mean())
-    sides = {group: sides_of(places) for group, places in groups.items()}
-    for c in known:
-        group, text = shown_with[c.label]
-        x, y = groups[group][text]
-        figure.add_scatter(
-            x=[x], y=[y], error_y=_bars([finals[c.label]]), name=name_of(c), meta=tags(c),
-            mode="markers+text", text=[text], textposition=SIDES[sides[group][text]],
-            cliponaxis=False, **_look(styles[c.label], 13),
-        )  # fmt: skip
+    # those that are likely to be shown together make room for each other's names
+    for variant in dict.fromkeys(c.variant() if several else "" for c in known):
+        group = [c for c in known if c.variant() == variant or not several]
+        finals = [ends(c, metric, False) for c in group]
+        names = [c.method if several else c.variant() for c in group]
+        places = [(c.paper_bits, float(f.mean())) for c, f in zip(group, finals, strict=True)]
+        sides = sides_of(dict(zip(names, places, strict=True)))
+        for c, final, name, (x, y) in zip(group, finals, names, places, strict=True):
+            figure.add_scatter(
+                x=[x], y=[y], error_y=_bars([final]), name=name_of(c), meta=tags(c),
+                mode="markers+text", text=[name], textposition=SIDES[sides[name]],
+                cliponaxis=False, **_look(styles[c.label], 13),
+            )  # fmt: skip
     ticks = [2**i for i in range(8)]
     words = AXES["paper_bits"].replace(", ", ",<br>")
     figure.update_xaxes(title_text=words, type="log", tickvals=ticks, ticktext=ticks)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,11 @@ def holds_run(directory: Path) -> bool:
 
 
 def load_run(directory: Path) -> Run:
-    """Read a run. A last line that was being written when the run died is left out."""
+    """Read a run. A last line that was being written when the run died is left out.
+
+    Raises:
+        UserError: if its summary or configuration is damaged.
+    """
     metrics, rows = [], directory / METRICS
     for line in rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []:
         try:
@@ -108,16 +113,32 @@ def load_run(directory: Path) -> Run:
         except json.JSONDecodeError:
             break
     summary_file, config_file = directory / SUMMARY, directory / CONFIG
-    summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else None
+    with _named_if_damaged(summary_file):
+        summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else None
+    with _named_if_damaged(config_file):
+        config = _load_config(config_file)
     failure, latest = directory / FAILURE, rows if rows.exists() else config_file
     return Run(
         directory,
         metrics,
         summary,
-        _load_config(config_file),
+        config,
         failure.read_text("utf-8").strip() if failure.exists() else None,
         time.time() - latest.stat().st_mtime if latest.exists() else math.inf,
     )
+
+
+@contextlib.contextmanager
+def _named_if_damaged(file: Path) -> Iterator[None]:
+    """Our own files are written at once: what cannot be read was edited, or copied in part."""
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        yield
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file} is damaged ({reason}): copy it again, or leave it out") from error
 
 
 def _load_config(file: Path) -> dict[str, Any] | None:
@@ -133,12 +154,27 @@ def _load_config(file: Path) -> dict[str, Any] | None:
         return None
     config = OmegaConf.to_container(loaded, resolve=False)
     OmegaConf.clear_resolver("oc.env")  # a run may be anybody's: it does not read our environment
-    for group in config:
-        with contextlib.suppress(OmegaConfBaseException):  # what needs a running Hydra stays
-            if OmegaConf.is_config(loaded[group]):
-                config[group] = OmegaConf.to_container(loaded[group], resolve=True)
-    OmegaConf.register_new_resolver("oc.env", oc.env)
+    try:
+        for group in config:
+            with contextlib.suppress(OmegaConfBaseException):  # what needs a running Hydra stays
+                if OmegaConf.is_config(loaded[group]):
+                    config[group] = OmegaConf.to_container(loaded[group], resolve=True)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env)
     return config
+
+
+def directories_with(path: Path, *files: str) -> set[Path]:
+    """The directories at or below ``path`` from which one of these files can be reached by name.
+
+    Raises:
+        UserError: if the path is not a directory.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give the output directories of runs")
+    return {
+        found.parents[len(Path(name).parts) - 1] for name in files for found in path.rglob(name)
+    }
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
@@ -149,9 +185,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
     """
     directories: set[Path] = set()
     for path in paths:
-        if not path.is_dir():
-            raise UserError(f"{path} is not a directory: give the output directories of runs")
-        found = {file.parent for name in (METRICS, FAILURE) for file in path.rglob(name)}
+        found = directories_with(path, METRICS, FAILURE)
         if not found:
             raise UserError(f"{path} holds no run: give a directory with a {METRICS} below it")
         directories |= found

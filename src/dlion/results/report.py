@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
 
 from dlion.errors import UserError
@@ -20,7 +19,7 @@ from dlion.files import write_atomically
 from dlion.results.curves import Curve, group_runs, make_curves, short
 from dlion.results.plotly_figures import METHOD, bands, lines, points, tags
 from dlion.results.record import Run, find_runs
-from dlion.results.style import NAMED, TITLES, ends, name_of, styles_of, values_of
+from dlion.results.style import NAMED, TITLES, ends, name_of, styles_of, values_of, with_deviation
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,9 @@ class Section:
         finals, tops = ([ends(c, self.metric, best) for c in curves] for best in (False, True))
         columns = [
             *(
-                _column(pick, [float(v.mean()) for v in group], [_spread(v, form) for v in group])
+                _column(
+                    pick, [float(v.mean()) for v in group], [with_deviation(v, form) for v in group]
+                )
                 for group in (finals, tops)
             ),
             _column(min, [c.paper_bits for c in curves], "{:.3g}"),
@@ -133,11 +134,6 @@ def _column(
         Cell(text, None not in (value, best) and math.isclose(value, best))
         for value, text in zip(values, texts, strict=True)
     ]
-
-
-def _spread(values: np.ndarray, form: str) -> str:
-    spread = f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
-    return f"{values.mean():{form}}{spread}"
 
 
 def make_sections(runs: list[Run]) -> list[Section]:

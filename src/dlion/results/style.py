@@ -81,6 +81,17 @@ def ends(curve: Curve, metric: str, best: bool) -> np.ndarray:
     return shown(curve.best(metric) if best else curve.final, metric)
 
 
+def spread(values: np.ndarray) -> np.ndarray:
+    """From the mean down to the lowest and up to the highest, ``[2]``."""
+    return np.array([values.mean() - values.min(), values.max() - values.mean()])
+
+
+def with_deviation(values: np.ndarray, form: str) -> str:
+    """The mean, and the standard deviation of more than one, in digits like ``.2f``."""
+    deviation = f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
+    return f"{values.mean():{form}}{deviation}"
+
+
 def title_of(metric: str) -> str:
     return TITLES.get(metric, metric)
 
