@@ -92,7 +92,7 @@ def test_other_figures(tmp_path, options):
     for lr in (1e-3, 1e-2):
         write_run(tmp_path / "runs", "dlion_mavo", 0, lr=lr)
         write_run(tmp_path / "runs", "g_lion", 0, lr=lr)
-    run = plot(tmp_path / "runs", *options, "--metric", "test_loss", "-o", tmp_path / "figure")
+    run = plot(tmp_path / "runs", *options, "--metric", "test_loss", "-o", tmp_path / "figure.png")
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 

@@ -86,7 +86,8 @@ def draw(
     kind = "best " if best and x not in ("bits", "step") else ""
     for axes in grid[:, 0]:
         axes.set_ylabel(kind + title_of(metric))
-    falls = metric not in ("accuracy", "outside_box") and all((c.values > 0).all() for c in curves)
+    low, high = min(c.values.min() for c in curves), max(c.values.max() for c in curves)
+    falls = metric not in ("accuracy", "outside_box") and 0 < 10 * low < high
     if falls and x not in (None, "bits", "paper_bits"):
         grid[0, 0].set_yscale("log")
     if legend:
@@ -248,7 +249,7 @@ def main() -> None:
         sys.exit(2)
     print_table(curves, metric)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    path = options.output.with_name(options.output.name + ".png")
+    path = options.output.with_name(options.output.name.removesuffix(".png") + ".png")
     draw(curves, metric, path, options.x, options.panels, options.best)
     print(path)
 
