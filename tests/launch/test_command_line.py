@@ -116,10 +116,19 @@ def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
     profile = json.loads((out / "profile.json").read_text())
     assert all(profile[phase] > 0 for phase in ("forward", "backward", "encode", "vote", "apply"))
     before = (out / ".hydra" / "overrides.yaml").read_text()
+    hydra = sorted(p.name for p in (out / ".hydra").iterdir())
+    assert hydra == ["config.yaml", "hydra.yaml", "overrides.yaml"]
 
-    again = train_py("steps=8", f"output_dir={out}")
-    assert again.returncode == 2 and "holds another run" in again.stderr
-    assert (out / ".hydra" / "overrides.yaml").read_text() == before
+    here, sweep = f"output_dir={out}", f"hydra.sweep.dir={tmp_path}"
+    for typed, code, reason in (
+        ([here, "steps=8"], 2, "holds another run"),
+        (["-m", sweep, f"hydra.sweep.subdir={out.name}", "steps=8"], 2, "holds another run"),
+        ([here, "steps=8", "resume=auto"], 0, "is finished"),
+    ):
+        again = train_py(*typed)
+        assert again.returncode == code and reason in again.stderr + again.stdout
+        assert (out / ".hydra" / "overrides.yaml").read_text() == before
+        assert not (out / "failure.txt").exists()
 
 
 def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(train_py, tmp_path):

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.check import check_numbers, check_output
 from dlion.launch.environment import detect
-from dlion.results.record import record_failure
+from dlion.results.record import holds_run, record_config, record_failure
 
 
 def run(main: Callable[[], Any], conf: Path) -> None:
@@ -39,11 +39,7 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         place = detect()
         if place is not None and place.rank > 0:
             # one process keeps the records; the others must not write where it does
-            sys.argv += [
-                "hydra.run.dir=.",
-                "hydra.output_subdir=null",
-                "hydra/job_logging=disabled",
-            ]
+            sys.argv += ["hydra.run.dir=.", "hydra/job_logging=disabled"]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # what is raised comes here instead of being printed
         main()
     except UserError as error:
@@ -88,7 +84,9 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         _leave(stop, 75)
     except UserError as error:
         if hydra.mode == RunMode.MULTIRUN:
-            record_failure(output_dir, str(error))
+            if not holds_run(output_dir):  # whose record stays as it is
+                record_config(output_dir, config)
+                record_failure(output_dir, str(error))
             raise
         _leave(error, 2)
     except Exception as error:

@@ -15,7 +15,7 @@ from dlion.launch.check import check, latest_checkpoint, resuming
 from dlion.launch.environment import detect, join_process_group, set_rendezvous
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
-from dlion.results.record import load_run
+from dlion.results.record import load_run, record_config
 from dlion.training import Job, train
 from dlion.training.checkpoint import identity
 from dlion.workers import Workers
@@ -35,6 +35,8 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
         print(f"{output_dir} is finished; nothing is left to do")
         return done
     job = check(config, output_dir, place)
+    if place is None or place.rank == 0:
+        record_config(output_dir, config)
     if place is not None:
         set_rendezvous(place)
         return report_failure(work, job)

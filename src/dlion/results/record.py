@@ -53,6 +53,22 @@ class RunRecord:
         write_atomically(self.directory / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
 
 
+def record_config(directory: Path, config: Any) -> None:
+    """Write what was asked of Hydra to ``.hydra``, as it would do itself.
+
+    It would do so before anybody can look whether another run is there, whose settings were lost.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra = HydraConfig.instance().cfg
+    folder = (directory / CONFIG).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    overrides = hydra.hydra.overrides.task
+    for name, part in (("config", config), ("hydra", hydra), ("overrides", overrides)):
+        write_atomically(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
+
+
 def record_failure(directory: Path, reason: str) -> None:
     """Note why a run failed, if nobody has (of several processes, the first knows best)."""
     with contextlib.suppress(OSError):  # a full disk, which is then the reason
