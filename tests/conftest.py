@@ -1,6 +1,7 @@
 """Shared by all tests: one compute thread, and a way to run real worker processes."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 
 os.environ.setdefault("WANDB_MODE", "offline")
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends in &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children would ignore Ctrl-C too
 
 ROOT = Path(__file__).resolve().parents[1]
 
