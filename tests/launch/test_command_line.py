@@ -131,6 +131,19 @@ def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
         assert not (out / "failure.txt").exists()
 
 
+def test_a_run_that_cannot_go_on_says_so_beside_its_own_settings(train_py, tmp_path):
+    out = tmp_path / "run"
+    settings = ["dataset=digits", "workers=2", "processes=1", "steps=4", "logger=none"]
+    run = train_py(*settings, "stop_after=2", f"output_dir={out}")
+    assert run.returncode == 75, run.stderr
+    before = (out / ".hydra" / "overrides.yaml").read_text()
+    sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=run", "resume=auto"]
+    again = train_py("-m", *settings, *sweep, "optimizer.lr=0.5")
+    assert again.returncode == 2 and "of another run, with another optimizer" in again.stderr
+    assert "of another run, with another optimizer" in (out / "failure.txt").read_text()
+    assert (out / ".hydra" / "overrides.yaml").read_text() == before
+
+
 def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(train_py, tmp_path):
     import subprocess
 

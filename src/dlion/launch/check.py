@@ -85,11 +85,16 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
 
 def check_output(config: DictConfig, output_dir: Path) -> None:
     """Refuse to write over another run."""
-    if resuming(config, output_dir) != "auto" and holds_run(output_dir):
+    if holds_another(config, output_dir):
         raise UserError(
             f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
             " resume=auto to go on with it"
         )
+
+
+def holds_another(config: DictConfig, output_dir: Path) -> bool:
+    """Whether a run was recorded there that this one does not go on with."""
+    return resuming(config, output_dir) != "auto" and holds_run(output_dir)
 
 
 def resuming(config: DictConfig, output_dir: Path) -> str | None:

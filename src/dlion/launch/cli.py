@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlion.errors import RunFailed, Stopped, UserError
-from dlion.launch.check import check_numbers, check_output
+from dlion.launch.check import check_numbers, check_output, holds_another
 from dlion.launch.environment import detect
 from dlion.results.record import holds_run, record_config, record_failure
 
@@ -84,8 +84,9 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         _leave(stop, 75)
     except UserError as error:
         if hydra.mode == RunMode.MULTIRUN:
-            if not holds_run(output_dir):  # whose record stays as it is
+            if not holds_run(output_dir):
                 record_config(output_dir, config)
+            if not holds_another(config, output_dir):  # whose record stays as it is
                 record_failure(output_dir, str(error))
             raise
         _leave(error, 2)
