@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dlion.files import write_atomically
-from dlion.results import provenance
+from dlion.machine import machine as machine_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"
@@ -54,7 +54,7 @@ def machine() -> dict[str, Any]:
     changed = git("status", "--porcelain", "--", "src", "benchmarks")
     commit = git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
     return {
-        "machine": provenance.machine("cpu"),
+        "machine": machine_of("cpu"),
         "torch": torch.__version__,
         "commit": commit,
         "load": os.getloadavg()[0],

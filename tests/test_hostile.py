@@ -256,7 +256,7 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     env = {"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": ""}
     env |= dict.fromkeys(("MY_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"), secret)
     command = [sys.executable, "train.py", "dataset=digits", "workers=2", "steps=3"]
-    report = [sys.executable, "-m", "dlion.results.report", str(tmp_path / "run")]
+    report = [sys.executable, "-m", "dlion.compare.report", str(tmp_path / "run")]
     options = {"cwd": ROOT, "env": os.environ | env, "capture_output": True, "timeout": 120}
     outputs = [subprocess.run([*command, f"output_dir={tmp_path / 'run'}"], **options)]
     shutil.copytree(tmp_path / "run", tmp_path / "run" / "other", symlinks=True)

@@ -36,7 +36,7 @@ class Workers:
         """The workers hosted here."""
         return range(self.rank * self.local, (self.rank + 1) * self.local)
 
-    def apart(self) -> "Workers":
+    def with_own_group(self) -> "Workers":
         """The same workers with a process group of their own, for talk beside others'."""
         if self.processes == 1:
             return self

@@ -137,7 +137,7 @@ def test_the_absent_do_not_count_and_do_not_send(make):
     everyone = some.traffic.sent_bytes
     if "previous" in exchange.state:
         exchange.state["previous"].fill_(-1)
-    some.attend([1, 3])
+    some.set_participants([1, 3])
     answer = ask(exchange, rows.to(convert), step=1)
     assert torch.equal(answer, ask(expected, rows[[1, 3]].to(convert), step=1))
     assert some.traffic.sent_bytes - everyone < everyone

@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from dlion import kernels
 from dlion.kernels import numba_cpu, reference, triton_cuda
-from dlion.wire import reference as wire
+from dlion.wire import packing as wire
 
 NAN, INF = math.nan, math.inf
 LENGTHS = [1, 63, 64, 65, 320, 1000, 9000]

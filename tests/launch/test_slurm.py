@@ -37,7 +37,7 @@ def start(environment, *overrides: str) -> subprocess.Popen[str]:
 
 
 def collect(directory, env) -> list[dict[str, str]]:
-    command = [sys.executable, "sweep/collect.py", str(directory)]
+    command = [sys.executable, "-m", "dlion.compare.collect", str(directory)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     return list(csv.DictReader(io.StringIO(done.stdout)))
 

@@ -381,7 +381,7 @@ def test_the_absent_keep_their_state_and_are_not_heard(cls, kwargs):
     four = cls(some.parameters(), lr=1e-2, workers=Workers(local=4), **kwargs)
     two = cls(pair.parameters(), lr=1e-2, workers=Workers(local=2), **kwargs)
     for t in range(4):
-        four.attend([1, 3])
+        four.set_participants([1, 3])
         for optimizer, model, ids in ((four, some, (1, 3)), (two, pair, (0, 1))):
             for place, i in enumerate(ids):
                 loss_of(model, *samples(10 * t + place)).backward()
@@ -399,16 +399,16 @@ def test_attendance_that_cannot_be():
     optimizer = DLion(model.parameters(), workers=Workers(local=2))
     for wrong in ([], [2], [-1]):
         with pytest.raises(ValueError, match="give at least one of the 2 workers"):
-            optimizer.attend(wrong)
-    optimizer.attend([1])
+            optimizer.set_participants(wrong)
+    optimizer.set_participants([1])
     loss_of(model, *samples()).backward()
     with pytest.raises(RuntimeError, match="worker 0 does not take part"):
         optimizer.collect(0)
     optimizer.collect(1)
     with pytest.raises(RuntimeError, match="in the middle of a step"):
-        optimizer.attend(None)
+        optimizer.set_participants(None)
     optimizer.step()
-    optimizer.attend(None)
+    optimizer.set_participants(None)
 
 
 @pytest.mark.parametrize("cls", [DLion, GLion, GradDrop])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlion.training.attendance import Attendance
 from dlion.training.local_steps import LocalSteps
+from dlion.training.participation import Participation
 
 SETTINGS = ["dataset=digits", "model=linear", "logger=none", "workers=2", "processes=1"]
 
@@ -108,9 +108,9 @@ def test_liars_say_the_opposite(train, tmp_path):
 
 
 def test_attendance_is_drawn_anew_and_nobody_is_left_alone():
-    steps = [Attendance(10, 0.3, 0.0, seed=1).at(step) for step in range(200)]
-    assert {len(speakers) for speakers in steps} == {3}
-    assert {worker for speakers in steps for worker in speakers} == set(range(10))
-    dropping = [Attendance(4, 1.0, 0.9, seed=1).at(step) for step in range(200)]
+    steps = [Participation(10, 0.3, 0.0, seed=1).at(step) for step in range(200)]
+    assert {len(participants) for participants in steps} == {3}
+    assert {worker for participants in steps for worker in participants} == set(range(10))
+    dropping = [Participation(4, 1.0, 0.9, seed=1).at(step) for step in range(200)]
     assert min(map(len, dropping)) == 1 and sum(map(len, dropping)) < 400
-    assert Attendance(4, 1.0, 0.0, seed=1).at(7) == [0, 1, 2, 3]
+    assert Participation(4, 1.0, 0.0, seed=1).at(7) == [0, 1, 2, 3]

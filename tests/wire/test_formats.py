@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlion.wire import Float32, Level, Sign, Sparse, Ternary, reference
+from dlion.wire import Float32, Level, Sign, Sparse, Ternary, packing
 
 LENGTHS = st.integers(0, 300)
 
@@ -57,7 +57,7 @@ def test_float32_keeps_every_bit():
 def test_signs_are_packed_as_numpy_packs_them():
     bits = integers(0, 2, (5, 77), 1).bool()
     expected = np.packbits(bits.numpy(), axis=-1, bitorder="little")
-    assert (reference.pack_bits(bits).numpy() == expected).all()
+    assert (packing.pack_bits(bits).numpy() == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,20 @@ def test_sizes_beyond_two_to_the_31_are_exact(wire, bits):
 def test_sums_of_planes_equal_sums_of_integers(n, levels, seed):
     values = integers(0, levels, (n, 2, 100), seed).int()
     bits = (levels - 1).bit_length()
-    planes = reference.sum_planes(reference.pack_planes(values, bits), levels - 1)
+    planes = packing.sum_planes(packing.pack_planes(values, bits), levels - 1)
     total = values.sum(0)
     assert planes.shape[-2] == (n * (levels - 1)).bit_length()
-    assert torch.equal(reference.unpack_planes(planes, 100), total.int())
+    assert torch.equal(packing.unpack_planes(planes, 100), total.int())
     for constant in (0, n * (levels - 1) // 2, n * (levels - 1), 10**6):
-        greater, equal = reference.compare_planes(planes, constant)
-        assert torch.equal(reference.unpack_bits(greater, 100), total > constant)
-        assert torch.equal(reference.unpack_bits(equal, 100), total == constant)
+        greater, equal = packing.compare_planes(planes, constant)
+        assert torch.equal(packing.unpack_bits(greater, 100), total > constant)
+        assert torch.equal(packing.unpack_bits(equal, 100), total == constant)
 
 
 def test_full_scale_sums_do_not_overflow():
     values = torch.full((300, 64), 254, dtype=torch.int32)
-    planes = reference.sum_planes(reference.pack_planes(values, 8), 254)
-    assert (reference.unpack_planes(planes, 64) == 300 * 254).all()
+    planes = packing.sum_planes(packing.pack_planes(values, 8), 254)
+    assert (packing.unpack_planes(planes, 64) == 300 * 254).all()
 
 
 def test_a_level_wire_needs_two_levels():

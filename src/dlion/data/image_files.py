@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from dlion.data.base import Batch, Images, split_off
 from dlion.data.parquet import load_parquet
+from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
-from dlion.torchvision_ops import declare_missing_operators
 
 _PATIENCE = 300  # seconds for a batch, after which a helper counts as stuck
 # of ImageNet, as torchvision's models use them

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlion.data.hub import use_the_cache_if_offline
 from dlion.errors import UserError
-from dlion.hub import use_the_cache_if_offline
 
 
 def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.text import TextData
 from dlion.errors import UserError
-from dlion.hub import use_the_cache_if_offline
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
@@ -92,7 +92,7 @@ def load_tokenizer(name: str, setting: str) -> Any:
     Raises:
         UserError: if there is none of that name, naming the ``setting``.
     """
-    from dlion.torchvision_ops import declare_missing_operators
+    from dlion.data.torchvision_ops import declare_missing_operators
 
     declare_missing_operators()
     from transformers import AutoTokenizer

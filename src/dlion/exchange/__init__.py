@@ -1,6 +1,6 @@
 """Exchanges carry messages between workers and combine them. They know nothing of optimizers."""
 
-from dlion.exchange.channel import Channel, Traffic
+from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.direct_send import (
     TIES,
     DenseMean,
@@ -21,4 +21,5 @@ __all__ = [
     "SparseMean",
     "TernarySum",
     "Traffic",
+    "sum_in_order",
 ]

@@ -49,19 +49,21 @@ class Channel:
         self.traffic = Traffic()
         self.timer = Timer()
         self._gloo = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
-        self.attend(None)
+        self.set_participants(None)
 
-    def attend(self, speakers: Sequence[int] | None) -> None:
+    def set_participants(self, participants: Sequence[int] | None) -> None:
         """Which workers speak from now on, in ascending order; None: all. Equal everywhere.
 
         Attributes set by it:
-            speakers: all of them.
-            local_speakers: those hosted here, by their place here.
+            participants: all of them.
+            local_participants: those hosted here, by their place here.
         """
         w = self.workers
-        self.speakers = list(range(w.count) if speakers is None else speakers)
-        self.local_speakers = [worker - w.ids.start for worker in self.speakers if worker in w.ids]
-        of = [worker // w.local for worker in self.speakers]
+        self.participants = list(range(w.count) if participants is None else participants)
+        self.local_participants = [
+            worker - w.ids.start for worker in self.participants if worker in w.ids
+        ]
+        of = [worker // w.local for worker in self.participants]
         self._spoken_by = [of.count(q) for q in range(w.processes)]  # workers of each process
 
     def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
@@ -74,7 +76,7 @@ class Channel:
         Returns:
             ``[m, k, s]``: what each speaker sent to each local worker.
         """
-        w, m = self.workers, len(self.speakers)
+        w, m = self.workers, len(self.participants)
         k, (spoken, n, s) = w.local, parts.shape
         self._count(
             sent=spoken * (n - 1) * s, received=(m * k - spoken) * s, process=spoken * (n - k) * s
@@ -92,17 +94,24 @@ class Channel:
         return incoming.view(n, k, s)
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """Send ``part[i]`` from local worker i to everyone: ``[k, s]`` -> ``[n, s]`` (``out``)."""
-        w = self.workers
-        k, s = part.shape
+        """Send ``part[i]`` from local worker i to everyone: ``[k, ...]`` -> ``[n, ...]``.
+
+        Args:
+            part: of any dtype, on any device (NCCL carries what lies in main memory over the GPU).
+            out: uint8 ``[n, s]``, where to put the result of a uint8 part (unused within one
+                process).
+        """
+        w, (k, *shape) = self.workers, part.shape
+        s = part[0].nbytes
+        sent = part.contiguous().view(torch.uint8).view(k, s)
         self._count(k * (w.count - 1) * s, k * (w.count - 1) * s, k * s * (w.processes - 1))
         if w.processes == 1:
             return part
-        everything = part.new_empty(w.count, s) if out is None else out
-        self._all_to_all(
-            part.contiguous().expand(w.processes, k, s), everything.view(w.processes, k, s)
-        )
-        return everything
+        if not self._gloo and not sent.is_cuda:
+            sent = sent.cuda()
+        everything = sent.new_empty(w.count, s) if out is None else out
+        self._all_to_all(sent.expand(w.processes, k, s), everything.view(w.processes, k, s))
+        return everything.to(part.device).view(part.dtype).view(w.count, *shape)
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
         """Like :meth:`scatter` for parts of differing size.
@@ -119,7 +128,7 @@ class Channel:
         k, blocks = w.local, range(w.processes)
         own = w.ids
         lengths = [[part.numel() for part in row] for row in parts]
-        to_self = sum(row[own[i]] for i, row in zip(self.local_speakers, lengths, strict=True))
+        to_self = sum(row[own[i]] for i, row in zip(self.local_participants, lengths, strict=True))
         leaves = sum(size for row in lengths for j, size in enumerate(row) if j not in own)
         self._count(
             sent=sum(map(sum, lengths)) - to_self,
@@ -135,7 +144,7 @@ class Channel:
         incoming = outgoing.new_empty(sum(receive))
         self._all_to_all(outgoing.split(send), incoming.split(receive))
         pieces = iter(incoming.split(sizes.flatten().tolist()))
-        return [[next(pieces) for _ in range(k)] for _ in self.speakers]
+        return [[next(pieces) for _ in range(k)] for _ in self.participants]
 
     def gather_ragged(self, part: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Like :meth:`gather` for parts of differing size; ``sizes``: bytes from each worker."""
@@ -213,3 +222,16 @@ class Channel:
         self.traffic.received_bytes += received
         self.traffic.process_sent_bytes += process
         self.traffic.collectives += 1
+
+
+def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """The sum over the first dimension, ``[n, ...]`` -> ``[...]``, added from worker 0 to n - 1.
+
+    Floating-point sums depend on their order. This is the only one used for what workers send, so
+    that no result depends on how they are spread over processes. ``out``: where to put it.
+    """
+    total = torch.empty_like(rows[0]) if out is None else out
+    total.copy_(rows[0])
+    for row in rows[1:]:
+        total += row
+    return total

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.errors import TrainingFailed
-from dlion.exchange.channel import Channel
+from dlion.exchange.channel import Channel, sum_in_order
 from dlion.streams import stream
 from dlion.wire import Float32, Level, Sign, Sparse, Ternary, Wire
 
@@ -116,9 +116,9 @@ class DirectSend(Exchange):
 
     def deliver(self, step: int) -> list[Tensor]:
         channel, outbox = self.channel, self._outbox
-        self.hear(len(channel.speakers))
-        if len(channel.local_speakers) < len(outbox):
-            outbox = outbox[channel.local_speakers]
+        self.hear(len(channel.participants))
+        if len(channel.local_participants) < len(outbox):
+            outbox = outbox[channel.local_participants]
         received = channel.scatter(outbox, self._inbox)
         self.headers = received[:, 0, self.up.nbytes(self.slice) :]
         with channel.timer("vote", beside=True):
@@ -154,10 +154,7 @@ class DenseMean(DirectSend):
 
     def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
         rows = received[:, j].view(torch.float32)[:, : self.slice]
-        total = answer.view(torch.float32)
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            total += row
+        total = sum_in_order(rows, answer.view(torch.float32))
         total /= len(rows)
 
     def read(self, answers: list[Tensor]) -> Tensor:
@@ -253,7 +250,7 @@ class LevelSum(DirectSend):
     def _weigh(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
         """The vote of :class:`LevelSum`'s ``weighted``: slower, as every bit is unpacked."""
         agreement = self.state["agreement"][j]
-        odds = agreement[self.channel.speakers].clamp(0.5, 0.999)
+        odds = agreement[self.channel.participants].clamp(0.5, 0.999)
         total, size = 0.0, self.up.nbytes(self.slice)
         votes = self.up.decode(received[:, j, :size].contiguous(), self.slice).mul(2.0).sub_(1)
         for vote, weight in zip(votes, (odds / (1 - odds)).log(), strict=True):
@@ -268,7 +265,9 @@ class LevelSum(DirectSend):
         if not real.any():
             return
         agreed = (votes == outcome).to(torch.float32) @ real / real.sum()
-        agreement[self.channel.speakers] = agreement[self.channel.speakers].lerp(agreed, 0.01)
+        agreement[self.channel.participants] = agreement[self.channel.participants].lerp(
+            agreed, 0.01
+        )
 
     def _decide(self, positive: Tensor, tie: Tensor, j: int, step: int, answer: Tensor) -> None:
         if self.can_tie or self.weighted:
@@ -367,7 +366,7 @@ class SparseMean(Exchange):
 
     def deliver(self, step: int) -> list[Tensor]:
         w = self.channel.workers
-        received = self._scatter([self._posts.pop(i) for i in self.channel.local_speakers])
+        received = self._scatter([self._posts.pop(i) for i in self.channel.local_participants])
         with self.channel.timer("vote", beside=True):
             pairs = [self._combine([row[j] for row in received]) for j in range(w.local)]
         answers, counts = [answer for answer, _ in pairs], [count for _, count in pairs]
@@ -384,7 +383,9 @@ class SparseMean(Exchange):
         announce = torch.zeros(
             len(posts), n, 4 + self.header_bytes, dtype=torch.uint8, device=self.device
         )
-        for row, i, (_, counts) in zip(announce, self.channel.local_speakers, posts, strict=True):
+        for row, i, (_, counts) in zip(
+            announce, self.channel.local_participants, posts, strict=True
+        ):
             row[:, :4] = counts.to(torch.int32).view(-1, 1).view(torch.uint8)
             if self.header_bytes:
                 row[:, 4:] = self._post_headers[i]

@@ -12,7 +12,7 @@ integer of p bits takes p planes of ``words`` words (:mod:`dlion.wire.reference`
 import torch
 from torch import Tensor
 
-from dlion.wire import reference as wire
+from dlion.wire import packing as wire
 
 
 def lion_direction(momentum: Tensor, grad: Tensor, beta1: float, beta2: float) -> Tensor:

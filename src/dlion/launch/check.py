@@ -15,9 +15,9 @@ from dlion.data import Data, Sharding
 from dlion.errors import UserError
 from dlion.launch.environment import Place, restarted
 from dlion.launch.network import check_possible
+from dlion.machine import cores
 from dlion.optim.base import NONFINITE
-from dlion.results.provenance import cores
-from dlion.results.record import holds_run
+from dlion.record.runs import holds_run
 from dlion.training.byzantine import ATTACKS
 from dlion.training.checkpoint import Checkpoint, find, identity
 from dlion.training.job import Job

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.check import check_numbers, check_output, holds_another
 from dlion.launch.environment import detect
-from dlion.results.record import holds_run, record_config, record_failure
+from dlion.record.runs import holds_run, record_config, record_failure
 
 
 def run(main: Callable[[], Any], conf: Path) -> None:
@@ -243,7 +243,7 @@ def _job_failure(error: Exception) -> str:
     reason = state[1].strip().lower() if state else next(x for x in reversed(lines) if x)
     return (
         f"SLURM job {job[0] if job else ''} of the sweep: {reason}; the others go on, and"
-        " `python sweep/collect.py SWEEP_DIR` tells what became of each"
+        " `python -m dlion.compare.collect SWEEP_DIR` tells what became of each"
     )
 
 

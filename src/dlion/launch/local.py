@@ -29,7 +29,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
-from dlion.training.notice import SIGNALS, Notice
+from dlion.training.signals import SIGNALS, SignalNotice
 
 # seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
@@ -50,7 +50,7 @@ def run_processes(
         Stopped: if ``work`` raised it. SIGTERM is handed on to the processes, which may do so.
         KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all are ended.
     """
-    with Notice() as notice, tempfile.TemporaryDirectory(prefix="dlion-") as directory:
+    with SignalNotice() as notice, tempfile.TemporaryDirectory(prefix="dlion-") as directory:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         context = start_processes(
             _work,

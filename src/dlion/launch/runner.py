@@ -15,7 +15,7 @@ from dlion.launch.check import check, latest_checkpoint, resuming
 from dlion.launch.environment import detect, join_process_group, set_rendezvous
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
-from dlion.results.record import load_run, record_config
+from dlion.record.runs import load_run, record_config
 from dlion.training import Job, train
 from dlion.training.checkpoint import identity
 from dlion.workers import Workers

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dlion.data import Data, Images, Text
+from dlion.data.hub import use_the_cache_if_offline
+from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
-from dlion.hub import use_the_cache_if_offline
 from dlion.models.transformer import GPT, ViT
-from dlion.torchvision_ops import declare_missing_operators
 
 
 def linear(data: Data) -> nn.Module:

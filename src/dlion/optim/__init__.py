@@ -2,10 +2,10 @@
 
 from dlion.optim.base import DistributedOptimizer
 from dlion.optim.dense import GAdamW, GLion
+from dlion.optim.dlion import DLion, Signum
 from dlion.optim.lion_cub import LionCub
 from dlion.optim.sparse import DGC, GradDrop
 from dlion.optim.terngrad import TernGrad
-from dlion.optim.voting import DLion, Signum
 
 __all__ = [
     "DGC",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel, Exchange, Traffic
-from dlion.flat import Bucket
-from dlion.optim.courier import Courier
+from dlion.optim.bucket import Bucket
+from dlion.optim.thread import ExchangeThread
 from dlion.workers import Workers
 
 
@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
         self.workers = workers or Workers.current()
         if overlap:
-            self.workers = self.workers.apart()  # others may talk during the backward pass
+            self.workers = self.workers.with_own_group()  # others may talk during the backward pass
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.channel = Channel(self.workers)
         self.buckets: list[Bucket] = []
@@ -113,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._waiting: list[int] = []  # parameters of each bucket whose gradient is not there yet
         self._sent = 0  # buckets whose messages have left
         self._synchronising = True
-        self._courier = Courier(overlap)
+        self._thread = ExchangeThread(overlap)
         self.nonfinite, self.skipped = nonfinite, 0
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self.flag = self.flagged = False
@@ -195,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._waiting.append(_trainable(bucket))
         self._publish_state(bucket)
 
-    def attend(self, speakers: Sequence[int] | None) -> None:
+    def set_participants(self, participants: Sequence[int] | None) -> None:
         """Which workers take part from the next step on, ascending; None: all.
 
         The others say nothing, their state stays as it is, and they are not to be collected; they
@@ -206,15 +206,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: if there are none, or unknown ones.
             RuntimeError: in the middle of a step.
         """
-        known = None if speakers is None else sorted(set(speakers))
+        known = None if participants is None else sorted(set(participants))
         if known is not None and not (known and known[0] >= 0 and known[-1] < self.workers.count):
             raise ValueError(
-                f"attend({list(speakers or ())}): give at least one of the {self.workers.count}"
+                f"set_participants({list(participants or ())}): give at least one of the {self.workers.count}"
                 " workers"
             )
         if self._collected or self._sent:
-            raise RuntimeError("attend() in the middle of a step")
-        self.channel.attend(known)
+            raise RuntimeError("set_participants() in the middle of a step")
+        self.channel.set_participants(known)
 
     def collect(self, worker: int) -> None:
         """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters.
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             RuntimeError: if they were taken before in this step, or it takes no part in it.
         """
-        if worker not in self.channel.local_speakers:
+        if worker not in self.channel.local_participants:
             raise RuntimeError(f"virtual worker {worker} does not take part in this step")
         if worker in self._collected:
             raise RuntimeError(f"virtual worker {worker} was collected twice in one step")
@@ -251,7 +251,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        here = self.channel.local_speakers
+        here = self.channel.local_participants
         if self._collected == set(here[:-1]) and here:
             self._take(here[-1])
         if self._collected != set(here):
@@ -262,7 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         pairs = zip(self.buckets, self._exchanges, strict=True)
         for place, (bucket, exchange) in enumerate(pairs):
             with self.channel.timer("wait"):
-                answers = self._courier.receive(place)
+                answers = self._thread.receive(place)
             bucket.adopt()
             step = bucket.group["steps"]
             kept = bucket.untouched(self._missing[place], bucket.params, *bucket.shared.values())
@@ -289,7 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def _ready(self, place: int, _: Tensor) -> None:
         """After a gradient has been accumulated: send what is complete, in the buckets' order."""
-        here = self.channel.local_speakers
+        here = self.channel.local_participants
         if not self._synchronising or self._collected - {here[-1]} != set(here[:-1]):
             return
         last = here[-1]
@@ -356,7 +356,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._missing[place], self._flags[place] = bucket.read_headers(exchange.headers)
             return answers
 
-        self._courier.send(place, bucket.device, exchanged)
+        self._thread.send(place, bucket.device, exchanged)
         self._sent += 1
 
     def _publish_state(self, bucket: Bucket) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange import DenseMean
-from dlion.flat import Bucket, Piece, copy_gradients
 from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket, Piece, copy_gradients
 from dlion.optim.updates import adamw
 
 

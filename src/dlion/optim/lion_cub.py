@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange import DenseMean, LevelSum
-from dlion.flat import Bucket
 from dlion.optim.base import Common
-from dlion.optim.voting import LevelOptimizer
+from dlion.optim.bucket import Bucket
+from dlion.optim.dlion import LevelOptimizer
 
 BITS = (1, 2, 4, 8)
 SCALES = ("l1", "max", "geometric")
@@ -133,7 +133,7 @@ class LionCub(LevelOptimizer):
         for i, row in enumerate(rows):
             message = torch.cat([row[start:stop] for start, stop in spans])
             exchange.post(i, torch.nn.functional.pad(message, (0, exchange.numel - len(message))))
-        mean, offset, here = exchange(step), 0, self.channel.local_speakers
+        mean, offset, here = exchange(step), 0, self.channel.local_participants
         for start, stop in spans:
             rows[here, start:stop] = mean[offset : offset + stop - start]
             offset += stop - start

@@ -7,9 +7,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from dlion.exchange import SparseMean
-from dlion.flat import Bucket
 from dlion.kernels.reference import descend
 from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket
 from dlion.optim.rules import largest_entries
 from dlion.optim.updates import momentum_descent
 

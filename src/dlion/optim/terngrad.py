@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dlion.exchange import TernarySum
-from dlion.flat import Bucket
 from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket
 from dlion.optim.rules import clip_by_deviation, ternarise
 from dlion.optim.updates import momentum_descent
 from dlion.streams import stream
@@ -60,7 +60,7 @@ class TernGrad(DistributedOptimizer):
 
     def agree(self, bucket: Bucket, exchange: TernarySum, step: int) -> None:
         workers, place = self.workers, self.buckets.index(bucket)
-        pairs = {i: self._clipped.pop((bucket, i)) for i in self.channel.local_speakers}
+        pairs = {i: self._clipped.pop((bucket, i)) for i in self.channel.local_participants}
         local = torch.zeros(workers.local, len(bucket.spans), device=bucket.device)
         for i, (_, scales) in pairs.items():
             local[i] = scales

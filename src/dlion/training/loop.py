@@ -14,7 +14,6 @@ from dlion.exchange import Channel
 from dlion.exchange.nic import NicMeter
 from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
-from dlion.training.attendance import Attendance
 from dlion.training.box import box_state
 from dlion.training.byzantine import Byzantine
 from dlion.training.checkpoint import Checkpoints, Progress, identity
@@ -22,11 +21,12 @@ from dlion.training.clock import Clock
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
 from dlion.training.local_steps import LocalSteps
-from dlion.training.notice import Notice
 from dlion.training.output import Output
+from dlion.training.participation import Participation
 from dlion.training.precision import in_precision
 from dlion.training.replicas import check_replicas, parameters_sha256
 from dlion.training.schedule import make_schedule, set_step
+from dlion.training.signals import SignalNotice
 from dlion.training.virtual import VirtualWorkers
 from dlion.workers import Workers
 
@@ -40,11 +40,11 @@ def train(job: Job, workers: Workers) -> float | None:
         Stopped: with a checkpoint, after ``job.stop_after`` steps or when a signal asked for it.
         TrainingFailed: with one sentence about why it cannot go on.
     """
-    with Notice() as notice:
+    with SignalNotice() as notice:
         return _train(job, workers, notice)
 
 
-def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
+def _train(job: Job, workers: Workers, notice: SignalNotice) -> float | None:
     config, data, device = job.config, job.data, job.device
     torch.manual_seed(stream_seed(config.seed, "initialisation"))
     model = in_precision(models.build(config.model, data), config.precision, device).train()
@@ -70,7 +70,7 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
     schedule = make_schedule(config.schedule, optimizer, job.steps)
     virtual = VirtualWorkers(model, workers, config.seed)
     local = LocalSteps(model, config.local_steps, config.local_lr)
-    attendance = Attendance(workers.count, config.participation, faults.drop, config.seed)
+    participation = Participation(workers.count, config.participation, faults.drop, config.seed)
     control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
     output = Output(job, workers, model, optimizer)
 
@@ -94,20 +94,20 @@ def _train(job: Job, workers: Workers, notice: Notice) -> float | None:
     timer.enabled = config.profile
     control.barrier()  # the first parameters have arrived
     clock, nic = Clock(begun.seconds), NicMeter(job.rate is not None)
-    batches = data.batches(_requests(job, workers, attendance, begun.step), device)
+    batches = data.batches(_requests(job, workers, participation, begun.step), device)
     since = begun.since
-    spoken = sum(len(attendance.at(step)) for step in range(since, begun.step))
+    spoken = sum(len(participation.at(step)) for step in range(since, begun.step))
 
     def reached(done: int, since: int) -> Progress:
         total = counted(begun, optimizer, control, nic)
         return replace(total, step=done, since=since, seconds=clock.seconds())
 
     for step in range(begun.step, job.steps):
-        speakers = attendance.at(step)
-        spoken += len(speakers)
-        optimizer.attend(speakers)
+        participants = participation.at(step)
+        spoken += len(participants)
+        optimizer.set_participants(participants)
         for i, worker in enumerate(workers.ids):
-            if worker not in speakers:
+            if worker not in participants:
                 continue
             virtual.enter(i, step)
             local.begin()
@@ -209,13 +209,13 @@ def _passes(job: Job, worker: int, step: int) -> Iterator[_Pass]:
 
 
 def _requests(
-    job: Job, workers: Workers, attendance: Attendance, start: int
+    job: Job, workers: Workers, participation: Participation, start: int
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """The samples of every backward pass of this process, and the seed of what is random there."""
     for step in range(start, job.steps):
-        speakers = attendance.at(step)
+        participants = participation.at(step)
         for worker in workers.ids:
-            if worker in speakers:
+            if worker in participants:
                 for each in _passes(job, worker, step):
                     yield each.indices, stream_seed(job.config.seed, "augmentation", *each.place)
 

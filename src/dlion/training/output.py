@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
-from dlion.results.loggers import make_logger
-from dlion.results.provenance import provenance
-from dlion.results.record import RunRecord
+from dlion.record.loggers import make_logger
+from dlion.record.provenance import provenance
+from dlion.record.runs import RunRecord
 from dlion.timer import Timer
 from dlion.training.console import RunConsole
 from dlion.training.job import Job
@@ -118,7 +118,7 @@ class Output:
         self.logger.finish(summary)
         self.console.note(
             f"finished: {self.console.result()} after {row['seconds']:.1f} s;"
-            f" python -m dlion.results.plot {self.job.output_dir}"
+            f" python -m dlion.compare.plot {self.job.output_dir}"
         )
         return result
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from dlion.wire import reference
+from dlion.wire import packing
 
 
 class Wire(ABC):
@@ -70,10 +70,10 @@ class Level(Wire):
         return self.bits * -(-numel // 8)
 
     def encode(self, values: Tensor) -> Tensor:
-        return reference.pack_planes(values, self.bits).flatten(-2)
+        return packing.pack_planes(values, self.bits).flatten(-2)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        return reference.unpack_planes(packed.unflatten(-1, (self.bits, -1)), numel)
+        return packing.unpack_planes(packed.unflatten(-1, (self.bits, -1)), numel)
 
 
 class Sign(Level):
@@ -84,10 +84,10 @@ class Sign(Level):
         self.name = "sign"
 
     def encode(self, values: Tensor) -> Tensor:
-        return reference.pack_bits(values)
+        return packing.pack_bits(values)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        return reference.unpack_bits(packed, numel)
+        return packing.unpack_bits(packed, numel)
 
 
 class Ternary(Wire):
@@ -99,10 +99,10 @@ class Ternary(Wire):
         return -(-numel // 5)
 
     def encode(self, values: Tensor) -> Tensor:
-        return reference.pack_trits(values)
+        return packing.pack_trits(values)
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
-        return reference.unpack_trits(packed, numel)
+        return packing.unpack_trits(packed, numel)
 
 
 class Sparse(Wire):

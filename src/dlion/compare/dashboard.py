@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dlion.files import write_atomically
-from dlion.results.loggers import can_sync
+from dlion.record.loggers import can_sync
 
 TITLE = "Accuracy against bandwidth"
 GROUPS = ("dataset.name", "model.name", "optimizer.name", "workers")
@@ -114,7 +114,7 @@ def specification(entity: str, project: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dlion.results.dashboard",
+        prog="python -m dlion.compare.dashboard",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

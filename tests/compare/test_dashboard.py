@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlion.results.dashboard import specification
+from dlion.compare.dashboard import specification
 
 GROUPS = ["dataset", "model", "optimizer", "workers"]
 
@@ -72,7 +72,7 @@ def dashboard(home, *arguments: str, **env: str) -> subprocess.CompletedProcess[
     """Run the command as a user with this home, whose only key is in ``env``."""
     nobody = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     env = nobody | {"HOME": str(home), "NETRC": str(home / "netrc")} | env
-    command = [sys.executable, "-m", "dlion.results.dashboard", *arguments]
+    command = [sys.executable, "-m", "dlion.compare.dashboard", *arguments]
     return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
 
 

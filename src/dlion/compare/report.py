@@ -1,4 +1,4 @@
-"""Compare runs on one page: ``python -m dlion.results.report RUN_DIR... [-o report.html]``.
+"""Compare runs on one page: ``python -m dlion.compare.report RUN_DIR... [-o report.html]``.
 
 The page needs nothing else, no network and no account. Runs are grouped by data set and model;
 those that differ only by their seed become one curve with a band from the worst to the best.
@@ -14,12 +14,12 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from dlion.compare.curves import Curve, group_runs, make_curves, short
+from dlion.compare.plotly_figures import METHOD, bands, lines, points, tags
+from dlion.compare.style import NAMED, TITLES, ends, name_of, styles_of, values_of, with_deviation
 from dlion.errors import UserError
 from dlion.files import write_atomically
-from dlion.results.curves import Curve, group_runs, make_curves, short
-from dlion.results.plotly_figures import METHOD, bands, lines, points, tags
-from dlion.results.record import Run, find_runs
-from dlion.results.style import NAMED, TITLES, ends, name_of, styles_of, values_of, with_deviation
+from dlion.record.runs import Run, find_runs
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def render(runs: list[Run], title: str) -> str:
     from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dlion.results", "."), autoescape=True, trim_blocks=True,
+        loader=jinja2.PackageLoader("dlion.compare", "."), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     page = environment.get_template("report.html.jinja")
@@ -173,7 +173,7 @@ def render(runs: list[Run], title: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dlion.results.report", description=__doc__.splitlines()[0]
+        prog="python -m dlion.compare.report", description=__doc__.splitlines()[0]
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE")

@@ -7,8 +7,8 @@ import numpy as np
 from markupsafe import Markup
 from plotly.graph_objects import Figure
 
-from dlion.results.curves import Curve, short
-from dlion.results.style import (
+from dlion.compare.curves import Curve, short
+from dlion.compare.style import (
     AXES,
     TITLES,
     Style,

@@ -7,12 +7,12 @@ import sys
 
 import yaml
 
+from tests.compare.runs import write_run
 from tests.conftest import ROOT
-from tests.results.runs import write_run
 
 
 def publish(*arguments) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "sweep/publish.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "dlion.compare.publish", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -1,8 +1,8 @@
-"""Draw accuracy against bandwidth: ``python -m dlion.results.plot RUN_DIR... [-o PREFIX]``.
+"""Draw accuracy against bandwidth: ``python -m dlion.compare.plot RUN_DIR... [-o PREFIX]``.
 
 Takes any directories with runs below them, prints a table, and writes PREFIX.png. Runs that differ
 only by their seed become one line with a band from the worst to the best. For a page to look around
-in: ``python -m dlion.results.report``.
+in: ``python -m dlion.compare.report``.
 """
 
 import argparse
@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dlion.errors import UserError
-from dlion.results.curves import Curve, choose_metric, make_curves
-from dlion.results.record import find_runs
-from dlion.results.style import (
+from dlion.compare.curves import Curve, choose_metric, make_curves
+from dlion.compare.style import (
     AXES,
     NAMED,
     SIDES,
@@ -31,6 +29,8 @@ from dlion.results.style import (
     values_of,
     with_deviation,
 )
+from dlion.errors import UserError
+from dlion.record.runs import find_runs
 
 
 def draw(
@@ -219,7 +219,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m dlion.results.plot", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dlion.compare.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
     parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")

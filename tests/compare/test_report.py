@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.results.runs import write_run
+from tests.compare.runs import write_run
 
 HOSTILE = "<script>document.title='broken'</script>"
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dlion.results.report", *map(str, arguments)]
+    command = [sys.executable, "-m", "dlion.compare.report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 
-from dlion.results.dashboard import specification
-from dlion.results.loggers import make_logger
+from dlion.compare.dashboard import specification
+from dlion.record.loggers import make_logger
 
 CONFIG = {"optimizer": {"name": "dlion_mavo", "lr": 1e-3}, "workers": 4, "seed": 7}
 ROW = {"step": 5, "epoch": 0.5, "seconds": 1.0, "train_loss": 2.0, "sent_bytes": 1000}

@@ -13,10 +13,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from typed import command
-
+from dlion.compare.commands import command
 from dlion.errors import UserError
-from dlion.results.record import Run, find_runs
+from dlion.record.runs import Run, find_runs
 
 NOT_RECORDED = "not recorded"  # by runs of older commits
 FILES = ("metrics.jsonl", "summary.json", ".hydra/config.yaml", ".hydra/overrides.yaml")
@@ -42,9 +41,9 @@ def provenance(runs: list[Run]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python sweep/publish.py",
+        prog="python -m dlion.compare.publish",
         description=__doc__,
-        epilog="example: python sweep/publish.py outputs/2025-01-31 -o results/mnist5k",
+        epilog="example: python -m dlion.compare.publish outputs/2025-01-31 -o results/mnist5k",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS",
@@ -74,7 +73,7 @@ def main() -> None:
     with (args.output / "provenance.txt").open("a") as file:  # behind that of runs published before
         file.write(("\n" if file.tell() else "") + provenance(runs))
     published = str(args.output / "runs")
-    plot = [sys.executable, "-m", "dlion.results.plot", published, "-o"]
+    plot = [sys.executable, "-m", "dlion.compare.plot", published, "-o"]
     table = subprocess.run(
         [*plot, str(args.output / "curves")], check=True, capture_output=True, text=True
     )

@@ -5,7 +5,7 @@ import torch
 from dlion.streams import stream
 
 
-class Attendance:
+class Participation:
     """Partial participation, and workers that are absent by accident.
 
     Args:

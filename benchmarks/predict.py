@@ -1,4 +1,4 @@
-"""What a step would cost on your machines: ``python -m dlion.results.predict --help``.
+"""What a step would cost on your machines: ``python benchmarks/predict.py --help``.
 
 A small model of a training step, fed with costs that the benchmarks measured (results/speed):
 
@@ -277,7 +277,7 @@ def draw(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dlion.results.predict", description=__doc__.splitlines()[0]
+        prog="python benchmarks/predict.py", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--parameters", type=float, default=1e9, help="d, such as 1e9")
     parser.add_argument("--workers", type=int, default=8, help="n")

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlion.compare.curves import Curve, place_of
 from dlion.errors import UserError
-from dlion.results.curves import Curve, place_of
 
 
 class Style(NamedTuple):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dlion.results.predict import METHODS, Setting, check, main, step_seconds
+from benchmarks.predict import METHODS, Setting, check, main, step_seconds
 from tests.conftest import ROOT
 
 SETTING = Setting(parameters=1e8, workers=16, rate=1e9, compute=0.5)

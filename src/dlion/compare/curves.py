@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlion.errors import UserError
-from dlion.results.record import Run
+from dlion.record.runs import Run
 
 # of the run as a whole; in the order in which they tell runs apart
 _SETTINGS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlion.results.provenance import commit, provenance
+from dlion.record.provenance import commit, provenance
 from tests.conftest import ROOT
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from typed import sweep_overrides
+
+from dlion.compare.commands import sweep_overrides
 
 Job = tuple[int, int]  # its id, and its number in the array; 0 without one
 

@@ -9,7 +9,7 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Notice:
+class SignalNotice:
     """While entered, :data:`SIGNALS` are noted instead of ending this process.
 
     They may come more than once: from the scheduler to all processes, and from the launcher.
@@ -23,7 +23,7 @@ class Notice:
         self.tell: Callable[[int], Any] = lambda _: None
         self.came: int | None = None
 
-    def __enter__(self) -> "Notice":
+    def __enter__(self) -> "SignalNotice":
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 

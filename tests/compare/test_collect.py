@@ -8,13 +8,13 @@ import sys
 
 import yaml
 
-from dlion.results.record import record_failure
+from dlion.record.runs import record_failure
+from tests.compare.runs import write_run
 from tests.conftest import ROOT
-from tests.results.runs import write_run
 
 
 def run_collect(*arguments) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "sweep/collect.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "dlion.compare.collect", *map(str, arguments)]
     nobody = os.environ | {"SLURM_CONF": "/nowhere"}  # whatever SLURM may be here is not asked
     return subprocess.run(command, cwd=ROOT, env=nobody, capture_output=True, text=True)
 

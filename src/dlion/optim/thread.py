@@ -9,7 +9,7 @@ from torch import Tensor
 Exchanged = Callable[[], list[Tensor]]
 
 
-class Courier:
+class ExchangeThread:
     """Carries out exchanges in the order they are sent, on a thread of its own if they overlap.
 
     One thread, first in first out: collectives must be issued in the same order on every process.

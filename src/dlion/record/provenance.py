@@ -1,6 +1,5 @@
 """Where a run's figures come from: the commit, the machine and the versions that made them."""
 
-import os
 import platform
 import shutil
 import subprocess
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dlion.machine import machine
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -39,24 +40,3 @@ def _git(directory: Path, *command: str) -> str | None:
     whole = ["git", "--no-optional-locks", "-C", str(directory), *command]
     done = subprocess.run(whole, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def machine(device: str) -> str:
-    """Processor, cores that this process may use, and the GPU if the run is on one."""
-    gpu = [torch.cuda.get_device_name()] if device == "cuda" else []
-    return ", ".join([_processor(), f"{cores()} cores", *gpu])
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _processor() -> str:
-    told = Path("/proc/cpuinfo")
-    for line in told.read_text().splitlines() if told.exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlion.wire import reference
+from dlion.wire import packing
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
 
@@ -130,7 +130,7 @@ class Bucket:
         if known is None:
             bits = torch.zeros(8 * self.header_bytes, dtype=torch.bool)
             bits[: len(present) + 1] = torch.tensor((*present, flag))
-            known = self._headers[present, flag] = reference.pack_bits(bits).to(self.device)
+            known = self._headers[present, flag] = packing.pack_bits(bits).to(self.device)
         return known
 
     def read_headers(self, headers: Tensor) -> tuple[list[int], bool]:
@@ -142,7 +142,7 @@ class Bucket:
         usual = self.header((True,) * len(self.tensors))
         if torch.equal(headers, usual.expand_as(headers)):
             return [], False
-        *present, flag = reference.unpack_bits(headers.cpu(), len(self.tensors) + 1).any(0).tolist()
+        *present, flag = packing.unpack_bits(headers.cpu(), len(self.tensors) + 1).any(0).tolist()
         return [i for i, there in enumerate(present) if not there], flag
 
     @contextmanager

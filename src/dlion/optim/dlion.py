@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange import TIES, LevelSum
-from dlion.flat import Bucket, dense
 from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket, dense
 from dlion.streams import stream_seed
 
 AGGREGATIONS = ("mavo", "avg")

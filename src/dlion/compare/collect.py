@@ -13,11 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
-from typed import run_overrides
-
+from dlion.compare.commands import run_overrides
+from dlion.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
 from dlion.errors import UserError
-from dlion.results.record import CONFIG, FAILURE, METRICS, Run, directories_with, load_run
+from dlion.record.runs import CONFIG, FAILURE, METRICS, Run, directories_with, load_run
 
 COLUMNS = ["optimizer", "model", "dataset", "workers", "seed", "step", "test_accuracy", "test_loss",
            "train_loss", "sent_bytes_per_step", "seconds_per_step", "commit",
@@ -45,9 +44,9 @@ def status(run: Run, state: str | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python sweep/collect.py",
+        prog="python -m dlion.compare.collect",
         description=__doc__,
-        epilog="example: python sweep/collect.py outputs > runs.csv",
+        epilog="example: python -m dlion.compare.collect outputs > runs.csv",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR",

@@ -7,14 +7,14 @@ import sys
 import pytest
 import yaml
 
-from dlion.results.curves import make_curves
-from dlion.results.record import find_runs
-from dlion.results.style import styles_of
-from tests.results.runs import write_run
+from dlion.compare.curves import make_curves
+from dlion.compare.style import styles_of
+from dlion.record.runs import find_runs
+from tests.compare.runs import write_run
 
 
 def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dlion.results.plot", *map(str, arguments)]
+    command = [sys.executable, "-m", "dlion.compare.plot", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -1,0 +1,1 @@
+"""Runs side by side: tables, curves, pages and dashboards, from the files that they left."""

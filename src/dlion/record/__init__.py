@@ -1,0 +1,1 @@
+"""What a run leaves behind: its files, its logger, and where it came from."""

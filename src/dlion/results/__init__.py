@@ -1,1 +1,0 @@
-"""Records of runs, and what is made of them: loggers, curves, tables, figures."""
