@@ -2,17 +2,33 @@
 
 import math
 
+import torch
 from torch import Tensor
 
-from dlion.kernels.reference import descend
+from dlion import kernels
+from dlion.exchange import LevelExchange
+from dlion.optim.bucket import Bucket
+from dlion.wire import Sign, Ternary
 
 
-def momentum_descent(
-    params: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float, weight_decay: float
-) -> None:
+def signed_descent(params: Tensor, exchange: LevelExchange, lr: float, weight_decay: float) -> None:
+    """``x <- (1 - lr wd) x - lr a``, the packed answer a being unpacked on the way."""
+    if isinstance(exchange.down, Ternary):
+        kernels.apply_trits(params, exchange.answer, exchange.slice, lr, weight_decay)
+        return
+    words = exchange.answer.view(torch.int64)
+    if isinstance(exchange.down, Sign):
+        kernels.apply_signs(params, words, lr, weight_decay)
+    else:
+        sums = words.unflatten(1, (-1, exchange.words))
+        kernels.apply_levels(params, sums, exchange.largest, lr, weight_decay)
+
+
+def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
-    buffer.mul_(momentum).add_(answer)
-    descend(params, buffer.clone(), lr, weight_decay)
+    group, buffer = bucket.group, bucket.shared["momentum_buffer"]
+    buffer.mul_(group["momentum"]).add_(answer)
+    kernels.descend(bucket.params, buffer, group["lr"], group["weight_decay"])
 
 
 def adamw(
@@ -31,7 +47,8 @@ def adamw(
     exp_avg.lerp_(answer, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(answer, answer, value=1 - beta2)
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-    x = params.float()  # in bfloat16, 1 - lr wd would be 1
+    wide = params.dtype in (torch.float32, torch.float64)
+    x = params if wide else params.float()  # in bfloat16, 1 - lr wd would be 1
     x.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
     if x is not params:
         params.copy_(x)
