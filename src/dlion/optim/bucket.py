@@ -45,7 +45,7 @@ class Slot(NamedTuple):
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
         part, shape = flat[..., self.start : self.stop], self.tensor.shape
         if self.order is None:
-            return part.view(*part.shape[:-1], *shape)
+            return part.view((*part.shape[:-1], *shape))
         leading = range(part.dim() - 1)
         part = part.unflatten(-1, [shape[dim] for dim in self.order])
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
