@@ -67,7 +67,7 @@ class ScaledTernaryMean(TernaryMean):
     ) -> None:
         super().__init__(channel, numel, header_bytes, device)
         self.seed, self.index = seed, index
-        self._sizes = sizes.to(device)
+        self._sizes = sizes.to(device, copy=True)
         self._sizes[-1] += self.numel - int(sizes.sum())
         self._messages: dict[int, tuple[Tensor, Tensor]] = {}
 
