@@ -466,8 +466,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
         ``worker`` says whose the per-worker state is: id and number of workers, int64 ``[k, 2]``.
         """
-        w = self.workers
-        worker = torch.tensor([[id, w.count] for id in w.ids])
+        worker = self._worker()
         for index, slot in enumerate(bucket.slots):
             state = self.state[slot.tensor]
             if bucket.own:
@@ -476,6 +475,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 state[name] = slot.view(flat)
             for name, counts in bucket.counters.items():
                 state[name] = counts[index]
+
+    def _worker(self) -> Tensor:
+        return torch.tensor([[worker, self.workers.count] for worker in self.workers.ids])
 
     def worker_state(self, local: int) -> dict[str, Tensor]:
         """What belongs to one local worker alone, as views by name: the same for every spread."""
@@ -509,7 +511,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: if it is of other workers, or of other parameters or settings.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        check_state(state_dict["state"], [self.state[param] for param in params])
+        own = [self.state[param] for param in params]
+        check_state(state_dict["state"], own, self._worker())
         states = [bucket.exchange.state for bucket in self.buckets]
         check_exchange_states(state_dict["exchanges"], states)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

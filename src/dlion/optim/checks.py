@@ -77,20 +77,22 @@ def check_bare(params: list[Tensor]) -> None:
             )
 
 
-def check_state(saved: dict[int, dict[str, Tensor]], own: list[dict[str, Tensor]]) -> None:
+def check_state(
+    saved: dict[int, dict[str, Tensor]], own: list[dict[str, Tensor]], worker: Tensor
+) -> None:
     """Refuse the saved state of other workers, and of another model or method.
 
     Args:
-        saved, own: the tensors of each parameter by name; ``worker``, int64 ``[k, 2]``, is whose they
-            are: ids and the number of workers.
+        saved, own: the tensors of each parameter by name; ``worker`` says whose they are.
+        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
     """
     for index, theirs in saved.items():
-        ours, owner = own[index], theirs.get("worker")
-        if owner is not None and "worker" in ours and not torch.equal(owner, ours["worker"]):
+        ours, owner = own[index], theirs.get("worker", worker)
+        if not torch.equal(owner, worker):
             raise ValueError(
-                f"this is the state of {_owner(owner)}, but this process hosts"
-                f" {_owner(ours['worker'])}: let each process load what it has saved itself, with"
-                " as many processes and virtual workers"
+                f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}:"
+                " let each process load what it has saved itself, with as many processes and"
+                " virtual workers"
             )
         if _shapes(theirs) != _shapes(ours):
             raise ValueError(
