@@ -1,7 +1,7 @@
 """Every method in a few lines: the specification that the optimizers are tested against.
 
-n workers' gradients ``g [n, d]`` go in, the parameters ``x [d]`` change in place, as does the state:
-``m, r, u, v [n, d]`` hold a row for each worker, ``b, v [d]`` are equal everywhere. All is float32.
+n workers' gradients ``g [n, d]`` go in, the parameters ``x [d]`` change in place, and so does the
+state: ``m, r, u, v [n, d]``, a row for each worker, or ``[d]``, equal everywhere. All is float32.
 ``spans`` are the ``(start, stop)`` of the parameter tensors in d, steps count from 0. Here nothing
 is packed and nothing travels; sources and settings are in the docstrings of the classes.
 """
@@ -72,9 +72,13 @@ def one_bit(u: Tensor, step: int) -> Tensor:
 
 
 def untie(balance: Tensor, step: int, ties: str, previous: Tensor, coin: Tensor) -> Tensor:
-    alternate = torch.tensor(1.0 if step % 2 == 0 else -1.0)
-    plus, zero = torch.tensor(1.0), torch.tensor(0.0)
-    tied = dict(zero=zero, plus=plus, alternate=alternate, random=coin, previous=previous)[ties]
+    tied = {
+        "zero": torch.zeros_like(balance),
+        "plus": torch.ones_like(balance),
+        "alternate": torch.full_like(balance, 1 if step % 2 == 0 else -1),
+        "random": coin,
+        "previous": previous,
+    }[ties]
     return previous.copy_(torch.where(balance == 0, tied, balance.sign()))
 
 
