@@ -58,13 +58,15 @@ CHANGES = {
 # rates are far above those that train well, so that every update reaches every bit of a parameter
 _LION = {"lr": 3e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}
 _SGD = {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}
+# not 0.9: short mantissas, as of bfloat16, often cancel to exactly 0 with it
+_SIGNUM = {**_SGD, "momentum": 0.937}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "g_adamw": ("GAdamW", {"lr": 3e-2, "weight_decay": 0.1}),
     "g_lion": ("GLion", _LION),
     "dlion_mavo": ("DLion", {**_LION, "aggregation": "mavo"}),
     "dlion_avg": ("DLion", {**_LION, "aggregation": "avg"}),
-    "signum_mavo": ("Signum", {**_SGD, "aggregation": "mavo"}),
-    "signum_avg": ("Signum", {**_SGD, "aggregation": "avg"}),
+    "signum_mavo": ("Signum", {**_SIGNUM, "aggregation": "mavo"}),
+    "signum_avg": ("Signum", {**_SIGNUM, "aggregation": "avg"}),
     "terngrad": ("TernGrad", _SGD),
     "graddrop": ("GradDrop", {**_SGD, "density": 0.1}),
     "dgc": ("DGC", {**_SGD, "density": 0.1, "warmup_steps": 2}),
@@ -419,7 +421,7 @@ def _gradient(step: int, worker: int, index: int, shape: tuple[int, ...], dtype:
     import torch
 
     def draw(who: int) -> Any:
-        seed = (step * 1000 + who) * 1000 + index
+        seed = (step * 1000 + who) * 1000 + index + 7
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     grad = (10.0**-index * (draw(WORKERS) + 2 * draw(worker))).to(dtype)
