@@ -28,7 +28,9 @@ class Workers:
 
     def __post_init__(self) -> None:
         if self.local < 1:
-            raise ValueError(f"local={self.local} is not possible: a process hosts 1 worker or more")
+            raise ValueError(
+                f"local={self.local} is not possible: a process hosts 1 worker or more"
+            )
         if not 0 <= self.rank < self.processes:
             raise ValueError(
                 f"rank={self.rank} is not one of {self.processes} processes: a process outside of a"

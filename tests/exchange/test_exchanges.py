@@ -90,13 +90,13 @@ def test_ternary_mean(n):
 
 
 def test_scaled_ternary_mean_shares_the_largest_scale_and_is_unbiased():
-    n, sizes = 4, torch.tensor([600, D - 600])
+    n, sizes = 4, [600, D - 600]
     exchange = ScaledTernaryMean(Channel(Workers(local=n)), D, sizes)
     rows = torch.linspace(-1, 1, n * D).view(n, D)
     total = torch.zeros(D)
     for step in range(2000):
         for i, row in enumerate(rows):
-            scales = torch.stack([part.abs().max() for part in row.split(sizes.tolist())])
+            scales = torch.stack([part.abs().max() for part in row.split(sizes)])
             padded = torch.nn.functional.pad(row, (0, exchange.numel - D))
             exchange.encode(i, (padded, scales))
         exchange.run(step)

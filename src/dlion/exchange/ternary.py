@@ -51,7 +51,7 @@ class ScaledTernaryMean(TernaryMean):
     Source: scaler sharing of Wen et al. 2017 (arXiv 1705.07878), section 4.
 
     Args:
-        sizes: int64 ``[T]``, elements of each parameter tensor in ``numel``, padding included.
+        sizes: elements of each of T parameter tensors in ``numel``, gaps included.
         seed, index: name, with worker and step, the stream of each message's coins.
     """
 
@@ -59,7 +59,7 @@ class ScaledTernaryMean(TernaryMean):
         self,
         channel: Channel,
         numel: int,
-        sizes: Tensor,
+        sizes: list[int],
         seed: int = 0,
         index: int = 0,
         header_bytes: int = 0,
@@ -67,8 +67,8 @@ class ScaledTernaryMean(TernaryMean):
     ) -> None:
         super().__init__(channel, numel, header_bytes, device)
         self.seed, self.index = seed, index
-        self._sizes = sizes.to(device, copy=True)
-        self._sizes[-1] += self.numel - int(sizes.sum())
+        padding = self.numel - sum(sizes)
+        self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
         self._messages: dict[int, tuple[Tensor, Tensor]] = {}
 
     def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:

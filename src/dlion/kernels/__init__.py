@@ -58,7 +58,9 @@ def measure(momentum, grad, beta1, scale):
 
 def encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest):
     out, words = _rows(message)
-    choose(momentum, grad).encode_levels(out, start, momentum, grad, beta1, beta2, multiplier, largest, words)
+    choose(momentum, grad).encode_levels(
+        out, start, momentum, grad, beta1, beta2, multiplier, largest, words
+    )
 
 
 def sum_planes(rows, largest, out):

@@ -1,5 +1,6 @@
 """Parameters as one long vector, with all that belongs to them during a step."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,10 +154,10 @@ class Bucket:
         return [(slot.start, slot.stop) for slot in self.slots]
 
     @property
-    def sizes(self) -> Tensor:
-        """Elements of each parameter with the gap behind it, int64 ``[T]``."""
-        starts = [slot.start for slot in self.slots]
-        return torch.tensor([*starts, self.numel], device=self.device).diff()
+    def sizes(self) -> list[int]:
+        """Elements of each parameter with the gap behind it."""
+        edges = [*(slot.start for slot in self.slots), self.numel]
+        return [stop - start for start, stop in itertools.pairwise(edges)]
 
     @property
     def mask(self) -> Tensor:
