@@ -233,17 +233,16 @@ class LevelSum(DirectSend):
         if self.weighted:
             self._weigh(received, j, step, answer)
             return
-        row = received.shape[-1] // 8
-        rows = received.view(self.voices, -1).view(torch.int64)
-        use = kernels.choose(received)
-        message = (rows, j * row, self.words, int(self.up.bits), self.levels - 1)
+        rows = received[:, j, : self.up.nbytes(self.slice)].view(torch.int64)
+        rows = rows.unflatten(1, (int(self.up.bits), self.words))
         if self.answer == "level":
-            use.sum_planes(*message, answer.view(torch.int64))
+            out = answer.view(torch.int64).view(-1, self.words)
+            kernels.sum_planes(rows, self.levels - 1, out)
             return
         positive, tie = self._masks
-        use.compare_sum(*message, self.largest // 2, positive, tie)
+        kernels.compare_sum(rows, self.levels - 1, self.largest // 2, positive, tie)
         if isinstance(self.down, Ternary):
-            use.pack_votes(positive, tie, answer)
+            kernels.pack_votes(positive, tie, answer)
             return
         self._decide(positive, tie, j, step, answer)
 
@@ -296,13 +295,14 @@ class LevelSum(DirectSend):
 
     def apply(self, params: Tensor, answers: list[Tensor], lr: float, weight_decay: float) -> None:
         """``x <- (1 - lr wd) x - lr a`` from the packed answers a, unpacking on the fly."""
-        packed, use = answers[0], kernels.choose(params)
+        packed = answers[0]
         if isinstance(self.down, Ternary):
-            use.apply_trits(params, packed, self.slice, lr, weight_decay)
+            kernels.apply_trits(params, packed, self.slice, lr, weight_decay)
         elif self.answer == "level":
-            use.apply_levels(params, packed.view(torch.int64), self.largest, lr, weight_decay)
+            sums = packed.view(torch.int64).unflatten(1, (int(self.down.bits), self.words))
+            kernels.apply_levels(params, sums, self.largest, lr, weight_decay)
         else:
-            use.apply_signs(params, packed.view(torch.int64), lr, weight_decay)
+            kernels.apply_signs(params, packed.view(torch.int64), lr, weight_decay)
 
 
 class TernarySum(DirectSend):

@@ -47,7 +47,7 @@ def encode_signs(
         grad: ``[m]``.
         positive: whether 0, -0.0 and NaN, for which one bit has no room, say +1.
     """
-    module = _fitting(momentum, grad)
+    module = choose(momentum, grad)
     module.encode_signs(message, start, momentum, grad, beta1, beta2, positive)
 
 
@@ -58,7 +58,7 @@ def measure(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
     entries that are not zero (1 if all are). Sums are in float64. The result is NaN if any entry is
     NaN, and 0 if there are none.
     """
-    module = _fitting(momentum, grad) if momentum.numel() else reference
+    module = choose(momentum, grad) if momentum.numel() else reference
     return module.measure(momentum, grad, beta1, scale)
 
 
@@ -82,7 +82,7 @@ def encode_levels(
         multiplier: float32, one element, on the device of the gradient.
         largest: at most 127.
     """
-    module = _fitting(momentum, grad)
+    module = choose(momentum, grad)
     module.encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest)
 
 
@@ -128,7 +128,7 @@ def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> N
 
 def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:
     """Decode votes ``[n, words]`` and :func:`descend` on ``[m]`` parameters, in one pass."""
-    _fitting(params, length=params.numel()).apply_signs(params, answers, lr, weight_decay)
+    choose(params, length=params.numel()).apply_signs(params, answers, lr, weight_decay)
 
 
 def apply_levels(
@@ -139,7 +139,7 @@ def apply_levels(
     Args:
         answers: int64 ``[n, planes, words]``, with the planes that ``largest`` needs.
     """
-    module = _fitting(params, length=params.numel())
+    module = choose(params, length=params.numel())
     module.apply_levels(params, answers, largest, lr, weight_decay)
 
 
@@ -152,7 +152,7 @@ def apply_trits(
         answers: uint8 ``[n, ceil(length / 5)]``.
         length: the number of values in a row.
     """
-    module = _fitting(params, length=params.numel() | length)
+    module = choose(params, length=params.numel() | length)
     module.apply_trits(params, answers, length, lr, weight_decay)
 
 
@@ -169,11 +169,11 @@ def lion(
 
     ``u`` and the momentum are those of :func:`encode_signs`; the sign of 0 and of NaN is 0.
     """
-    module = _fitting(params, momentum, grad)
+    module = choose(params, momentum, grad)
     module.lion(params, momentum, grad, beta1, beta2, lr, weight_decay)
 
 
-def _fitting(*vectors: Tensor, length: int = 0) -> ModuleType:
+def choose(*vectors: Tensor, length: int = 0) -> ModuleType:
     """Return the fastest module that takes the vectors.
 
     Compiled kernels decode whole words, so a ``length`` that is no multiple of 64 is not for them.

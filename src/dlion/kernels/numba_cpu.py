@@ -123,9 +123,6 @@ def _spread(kernel: Callable[..., None], args: tuple, length: int, weight: int =
         part.result()
 
 
-# Below, what is compiled.
-
-
 @_inline
 def _weights(beta):
     return np.float32(beta), np.float32(1 - beta)

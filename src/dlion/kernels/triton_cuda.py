@@ -118,9 +118,6 @@ def _rates(lr: float, weight_decay: float) -> tuple[float, float]:
     return 1 - lr * weight_decay, -lr
 
 
-# Below, what is compiled.
-
-
 @triton.jit
 def _indices():
     """The words of this program ``[_WORDS]`` and the values in them ``[_WORDS, 64]``."""
@@ -228,8 +225,10 @@ def _integers(message, plane, inside, PLANES: tl.constexpr):
 def _sum(rows, row, plane, words, n, word, PLANES: tl.constexpr):
     """The sum of n messages, int32 ``[_WORDS, 64]``."""
     total = tl.zeros((_WORDS, 64), dtype=tl.int32)
-    for i in range(n):
-        total += _integers(rows + i * row + word, plane, word < words, PLANES)
+    message = rows + word
+    for _ in range(n):
+        total += _integers(message, plane, word < words, PLANES)
+        message += row
     return total
 
 

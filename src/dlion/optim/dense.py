@@ -98,7 +98,7 @@ class GLion(MeanGradientOptimizer):
 
     def update(self, bucket: Bucket, exchange: DenseMean, answers: list[Tensor], step: int) -> None:
         group = bucket.group
-        kernels.choose(bucket.params).lion(
+        kernels.lion(
             bucket.params,
             bucket.shared["momentum"],
             exchange.read(answers),

@@ -82,9 +82,8 @@ class LevelOptimizer(DistributedOptimizer):
 
         ``message``: int64 ``[n, any]``; ``at``: where the parameter starts in the bucket.
         """
-        kernels.choose(momentum, grad).encode_signs(
-            message, at, momentum, grad, *self.betas(group), step % 2 == 0, exchange.words
-        )
+        view = message[:, : exchange.words].unsqueeze(1)
+        kernels.encode_signs(view, at, momentum, grad, *self.betas(group), step % 2 == 0)
 
     def speak(self, bucket: Bucket, exchange: LevelSum, i: int, step: int) -> None:
         message = exchange.outbox(i).view(torch.int64)

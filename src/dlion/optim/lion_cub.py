@@ -111,14 +111,12 @@ class LionCub(LevelOptimizer):
             super().encode(exchange, message, at, momentum, grad, step, group)
             return
         beta1, beta2 = self.betas(group)
-        use = kernels.choose(momentum, grad)
         largest = (self.levels - 1) // 2
-        unit = use.measure(momentum, grad, beta1, self.scale)
+        unit = kernels.measure(momentum, grad, beta1, self.scale)
         smallest = torch.finfo(unit.dtype).tiny
         multiplier = (largest if self.scale == "max" else largest / 2) / unit.clamp(min=smallest)
-        use.encode_levels(
-            message, at, momentum, grad, beta1, beta2, multiplier, largest, exchange.words
-        )
+        view = message[:, : self.bits * exchange.words].unflatten(1, (self.bits, exchange.words))
+        kernels.encode_levels(view, at, momentum, grad, beta1, beta2, multiplier, largest)
 
     def finish(self, bucket: Bucket, step: int) -> None:
         spans = self._synchronised(bucket)
