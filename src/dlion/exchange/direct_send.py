@@ -94,18 +94,19 @@ class DirectSend(Exchange):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(channel, numel, up, down, header_bytes, device)
-        w, row = channel.workers, up.nbytes(self.slice) + header_bytes
+        w, size = channel.workers, up.nbytes(self.slice)
+        row = size + header_bytes
         self._outbox = self._buffer(w.local, w.count, row)
+        self._messages, self._message_headers = self._outbox.split([size, header_bytes], dim=-1)
         self._inbox = self._buffer(w.count, w.local, row) if w.processes > 1 else None
         self._make_answers()
 
     def encode(self, local: int, values: Tensor) -> None:
         """Write the message of a local worker, ``[numel]`` values of the up wire."""
-        message = self.up.encode(values.view(self.channel.workers.count, self.slice))
-        self._message(local).copy_(message)
+        self._messages[local] = self.up.encode(values.view(-1, self.slice))
 
     def encode_header(self, local: int, header: Tensor) -> None:
-        self._outbox[local, :, self.up.nbytes(self.slice) :] = header
+        self._message_headers[local] = header
 
     def run(self, step: int) -> None:
         channel, outbox = self.channel, self._outbox
@@ -113,20 +114,16 @@ class DirectSend(Exchange):
         if len(channel.local_participants) < len(outbox):
             outbox = outbox[channel.local_participants]
         received = channel.scatter(outbox, self._inbox)
-        size = self.up.nbytes(self.slice)
-        self.headers = received[:, 0, size:]
+        messages, headers = received.split([self._messages.shape[-1], self.header_bytes], dim=-1)
+        self.headers = headers[:, 0]
         with channel.timer("vote", beside=True):
             for owner, answer in enumerate(self._answers):
-                self.combine(received[:, owner, :size], owner, step, answer)
+                self.combine(messages[:, owner], owner, step, answer)
         self.answer = channel.gather(self._answers, self._everyones)
 
     @abstractmethod
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         """Do the work of a local owner: uint8 ``[m, up bytes]`` -> packed ``answer``."""
-
-    def _message(self, local: int) -> Tensor:
-        """The message of a local worker before it leaves: uint8 ``[n, up bytes]``."""
-        return self._outbox[local, :, : self.up.nbytes(self.slice)]
 
     def _resize(self, senders: int) -> None:
         """Prepare for messages of so many workers: the answer's wire may depend on it."""
@@ -160,7 +157,7 @@ class DenseMean(DirectSend):
 
     def message(self, local: int) -> Tensor:
         """The values in the message of a local worker, to be written: float32 ``[n, slice]``."""
-        return self._message(local).view(torch.float32)
+        return self._messages[local].view(torch.float32)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         total = sum_in_order(messages.view(torch.float32), answer.view(torch.float32))

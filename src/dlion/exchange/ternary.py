@@ -69,26 +69,26 @@ class ScaledTernaryMean(TernaryMean):
         self.seed, self.index = seed, index
         padding = self.numel - sum(sizes)
         self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
-        self._messages: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:
         """Keep what a local worker sends, ``[numel]``, and its scale of each tensor, ``[T]``."""
-        self._messages[local] = values
+        self._unscaled[local] = values
 
     def run(self, step: int) -> None:
         w = self.channel.workers
         own = torch.zeros(w.local, len(self._sizes), device=self.device)
-        for local, (_, scales) in self._messages.items():
+        for local, (_, scales) in self._unscaled.items():
             own[local] = scales
         largest = self.channel.gather(own).nan_to_num(0.0).amax(0)
         self._scales = largest.repeat_interleave(self._sizes, output_size=self.numel)
-        for local, (values, _) in self._messages.items():
+        for local, (values, _) in self._unscaled.items():
             if values.is_cuda:  # it was made on the stream of the backward pass
                 values.record_stream(torch.cuda.current_stream())
             names = ("terngrad", w.ids[local], self.index, step)
             coins = stream(self.seed, *names, device=values.device)
             super().encode(local, ternarise(values, self._scales, coins))
-        self._messages.clear()
+        self._unscaled.clear()
         super().run(step)
 
     def decode(self) -> Tensor:

@@ -45,7 +45,7 @@ class LevelExchange(DirectSend):
 
     def message(self, local: int) -> Tensor:
         """The message of a local worker, to be written: int64 ``[n, planes, words]``."""
-        return self._planes(self._message(local))
+        return self._planes(self._messages[local])
 
     @property
     def largest(self) -> int:

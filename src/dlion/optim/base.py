@@ -139,14 +139,14 @@ class DistributedOptimizer(BucketedOptimizer):
         """Bits per parameter and step, worker to server and back, as the papers count them."""
 
     @abstractmethod
-    def encode(self, bucket: Bucket, local: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         """Write a local worker's message from its gradients and its own state."""
 
     @abstractmethod
-    def update(self, bucket: Bucket, step: int) -> None:
+    def update(self, bucket: Bucket) -> None:
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
-    def after_step(self, bucket: Bucket, step: int) -> None:
+    def after_step(self, bucket: Bucket) -> None:
         """Do what workers do together after all updates (averaging momenta, say)."""
 
     def prepare(self) -> None:
@@ -199,9 +199,9 @@ class DistributedOptimizer(BucketedOptimizer):
             flats = (bucket.params, *bucket.shared.values())
             kept = bucket.untouched(bucket.flight.present, *flats)
             with self.channel.timer("apply"), kept:
-                self.update(bucket, bucket.step)
+                self.update(bucket)
         for bucket in self.buckets:
-            self.after_step(bucket, bucket.step)
+            self.after_step(bucket)
         self._end_step()
         return loss
 
@@ -287,7 +287,7 @@ class DistributedOptimizer(BucketedOptimizer):
             present = [slot.tensor.requires_grad for slot in bucket.slots]
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
-            self.encode(bucket, local, bucket.step)
+            self.encode(bucket, local)
         header = bucket.header.encode(bucket.step, present, self.flag)
         bucket.exchange.encode_header(local, header.to(bucket.device))
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -210,7 +210,7 @@ class Bucket:
     def norms(self) -> Tensor:
         """Return the norm of each gradient, ``[T]``, 0 where there is none."""
         norms = torch.zeros(len(self.slots), device=self.device)
-        present = [index for index, there in enumerate(self.present()) if there]
+        present = [index for index, here in enumerate(self.present()) if here]
         if present:
             grads = [self.slots[index].gradient() for index in present]
             norms[present] = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
@@ -229,8 +229,8 @@ class Bucket:
             return [(int(count), slice(None)) for count in counts]
         return [
             (int(count), slice(slot.start, slot.stop))
-            for slot, count, there in zip(self.slots, counter.tolist(), present, strict=True)
-            if there
+            for slot, count, here in zip(self.slots, counter.tolist(), present, strict=True)
+            if here
         ]
 
     def note_gradients(self) -> None:
@@ -268,10 +268,13 @@ class Bucket:
                 )
         self.flight.present, self.flight.flag = headers.present, headers.flag
 
-    @contextmanager
-    def untouched(self, present: list[bool], *flats: Tensor) -> Iterator[None]:
+    def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""
-        absent = [slot for slot, there in zip(self.slots, present, strict=True) if not there]
+        return nullcontext() if all(present) else self._restored(present, *flats)
+
+    @contextmanager
+    def _restored(self, present: list[bool], *flats: Tensor) -> Iterator[None]:
+        absent = [slot for slot, here in zip(self.slots, present, strict=True) if not here]
         parts = [flat[slot.start : slot.stop] for slot in absent for flat in flats]
         before = [part.clone() for part in parts]
         yield

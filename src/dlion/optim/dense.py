@@ -20,7 +20,7 @@ class MeanGradientOptimizer(DistributedOptimizer):
     def make_exchange(self, bucket: Bucket) -> DenseMean:
         return DenseMean(self.channel, bucket.numel, bucket.header.nbytes, bucket.device)
 
-    def encode(self, bucket: Bucket, local: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         bucket.copy_gradients(bucket.exchange.message(local))
 
 
@@ -51,7 +51,7 @@ class GAdamW(MeanGradientOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)
 
-    def update(self, bucket: Bucket, step: int) -> None:
+    def update(self, bucket: Bucket) -> None:
         state, mean, group = bucket.shared, bucket.exchange.decode(), bucket.group
         names = ("lr", "betas", "eps", "weight_decay")
         for count, span in bucket.count("step"):
@@ -93,7 +93,7 @@ class GLion(MeanGradientOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)
 
-    def update(self, bucket: Bucket, step: int) -> None:
+    def update(self, bucket: Bucket) -> None:
         group, mean = bucket.group, bucket.exchange.decode()
         hyperparameters = (*group["betas"], group["lr"], group["weight_decay"])
         kernels.lion(bucket.params, bucket.shared["momentum"], mean, *hyperparameters)

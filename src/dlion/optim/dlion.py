@@ -11,8 +11,8 @@ from dlion import kernels
 from dlion.exchange import TIES, LevelExchange, LevelMean, Vote, WeightedVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
-from dlion.optim.updates import signed_descent
 from dlion.streams import stream_seed
+from dlion.wire import Sign, Ternary
 
 AGGREGATIONS = ("mavo", "avg")
 
@@ -78,10 +78,10 @@ class SignedDescent(DistributedOptimizer):
             return WeightedVote(channel, numel, self.ties, seed, bucket.mask, **common)
         return Vote(channel, numel, self.levels, self.ties, seed, **common)
 
-    def encode(self, bucket: Bucket, local: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         message, momenta = bucket.exchange.message(local), bucket.own["momentum"][local]
         sender = self.channel.participants.index(self.workers.ids[local])
-        positive = zero_votes_positive(sender, len(self.channel.participants), step)
+        positive = zero_votes_positive(sender, len(self.channel.participants), bucket.step)
         for slot in bucket.slots:
             momentum, grad = momenta[slot.start : slot.stop], slot.gradient()
             if grad is None:
@@ -105,18 +105,27 @@ class SignedDescent(DistributedOptimizer):
         """
         kernels.encode_signs(message, start, momentum, grad, *group["betas"], positive)
 
-    def update(self, bucket: Bucket, step: int) -> None:
-        group = bucket.group
-        signed_descent(bucket.params, bucket.exchange, group["lr"], group["weight_decay"])
+    def update(self, bucket: Bucket) -> None:
+        params, exchange, group = bucket.params, bucket.exchange, bucket.group
+        rates = group["lr"], group["weight_decay"]
+        if isinstance(exchange.down, Ternary):
+            kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
+            return
+        words = exchange.answer.view(torch.int64)
+        if isinstance(exchange.down, Sign):
+            kernels.apply_signs(params, words, *rates)
+        else:
+            sums = words.unflatten(1, (-1, exchange.words))
+            kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:
         group, values = self.param_groups[0], torch.nn.Parameter(torch.zeros(64))
         bucket = Bucket(0, [values], [""], group)
         bucket.allocate(self.make_exchange(bucket), self)
         for local in range(self.workers.local):
-            self.encode(bucket, local, 0)
+            self.encode(bucket, local)
         bucket.exchange.run(0)
-        self.update(bucket, 0)
+        self.update(bucket)
 
 
 class DLion(SignedDescent):

@@ -97,6 +97,6 @@ class LionCub(SignedDescent):
         factor = (largest if self.scale == "max" else largest / 2) / scale.clamp(min=smallest)
         kernels.encode_levels(message, start, momentum, grad, beta1, beta2, factor, largest)
 
-    def after_step(self, bucket: Bucket, step: int) -> None:
-        if self._sync.is_due(step + 1):
-            self._sync.average(bucket, self.channel, step)
+    def after_step(self, bucket: Bucket) -> None:
+        if self._sync.is_due(bucket.step + 1):
+            self._sync.average(bucket, self.channel)

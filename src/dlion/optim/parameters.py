@@ -18,7 +18,6 @@ from dlion.optim.checks import (
     check_parameters,
     check_state,
 )
-from dlion.workers import Workers
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):
@@ -52,7 +51,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     ):
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
-        self.channel, self.bucket_cap_mb = channel, bucket_cap_mb
+        self.channel, self.workers = channel, channel.workers
+        self.bucket_cap_mb = bucket_cap_mb
         self.buckets: list[Bucket] = []
         self._frozen: list[tuple[dict[str, Any], Tensor]] = []  # and the group of each
         self._constructed = False
@@ -60,11 +60,6 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         self._constructed = True
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
-
-    @property
-    def workers(self) -> Workers:
-        """Who takes part."""
-        return self.channel.workers
 
     @abstractmethod
     def make_exchange(self, bucket: Bucket) -> Exchange:

@@ -69,14 +69,14 @@ class GradDrop(SparseOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, **common)
 
-    def encode(self, bucket: Bucket, local: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local].add_(bucket.gradients())
         indices = largest_entries(residual, bucket.spans, self.density)
         values = residual[indices]
         residual[indices] = 0
         bucket.exchange.encode(local, indices, values)
 
-    def update(self, bucket: Bucket, step: int) -> None:
+    def update(self, bucket: Bucket) -> None:
         momentum_descent(bucket, bucket.exchange.decode())
 
 
@@ -122,20 +122,20 @@ class DGC(SparseOptimizer):
                 " buckets here: give bucket_cap_mb=null (None) and one group of parameters"
             )
 
-    def encode(self, bucket: Bucket, local: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         grad = bucket.gradients()
         if self.clip_norm is not None:
             bound = self.clip_norm / math.sqrt(self.workers.count)
             grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
         velocity = bucket.own["velocity"][local].mul_(bucket.group["momentum"]).add_(grad)
         accumulated = bucket.own["accumulated"][local].add_(velocity)
-        indices = largest_entries(accumulated, bucket.spans, self._density(step))
+        indices = largest_entries(accumulated, bucket.spans, self._density(bucket.step))
         values = accumulated[indices]
         accumulated[indices] = 0
         velocity[indices] = 0
         bucket.exchange.encode(local, indices, values)
 
-    def update(self, bucket: Bucket, step: int) -> None:
+    def update(self, bucket: Bucket) -> None:
         group, mean = bucket.group, bucket.exchange.decode()
         kernels.descend(bucket.params, mean, group["lr"], group["weight_decay"])
 

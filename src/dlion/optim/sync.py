@@ -59,7 +59,7 @@ class MomentumSync:
         chosen = (s for s in bucket.slots if self.pattern is None or self.pattern.search(s.name))
         return [(slot.start, slot.stop) for slot in chosen]
 
-    def average(self, bucket: Bucket, channel: Channel, step: int) -> None:
+    def average(self, bucket: Bucket, channel: Channel) -> None:
         """Give ``bucket.own["momentum"]`` of all participants its mean over them."""
         spans, rows = self.spans(bucket), bucket.own["momentum"]
         if not spans:
@@ -72,7 +72,7 @@ class MomentumSync:
             message = torch.cat([row[start:stop] for start, stop in spans])
             padding = (0, exchange.numel - len(message))
             exchange.encode(local, torch.nn.functional.pad(message, padding))
-        exchange.run(step)
+        exchange.run(bucket.step)
         mean, offset, local = exchange.decode(), 0, channel.local_participants
         for start, stop in spans:
             rows[local, start:stop] = mean[offset : offset + stop - start]

@@ -60,9 +60,9 @@ class TernGrad(DistributedOptimizer):
             bucket.device,
         )
 
-    def encode(self, bucket: Bucket, local: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         clipped, scales = clip_by_deviation(bucket.gradients(), bucket.spans, self.clip)
         bucket.exchange.encode(local, (clipped, scales))
 
-    def update(self, bucket: Bucket, step: int) -> None:
+    def update(self, bucket: Bucket) -> None:
         momentum_descent(bucket, bucket.exchange.decode())

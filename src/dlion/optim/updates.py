@@ -6,22 +6,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.exchange import LevelExchange
 from dlion.optim.bucket import Bucket
-from dlion.wire import Sign, Ternary
-
-
-def signed_descent(params: Tensor, exchange: LevelExchange, lr: float, weight_decay: float) -> None:
-    """``x <- (1 - lr wd) x - lr a``, the packed answer a being unpacked on the way."""
-    if isinstance(exchange.down, Ternary):
-        kernels.apply_trits(params, exchange.answer, exchange.slice, lr, weight_decay)
-        return
-    words = exchange.answer.view(torch.int64)
-    if isinstance(exchange.down, Sign):
-        kernels.apply_signs(params, words, lr, weight_decay)
-    else:
-        sums = words.unflatten(1, (-1, exchange.words))
-        kernels.apply_levels(params, sums, exchange.largest, lr, weight_decay)
 
 
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
