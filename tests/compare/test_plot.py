@@ -9,7 +9,7 @@ import yaml
 
 from dlion.compare.curves import make_curves
 from dlion.compare.style import styles_of
-from dlion.record.runs import find_runs
+from dlion.record.studies import find_runs
 from tests.compare.runs import write_run
 
 

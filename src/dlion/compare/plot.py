@@ -30,7 +30,7 @@ from dlion.compare.style import (
     with_deviation,
 )
 from dlion.errors import UserError
-from dlion.record.runs import find_runs
+from dlion.record.studies import find_runs
 
 
 def draw(
@@ -218,7 +218,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dlion.compare.plot", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
@@ -236,7 +236,7 @@ def main() -> None:
         action="store_true",
         help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         runs = find_runs(options.runs)
         metric = choose_metric(runs, options.metric)

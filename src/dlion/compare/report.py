@@ -19,7 +19,8 @@ from dlion.compare.plotly_figures import METHOD, bands, lines, points, tags
 from dlion.compare.style import NAMED, TITLES, ends, name_of, styles_of, values_of, with_deviation
 from dlion.errors import UserError
 from dlion.files import write_atomically
-from dlion.record.runs import Run, find_runs
+from dlion.record.runs import Run
+from dlion.record.studies import find_runs
 
 
 @dataclass(frozen=True)
@@ -171,14 +172,14 @@ def render(runs: list[Run], title: str) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m dlion.compare.report", description=__doc__.splitlines()[0]
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE")
     parser.add_argument("--title", default="Accuracy against bandwidth")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         text = render(find_runs(options.runs), options.title)
     except UserError as error:
