@@ -161,9 +161,7 @@ def _draw_courses(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
         look = _look(style) if over_bits else _look(style) | {"marker": ""}
         (line,) = axes.plot(xs, values.mean(0), **look, linestyle=style.line, ms=4)
         handles[display_name(curve, figure.panels)] = line
-        axes.fill_between(
-            xs, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0
-        )
+        axes.fill_between(xs, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0)
     if over_bits and any(curve.bits[-1] == 0 for curve in panel.curves):
         axes.set_xscale("symlog", linthresh=1)  # one worker sends nothing
     elif over_bits:

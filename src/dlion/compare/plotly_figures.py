@@ -66,7 +66,9 @@ def figure_over_paper_bits(curves: list[Curve], metric: str) -> Markup:
     for group in _shown_together(curves, several_methods):
         finals = [end_values(curve, metric) for curve in group]
         names = [curve.method if several_methods else curve.variant() for curve in group]
-        points = [(c.paper_bits, float(final.mean())) for c, final in zip(group, finals, strict=True)]
+        points = [
+            (c.paper_bits, float(final.mean())) for c, final in zip(group, finals, strict=True)
+        ]
         sides = label_sides(dict(zip(names, points, strict=True)))
         for curve, final, name, (x, y) in zip(group, finals, names, points, strict=True):
             figure.add_scatter(

@@ -83,9 +83,7 @@ def differences(curve: Curve, reference: Curve, metric: str, best: bool = False)
     Raises:
         UserError: if they have no seed in common.
     """
-    reference_ends = dict(
-        zip(reference.seeds, end_values(reference, metric, best), strict=True)
-    )
+    reference_ends = dict(zip(reference.seeds, end_values(reference, metric, best), strict=True))
     pairs = [
         (end, reference_ends[seed])
         for seed, end in zip(curve.seeds, end_values(curve, metric, best), strict=True)
