@@ -30,6 +30,7 @@ from dlion.compare.style import (
     in_axis_unit,
     label_sides,
     lines_along,
+    log_ticks,
     setting_values,
     styles_of,
     title_of,
@@ -165,8 +166,17 @@ def _draw_courses(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     if over_bits and any(curve.bits[-1] == 0 for curve in panel.curves):
         axes.set_xscale("symlog", linthresh=1)  # one worker sends nothing
     elif over_bits:
-        axes.set_xscale("log")
+        _scale_bits(axes, [bits for curve in panel.curves for bits in curve.bits])
     return handles
+
+
+def _scale_bits(axes: Any, bits: list[float]) -> None:
+    """Make the x axis logarithmic, with the ticks that lie between these numbers of bits."""
+    axes.set_xscale("log")
+    ticks = [tick for tick in log_ticks(bits) if min(bits) <= tick <= max(bits)]
+    if ticks:
+        axes.set_xticks(ticks, labels=[f"{tick:,.10g}" for tick in ticks])
+        axes.minorticks_off()
 
 
 def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
@@ -194,6 +204,9 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
     axes.minorticks_off()
     axes.margins(x=0.1)
+    if len({x for x, _ in points.values()}) == 1:  # an axis of one point would have no ticks
+        (x, _), *_ = points.values()
+        axes.set_xlim(x / 2, x * 2)
     return handles
 
 

@@ -1,6 +1,5 @@
 """The figures of the page that compares runs, in plotly."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from dlion.compare.style import (
     in_axis_unit,
     label_sides,
     lines_along,
+    log_ticks,
     setting_values,
     styles_of,
 )
@@ -119,8 +119,9 @@ def figure_over_course(curves: list[Curve], metric: str, x: str) -> Markup:
         )
     if x == "bits":
         title = AXES["bits"].replace(" and", "<br>and")
-        ticks = _log_ticks([bits for curve in curves for bits in curve.bits if bits])
-        figure.update_xaxes(title_text=title, type="log", **ticks)
+        ticks = log_ticks([bits for curve in curves for bits in curve.bits if bits])
+        labels = [f"{tick:,.10g}" for tick in ticks]
+        figure.update_xaxes(title_text=title, type="log", tickvals=ticks, ticktext=labels)
     else:
         figure.update_xaxes(title_text=x)
     return _to_html(figure, metric)
@@ -169,15 +170,6 @@ def _error_bars(finals: list[np.ndarray]) -> dict[str, Any]:
     """Return bars from the lowest to the highest value of each point."""
     down, up = np.stack([error_bar(final) for final in finals], 1).tolist()
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
-
-
-def _log_ticks(values: list[float]) -> dict[str, Any]:
-    """Return ticks at decades, and at 2 and 5 between them where there are few."""
-    low, high = min(values, default=1), max(values, default=1)
-    digits = (1,) if high / low > 100 else (1, 2, 5)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-    return {"tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
 
 
 def _to_html(figure: Figure, metric: str, right_margin: int = 16) -> Markup:

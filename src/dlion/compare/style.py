@@ -153,6 +153,14 @@ def setting_values(curves: list[Curve], setting: str) -> list[Any]:
     return [distinct[key] for key in sorted(distinct)]
 
 
+def log_ticks(values: list[float]) -> list[float]:
+    """Return ticks of a logarithmic axis: decades, and 2 and 5 between them where there are few."""
+    low, high = min(values, default=1), max(values, default=1)
+    digits = (1,) if high / low > 100 else (1, 2, 5)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [digit * 10.0**decade for decade in decades for digit in digits]
+
+
 class _Label(NamedTuple):
     """A text or a marker in a figure of width and height 1: its middle, and half its width."""
 
