@@ -155,12 +155,13 @@ def settings_of(run: Run) -> Settings:
     return settings
 
 
-def group_runs(runs: list[Run]) -> dict[tuple[str, str], list[Run]]:
-    """Return the runs by data set and model: those of one group can be compared."""
-    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
+    """Return the runs that can be compared, by a title: of one study, data set and model."""
+    groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         settings = settings_of(run)
-        groups[settings["dataset"], settings["model"]].append(run)
+        study = f"{run.study}: " if run.study else ""
+        groups[f"{study}{settings['model']} on {settings['dataset']}"].append(run)
     return groups
 
 

@@ -1,6 +1,6 @@
 """Compare runs on one HTML page, which needs no network and no account.
 
-Runs are grouped by data set and model; those that differ only by their seed become one curve with a
+Runs are grouped by study, data set and model; those that differ only by their seed become one curve with a
 band from the worst to the best.
 """
 
@@ -74,7 +74,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """What the page shows of the runs of one model on one data set."""
+    """What the page shows of the runs of one model on one data set, in one study."""
 
     title: str
     metric: str
@@ -184,9 +184,9 @@ def _column(
 
 
 def make_sections(runs: list[Run]) -> list[Section]:
-    """Return a section for each model and data set, by accuracy where its runs have one."""
+    """Return a section for each study, data set and model, by accuracy where its runs have one."""
     sections = []
-    for (dataset, model), group in sorted(group_runs(runs).items()):
+    for title, group in sorted(group_runs(runs).items()):
         evaluated = [run for run in group if any("test_loss" in row for row in run.metrics)]
         with_accuracy = [
             run for run in evaluated if any("test_accuracy" in row for row in run.metrics)
@@ -194,8 +194,7 @@ def make_sections(runs: list[Run]) -> list[Section]:
         metric = "accuracy" if with_accuracy else "loss"
         shown = with_accuracy or evaluated
         missing = [str(run.directory) for run in group if run not in shown]
-        title, curves = f"{model} on {dataset}", make_curves(shown, metric)
-        sections.append(Section(title, metric, curves, missing))
+        sections.append(Section(title, metric, make_curves(shown, metric), missing))
     return sections
 
 

@@ -105,6 +105,7 @@ class Run:
         silence: seconds since its last line, or since it began without one.
         overrides: what was typed; in a sweep, one value for each key.
         recorded_config: the configuration as it was recorded, with its interpolations.
+        study: of a packed run, the name of the directory that holds the packed file.
     """
 
     directory: Path
@@ -115,6 +116,7 @@ class Run:
     silence: float = math.inf
     overrides: list[str] = field(default_factory=list)
     recorded_config: dict[str, Any] | None = None
+    study: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -138,6 +138,7 @@ def _unpack(file: Path, parts: Any) -> Run:
         config=None if config is None else resolve(config),
         overrides=[str(override) for override in _part(parts, "overrides", list)],
         recorded_config=config,
+        study=file.resolve().parent.name,
     )
 
 
