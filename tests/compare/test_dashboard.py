@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dlion.compare.dashboard import specification
+from dlion.compare.dashboard import main, specification
 
 GROUPS = ["dataset", "model", "optimizer", "workers"]
 
@@ -105,8 +105,10 @@ def test_what_was_created_before_a_failure_is_said(server, tmp_path):
     assert "dashboard.json" in done.stderr and (tmp_path / "dashboard.json").exists()
 
 
-def test_without_a_key_the_specification_is_written_and_it_says_so(tmp_path):
-    done = dashboard(tmp_path, "-o", "new/spec.json")
+def test_without_a_key_the_specification_is_written_and_it_says_so(tmp_path, command, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    done = command(main, "-o", tmp_path / "new" / "spec.json")
     assert done.returncode == 0
     assert "nothing was created" in done.stderr and "new/spec.json" in done.stderr
     written = json.loads((tmp_path / "new" / "spec.json").read_text())

@@ -1,7 +1,7 @@
 """Compare runs on one HTML page, which needs no network and no account.
 
-Runs are grouped by study, data set and model; those that differ only by their seed become one curve with a
-band from the worst to the best.
+Runs are grouped by study, data set and model; those that differ only by their seed become one curve
+with a band from the worst to the best.
 """
 
 import math

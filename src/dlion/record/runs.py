@@ -104,7 +104,6 @@ class Run:
         failure: why it failed, None if it is not known to have failed.
         silence: seconds since its last line, or since it began without one.
         overrides: what was typed; in a sweep, one value for each key.
-        recorded_config: the configuration as it was recorded, with its interpolations.
         study: of a packed run, the name of the directory that holds the packed file.
     """
 
@@ -115,7 +114,6 @@ class Run:
     failure: str | None = None
     silence: float = math.inf
     overrides: list[str] = field(default_factory=list)
-    recorded_config: dict[str, Any] | None = None
     study: str | None = None
 
     @property
@@ -143,7 +141,7 @@ def load_run(directory: Path) -> Run:
     Raises:
         UserError: if its summary or configuration is damaged.
     """
-    summary, recorded, config = None, None, None
+    summary, config = None, None
     overrides: list[str] = []
     if (file := directory / SUMMARY).exists():
         with _named_if_damaged(file):
@@ -164,7 +162,6 @@ def load_run(directory: Path) -> Run:
         failure=failure.read_text("utf-8").strip() if failure.exists() else None,
         silence=_silence(directory),
         overrides=overrides,
-        recorded_config=recorded if isinstance(recorded, dict) else None,
     )
 
 

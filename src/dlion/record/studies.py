@@ -1,8 +1,8 @@
 """The runs of studies: found below directories, and packed into one file.
 
 A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``, ``overrides``
-(what was typed), ``config`` (as recorded), ``summary`` and ``metrics`` (the rows). Reading it
-executes nothing.
+(what was typed), ``config`` (with all that it looked up in itself filled in), ``summary`` and
+``metrics`` (the rows). Reading it executes nothing.
 """
 
 import json
@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf.errors import OmegaConfBaseException
-
 from dlion.errors import UserError
 from dlion.files import write_atomically
-from dlion.record.configs import resolve
 from dlion.record.runs import FAILURE, METRICS, Run, load_run
 
 PACKED = "runs.jsonl"
@@ -69,7 +66,7 @@ def pack(run: Run, name: str) -> str:
     parts = {
         "name": name,
         "overrides": run.overrides,
-        "config": run.recorded_config,
+        "config": run.config,
         "summary": run.summary,
         "metrics": run.metrics,
     }
@@ -107,7 +104,7 @@ def read_packed(file: Path) -> list[Run]:
             run = _unpack(file, json.loads(line))
             if run.directory.name in runs:
                 raise ValueError(f"a second run called {run.directory.name}")
-        except (ValueError, RecursionError, OmegaConfBaseException) as error:
+        except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"{file}, line {number} is no packed run ({reason}): restore the file, or delete"
@@ -125,8 +122,8 @@ def _unpack(file: Path, parts: Any) -> Run:
     """
     if not isinstance(parts, dict):
         raise ValueError("not a JSON object")
-    name, config = _part(parts, "name", str), _part(parts, "config", dict, type(None))
-    if Path(name).name != name:
+    name = _part(parts, "name", str)
+    if not name or Path(name).name != name:
         raise ValueError(f"name {name!r} is no file name")
     metrics = _part(parts, "metrics", list)
     if not all(isinstance(row, dict) for row in metrics):
@@ -135,9 +132,8 @@ def _unpack(file: Path, parts: Any) -> Run:
         directory=file / name,
         metrics=metrics,
         summary=_part(parts, "summary", dict, type(None)),
-        config=None if config is None else resolve(config),
+        config=_part(parts, "config", dict, type(None)),
         overrides=[str(override) for override in _part(parts, "overrides", list)],
-        recorded_config=config,
         study=file.resolve().parent.name,
     )
 
