@@ -1,7 +1,6 @@
 """Where a run goes: terminal, records and the logger; silent on all processes but the first."""
 
 import json
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
 from dlion.record.loggers import make_logger
 from dlion.record.provenance import provenance
-from dlion.record.runs import RunRecord
+from dlion.record.runs import RunRecord, finite
 from dlion.timer import Timer
 from dlion.training.console import RunConsole
 from dlion.training.job import Job
@@ -113,7 +112,7 @@ class Output:
             "parameters_sha256": sha256,
             **self.origin,
         }
-        summary = {k: None if _is_nan(v) else v for k, v in summary.items()}
+        summary = finite(summary)
         self.record.finish(summary)
         self.logger.finish(summary)
         self.console.note(
@@ -127,7 +126,3 @@ def _network(job: Job) -> str:
     if job.rate is None:
         return f"{job.backend} on {job.device}"
     return f"{job.backend} on {job.device}, links of {job.rate / 1e6:g} Mbit/s (emulated)"
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
