@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from dlion.errors import RunFailed, Stopped
+from dlion.launch.local import run_processes
 from tests.runs import assert_all_gone, latest_step, record, start, wait_for_workers
 
 LONG = ["processes=4", "steps=100000"]
@@ -26,6 +28,22 @@ def run_faulty(directory, *overrides: str, fault: str = "") -> tuple[int, str]:
     run = start(*FAULTY, f"output_dir={directory}", *overrides, env=env)
     _, errors = run.communicate(timeout=120)
     return run.returncode, errors
+
+
+def _end(how: str):
+    if how == "stop":
+        raise Stopped(3)
+    if how == "fail" and os.environ["RANK"] == "1":
+        raise ValueError('boom: "quoted",\nand on a second line')
+    return {"stopped_after": how, "failed": [1, None]}
+
+
+def test_what_process_0_returns_arrives_whatever_its_keys_are():
+    assert run_processes(2, _end, "return") == {"stopped_after": "return", "failed": [1, None]}
+    with pytest.raises(Stopped, match="stopped after step 3"):
+        run_processes(2, _end, "stop")
+    with pytest.raises(RunFailed, match=r"^process 1 failed: and on a second line$"):
+        run_processes(2, _end, "fail")
 
 
 def test_a_worker_that_raises_is_named_with_its_error(tmp_path):

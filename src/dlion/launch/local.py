@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import ProcessException
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.launch.environment import LOOPBACK
@@ -40,7 +41,7 @@ _LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.I
 def run_processes(
     processes: int, work: Callable[..., Any], *args: Any, network: Network | None = None
 ) -> Any:
-    """Run ``work(*args)`` in so many processes; returns what process 0 returned.
+    """Run ``work(*args)`` in so many processes; return what process 0 returned, as JSON carries it.
 
     In each, :func:`dlion.launch.environment.join_process_group` joins the others, over the emulated
     ``network`` (already entered here) if there is one, else over loopback.
@@ -76,37 +77,50 @@ def run_processes(
                 connection.wait(context.sentinels.keys())
                 stopped = [i for i, p in enumerate(context.processes) if _is_stopped(p.pid)]
                 ended = context.join(grace_period=0)  # after a failure nobody else can do more
-        except ProcessRaisedException as error:
-            raise RunFailed(_reason(error, stopped), notice.came is not None) from None
-        except ProcessExitedException as error:
-            if error.signal_name == "SIGINT":  # Ctrl-C reaches the workers too
+        except ProcessException as error:
+            signal_name = getattr(error, "signal_name", None)
+            if signal_name == "SIGINT":  # Ctrl-C reaches the workers too
                 raise KeyboardInterrupt from None
-            if error.signal_name == "SIGTERM" and notice.came is not None:
+            if signal_name == "SIGTERM" and notice.came is not None:
                 raise Stopped(None, notice.came) from None  # it had not begun to train
-            how = f"was killed by {error.signal_name}" if error.signal_name else "ended early"
-            how = f"process {error.error_index} {how}"
-            raise RunFailed(how, notice.came is not None) from None
+            raise RunFailed(
+                _reason(error, Path(directory), stopped), notice.came is not None
+            ) from None
         finally:
             for process in context.processes:
                 process.kill()
                 process.join()
-        result = json.loads((Path(directory) / "result").read_text())
-    if isinstance(result, dict):
-        raise Stopped(result["stopped_after"], notice.came)
-    return result
+        outcome = json.loads(_outcome_file(Path(directory), 0).read_text())
+    if "stopped_after" in outcome:
+        raise Stopped(outcome["stopped_after"], notice.came)
+    return outcome["result"]
 
 
-def _reason(error: ProcessRaisedException, stopped: list[int]) -> str:
+def _outcome_file(directory: Path, rank: int) -> Path:
+    """Where process ``rank`` writes how it ended, as a JSON object of one of three shapes.
+
+    ``{"result": what work returned}``, ``{"stopped_after": step}`` or ``{"failed": a sentence,
+    "lost_peer": whether the others are to blame}``. A killed process leaves none.
+    """
+    return directory / f"outcome-{rank}.json"
+
+
+def _reason(error: ProcessException, directory: Path, stopped: list[int]) -> str:
     """Why a run failed, in one sentence: a process that waited is not the one to blame."""
-    reason = str(error).strip().splitlines()[-1].removeprefix("dlion.errors.TrainingFailed: ")
-    if _LOST.search(reason) and stopped:
+    rank, file = error.error_index, _outcome_file(directory, error.error_index)
+    if not file.exists():
+        if signal_name := getattr(error, "signal_name", None):
+            return f"process {rank} was killed by {signal_name}"
+        return f"process {rank} ended early"
+    outcome = json.loads(file.read_text())
+    if outcome["lost_peer"] and stopped:
         return f"process {stopped[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
-    if _LOST.search(reason):  # one that has died is the first that the launcher hears of
-        reason = (
-            "it has lost the others, who are still there: for longer than timeout= one of them"
-            f" hangs, or a link is cut ({reason})"
+    if outcome["lost_peer"]:  # one that has died is the first that the launcher hears of
+        return (
+            f"process {rank} failed: it has lost the others, who are still there: for longer than"
+            f" timeout= one of them hangs, or a link is cut ({outcome['failed']})"
         )
-    return f"process {error.error_index} failed: {reason}"
+    return f"process {rank} failed: {outcome['failed']}"
 
 
 def _is_stopped(pid: int) -> bool:
@@ -156,12 +170,16 @@ def _work(
     }
     if network is not None:
         network.enter(rank)
+    file = _outcome_file(directory, rank)
     try:
         result = report_failure(work, *args)
+        file.write_text(json.dumps({"result": result if rank == 0 else None}))
     except Stopped as stop:
-        result = {"stopped_after": stop.step}
-    if rank == 0:
-        (directory / "result").write_text(json.dumps(result))
+        file.write_text(json.dumps({"stopped_after": stop.step}))
+    except Exception as error:
+        failure = {"failed": _sentence(error), "lost_peer": _lost_peer(error)}
+        file.write_text(json.dumps(failure))
+        raise
 
 
 def report_failure(work: Callable[..., Any], *args: Any) -> Any:
@@ -171,12 +189,24 @@ def report_failure(work: Callable[..., Any], *args: Any) -> Any:
     except Stopped:
         raise
     except Exception as error:
-        if isinstance(error, dist.DistBackendError) or _LOST.search(str(error)):
+        if isinstance(error, dist.DistBackendError) or _lost_peer(error):
             time.sleep(PATIENCE)
         elif not isinstance(error, TrainingFailed):
             print(f"process {os.environ['RANK']}:", file=sys.stderr)
             traceback.print_exc()
         raise
+
+
+def _lost_peer(error: Exception) -> bool:
+    """Whether a collective waited in vain (gloo raises a plain RuntimeError, told by its text)."""
+    return _LOST.search(str(error)) is not None
+
+
+def _sentence(error: Exception) -> str:
+    """The last line of an error, after its type unless it was written to be read."""
+    if isinstance(error, TrainingFailed):
+        return str(error)
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
 
 
 def _die_with(parent: int) -> None:
