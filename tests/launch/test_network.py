@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import UserError
-from dlion.exchange.nic import sent_bytes
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.network import Network, check_possible
 from dlion.optim import DLion
+from dlion.training.meter import interface_bytes
 from dlion.units import parse_rate
 from tests.conftest import ROOT
 from tests.runs import assert_all_gone, start, wait_for_workers
@@ -64,14 +64,14 @@ def _count(path: Path) -> None:
     optimizer = DLion([param])
     rank = dist.get_rank()
     dist.barrier()  # the first parameters have arrived
-    before, steps = sent_bytes(), 4
+    before, steps = interface_bytes(), 4
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
         param.grad = torch.randn(param.shape, generator=generator)
         optimizer.step()
     dist.barrier()
     (path / str(rank)).write_text(
-        json.dumps([optimizer.channel.traffic.sent_bytes, sent_bytes() - before])
+        json.dumps([optimizer.channel.traffic.sent_bytes, interface_bytes() - before])
     )
     dist.destroy_process_group()
 
