@@ -14,28 +14,6 @@ from dlion.errors import UserError
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
-# what each variable is called by whoever sets it
-_TORCHRUN = {
-    "rank": "RANK",
-    "processes": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_processes": "LOCAL_WORLD_SIZE",
-    "restarts": "TORCHELASTIC_RESTART_COUNT",
-    "serves_store": "TORCHELASTIC_USE_AGENT_STORE",
-}
-_SLURM = {
-    "rank": "SLURM_PROCID",
-    "processes": "SLURM_STEP_NUM_TASKS",
-    "local_rank": "SLURM_LOCALID",
-    "local_processes": "SLURM_STEP_TASKS_PER_NODE",
-    "restarts": "SLURM_RESTART_COUNT",
-    "job": "SLURM_JOB_ID",
-    "step": "SLURM_STEP_ID",
-    "machines": "SLURM_STEP_NUM_NODES",
-    "hosts": "SLURM_STEP_NODELIST",
-}
-_RENDEZVOUS = "DLION_RENDEZVOUS"  # set by dlion.launch.local for the processes that it starts
-
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -74,9 +52,8 @@ class RankInfo:
                 f"{self.source} does not say where the processes meet: set MASTER_ADDR to the first"
                 " machine's name and MASTER_PORT to a free port"
             )
-        env[_TORCHRUN["rank"]] = str(self.rank)
-        env[_TORCHRUN["processes"]] = str(self.processes)
-        env[_TORCHRUN["local_rank"]] = str(self.local_rank)
+        env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.processes)
+        env["LOCAL_RANK"] = str(self.local_rank)
         if self.address is not None:
             env.setdefault("MASTER_ADDR", self.address)
         if self.port is not None:
@@ -105,44 +82,41 @@ def is_first() -> bool:
 
 def restarted() -> bool:
     """Whether SLURM or torchrun starts this another time, after the last time was cut off."""
-    names = (_SLURM["restarts"], _TORCHRUN["restarts"])
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return any(_number(os.environ, name, 0) > 0 for name in names)
 
 
 def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
-    names = _TORCHRUN
-    if names["rank"] not in env or names["processes"] not in env:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    rank, processes = _number(env, names["rank"]), _number(env, names["processes"])
-    local_processes = _number(env, names["local_processes"], processes)
+    rank, processes = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     return RankInfo(
         source="torchrun",
         rank=rank,
         processes=processes,
-        local_rank=_number(env, names["local_rank"], rank),
-        local_processes=local_processes,
-        one_machine=names["local_processes"] in env and local_processes == processes,
+        local_rank=_number(env, "LOCAL_RANK", rank),
+        local_processes=_number(env, "LOCAL_WORLD_SIZE", processes),
+        one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
     )
 
 
 def _slurm(env: Mapping[str, str]) -> RankInfo | None:
     """Read a SLURM step of several tasks; a batch script, which is none, has SLURM_PROCID too."""
-    names = _SLURM
-    processes = _number(env, names["processes"], 1)
-    if names["step"] not in env or processes == 1:
+    processes = _number(env, "SLURM_STEP_NUM_TASKS", 1)
+    if "SLURM_STEP_ID" not in env or processes == 1:
         return None
-    per_machine = re.match(r"\d+", env.get(names["local_processes"], ""))  # 8(x4) or 8,4
-    one_machine = _number(env, names["machines"], 1) == 1
+    per_machine = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x4) or 8,4
+    one_machine = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
     # a port of the step's own, as steps of several jobs may share a machine
-    step = 100 * _number(env, names["job"], 0) + _number(env, names["step"])
+    step = 100 * _number(env, "SLURM_JOB_ID", 0) + _number(env, "SLURM_STEP_ID")
     return RankInfo(
         source="slurm",
-        rank=_number(env, names["rank"]),
+        rank=_number(env, "SLURM_PROCID"),
         processes=processes,
-        local_rank=_number(env, names["local_rank"]),
+        local_rank=_number(env, "SLURM_LOCALID"),
         local_processes=int(per_machine[0]) if per_machine else processes,
         one_machine=one_machine,
-        address="127.0.0.1" if one_machine else _first_host(env.get(names["hosts"], "")),
+        address="127.0.0.1" if one_machine else _first_host(env.get("SLURM_STEP_NODELIST", "")),
         port=20000 + step % 20000,
     )
 
@@ -167,8 +141,8 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def join_process_group(backend: str, timeout: float = 600) -> None:
     """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
     env = os.environ
-    method = env.get(_RENDEZVOUS, "env://")
-    rank, processes = int(env[_TORCHRUN["rank"]]), int(env[_TORCHRUN["processes"]])
+    method = env.get("DLION_RENDEZVOUS", "env://")  # file://... from dlion.launch.local
+    rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
     limit = timedelta(seconds=timeout)
     if method == "env://" and _hosts_store(env):
         store = _loopback_store(env, limit)
@@ -176,7 +150,7 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
         store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
     store.set_timeout(limit)
     # torchrun keeps its store for the next attempt, with the addresses of processes that died
-    attempt = env.get(_TORCHRUN["restarts"], "0")
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"attempt-{attempt}", store),
@@ -188,9 +162,9 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
 
 def _hosts_store(env: Mapping[str, str]) -> bool:
     """Whether this process hosts the store in which all meet, and for this machine alone."""
-    agent_hosts = env.get(_TORCHRUN["serves_store"]) == "True"
+    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     local = env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
-    return env[_TORCHRUN["rank"]] == "0" and local and not agent_hosts
+    return env["RANK"] == "0" and local and not agent_hosts
 
 
 def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
@@ -200,7 +174,7 @@ def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore
     return dist.TCPStore(
         "127.0.0.1",
         port,
-        int(env[_TORCHRUN["processes"]]),
+        int(env["WORLD_SIZE"]),
         is_master=True,
         timeout=timeout,
         master_listen_fd=listener.detach(),  # the socket is the store's from now on
