@@ -1,6 +1,7 @@
 """A run is the same to the bit however its workers are spread over processes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,7 +78,16 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
     )
     mode = "dirichlet" if more else "partition"
     sharding = Sharding(data.train_size, 8, 16, 3, mode, data.labels, 0.3)
-    return Job(config, processes, 8 // processes, "cpu", "gloo", 6, data, sharding, directory)
+    return Job(
+        config=config,
+        workers=Workers(processes=processes, local=8 // processes),
+        device="cpu",
+        backend="gloo",
+        steps=6,
+        data=data,
+        sharding=sharding,
+        output_dir=directory,
+    )
 
 
 def _train_all(processes: int, data, directory) -> None:
@@ -85,7 +95,7 @@ def _train_all(processes: int, data, directory) -> None:
     for method in METHODS:
         for name, more in ((method, None), (f"{method}-hard", HARD)):
             job = _job(method, processes, data, directory / name, more)
-            train(job, Workers.current(8 // processes))
+            train(replace(job, workers=Workers.current(8 // processes)))
     dist.destroy_process_group()
 
 
