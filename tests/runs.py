@@ -92,7 +92,7 @@ class Run:
     """A run of train.py in the background."""
 
     def __init__(self, argv: list[str], env: dict[str, str], command: list[str] | None = None):
-        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115: open as long as the run is known
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the run
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: _Process
         if command is None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from dlion.config import make
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
 from dlion.launch.environment import join_process_group
@@ -51,15 +52,19 @@ HARD = {
 }
 
 
-def _job(method: str, processes: int, data, directory, more: dict | None = None) -> Job:
-    optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
+def _optimizer(method: str):
+    node = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
     if method == "lion_cub":
-        optimizer.momentum_sync = 2
+        node.momentum_sync = 2
+    return node
+
+
+def _job(method: str, processes: int, data, directory, more: dict | None = None) -> Job:
     config = OmegaConf.merge(
         OmegaConf.load(ROOT / "conf" / "config.yaml"),
         {
             "hydra": None,
-            "optimizer": optimizer,
+            "optimizer": _optimizer(method),
             "model": {"name": "net", "_target_": "tests.training.test_spread.net"},
             "dataset": {"name": "digits"},
             "schedule": {"warmup_steps": 2, "final": 0.0},
@@ -102,6 +107,9 @@ def _train_all(processes: int, data, directory) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What every method gives, for 1, 2, 4 and 8 processes."""
+    for method in METHODS:  # what is imported and compiled here is so in all processes
+        params = [torch.nn.Parameter(torch.zeros(64))]
+        make(_optimizer(method), params, workers=Workers(local=2)).prepare()
     data, found = digits(), {}
     for processes in (1, 2, 4, 8):
         directory = tmp_path_factory.mktemp(f"spread{processes}")
