@@ -37,11 +37,9 @@ def serve(requests: socket.socket) -> dict:
                 stdout, stderr, report = descriptors
                 pid = os.fork()
                 if pid == 0:
-                    selector.close()
-                    requests.close()
-                    os.close(report)
                     os.dup2(stdout, 1)
                     os.dup2(stderr, 2)
+                    os.closerange(3, max(descriptors) + 1)  # of this run, and of others
                     return json.loads(message)
                 os.close(stdout)
                 os.close(stderr)

@@ -114,7 +114,7 @@ def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_told_to_end_saves_and_goes_on_later(tmp_path):
-    settings = [*SMALL, "steps=150"]
+    settings = [*SMALL, "steps=60"]
     run = start(*settings, "processes=2", f"output_dir={tmp_path / 'cut'}")
     for pid in (*run.workers(), run.pid):  # as a scheduler does, to all of a group
         os.kill(pid, signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(tmp_path):
     assert stopped.returncode == 75
     step = latest_step(tmp_path / "cut")
     assert f"stopped after step {step}; the same command with resume=auto" in stopped.stderr
-    assert 0 < step < 150
+    assert 0 < step < 60
     train(*settings, "resume=auto", "processes=4", f"output_dir={tmp_path / 'cut'}", code=0)
     train(*settings, "processes=1", f"output_dir={tmp_path / 'whole'}", code=0)
     assert record(tmp_path / "cut") == record(tmp_path / "whole")
