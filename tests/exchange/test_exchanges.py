@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dlion.errors import TrainingFailed
 from dlion.exchange import (
     Channel,
     DenseMean,
@@ -13,6 +14,7 @@ from dlion.exchange import (
     Vote,
     WeightedVote,
 )
+from dlion.wire import Sparse
 from dlion.workers import Workers
 
 D = 1000
@@ -126,6 +128,35 @@ def test_sparse_mean(entries):
         exchange.encode(i, indices, dense[i, indices])
     exchange.run(0)
     torch.testing.assert_close(exchange.decode()[:D], dense.mean(0))
+
+
+class TooManyEntries(Channel):
+    """Delivers the announcement of entries that do not come."""
+
+    def scatter(self, parts, out=None):
+        received = super().scatter(parts, out).clone()
+        received[-1, 0, 3] = 1  # of the number of entries, the highest byte
+        return received
+
+
+class OtherPlaces(Sparse):
+    """Writes entries with indices behind the end of the slice."""
+
+    def encode(self, values):
+        return super().encode((values[0] + 10**6, values[1]))
+
+
+@pytest.mark.parametrize("lie", ["count", "index"])
+def test_entries_that_there_are_not_are_refused(lie):
+    channel = TooManyEntries if lie == "count" else Channel
+    exchange = SparseMean(channel(Workers(local=2)), D)
+    for i in range(2):
+        if lie == "index" and i == 1:
+            exchange.up = OtherPlaces()
+        exchange.encode(i, torch.tensor([3, 60]), torch.tensor([1.0, 2.0]))
+    exchange.up = Sparse()
+    with pytest.raises(TrainingFailed, match=r"a worker (announced|sent)"):
+        exchange.run(0)
 
 
 def test_a_weighted_vote_learns_whom_to_trust():
