@@ -11,8 +11,7 @@ nearest even, at the end. Only :func:`measure` adds in an order of its own.
 A message consists of 64-bit words in n rows, one for the owner of each slice of ``64 * words``
 elements, so that element e belongs to row ``e // (64 * words)``. An integer of p bits takes p
 planes of ``words`` words, plane b holding bit b (:mod:`dlion.wire.packing`). Messages may be views
-of longer rows, in which a header follows: only the words of a plane must lie side by side. Vectors
-``[m]`` are contiguous.
+of longer rows, in which a header follows: only the words of a plane must lie side by side.
 """
 
 import importlib.util
@@ -55,8 +54,8 @@ def measure(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
     """Return the scale of a parameter's direction u: float32, one element.
 
     ``l1`` is the mean of ``|u|``, ``max`` its maximum, ``geometric`` its geometric mean over the
-    entries that are not zero (1 if all are). Sums are in float64. The result is NaN if any entry is
-    NaN, and 0 if there are none.
+    entries that are not zero, or 1 without any. Sums are in float64. The result is NaN if any entry
+    is NaN, and 0 if there are no entries.
     """
     module = choose(momentum, grad) if momentum.numel() else reference
     return module.measure(momentum, grad, beta1, scale)

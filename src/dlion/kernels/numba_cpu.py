@@ -89,13 +89,13 @@ def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
 
 
 def _array(tensor: Tensor) -> NDArray:
-    """A tensor as an array; words are unsigned, and bfloat16 is given by its bits."""
+    """Return a tensor as an array; words are unsigned, and bfloat16 is given by its bits."""
     unsigned = _UNSIGNED.get(tensor.dtype)
     return (tensor if unsigned is None else tensor.view(unsigned)).numpy()
 
 
 def _layout(rows: Tensor) -> tuple[NDArray, int, int, int, int]:
-    """Messages ``[n, planes, words]`` as one dense array, its strides, n, and planes.
+    """Return messages ``[n, planes, words]`` as one dense array, its strides, n, and planes.
 
     Numba does not know of a view that its last dimension is dense, and would not vectorise.
     """
@@ -135,14 +135,14 @@ def _rates(lr, weight_decay):
 
 @_inline
 def _scratch():
-    """64 float32 values, and the same memory as integers."""
+    """Make room for 64 float32 values; returns it as floats and as integers."""
     bits = np.empty(64, np.uint32)
     return bits.view(np.float32), bits
 
 
 @_inline
 def _parts(vector, start, stop):
-    """The whole words of a share of a vector, and a copy of the rest with zeros after it."""
+    """Split a share of a vector into its whole words and a copy of the rest, filled with zeros."""
     whole = stop - stop % 64
     rest = np.zeros(64 if whole < stop else 0, vector.dtype)
     rest[: stop - whole] = vector[whole:stop]
@@ -156,7 +156,7 @@ def _keep(vector, stop, rest):
 
 
 def _widen(values, scratch):
-    """64 values as float32: themselves, or converted into ``scratch``."""
+    """Return 64 values as float32: themselves, or converted into ``scratch``."""
 
 
 @numba.extending.overload(_widen)
@@ -196,7 +196,7 @@ def _narrow_overload(scratch, target):
 
 @_inline
 def _plane(levels, b):
-    """Bit b of each of 64 bytes, seen as 8 words, as the bits of one word."""
+    """Gather bit b of each of 64 bytes, seen as 8 words, in one word."""
     result = _ZERO
     for r in range(8):
         flags = levels[r] >> np.uint64(b) & _LOWEST
@@ -206,7 +206,7 @@ def _plane(levels, b):
 
 @_inline
 def _mask(count):
-    """The bits of a word that ``count`` values fill, at most all."""
+    """Return the bits of a word that ``count`` values fill, at most all."""
     return _ONES >> np.uint64(max(64 - count, 0))
 
 
@@ -256,7 +256,7 @@ def _encode_levels(message, first, momentum, grad, beta1, beta2, multiplier, lar
 
 @_compile
 def _measure(momentum, grad, beta1, kind):
-    """The sum (of logarithms, for kind 2), the largest, and the number of values not zero."""
+    """Return the sum (kind 0; of logarithms, kind 2), the maximum (1), and the nonzeros (2)."""
     b1, a1 = _weights(beta1)
     scratch, lanes, nonzero = _scratch(), np.zeros(64, np.float64), 0
     momenta, grads = _parts(momentum, 0, momentum.size), _parts(grad, 0, grad.size)

@@ -1,7 +1,4 @@
-"""What every pass of :mod:`dlion.kernels` computes, in plain torch, on any device and dtype.
-
-This is the specification. The compiled kernels give the same bits.
-"""
+"""The specification of the passes of :mod:`dlion.kernels`, in plain torch for any device."""
 
 import torch
 from torch import Tensor

@@ -21,7 +21,7 @@ _EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
 
 
 def _on_device(function: Callable) -> Callable:
-    """Run on the device of the first argument, whichever is the current one."""
+    """Make the device of the first argument the current one for a call."""
 
     @wraps(function)
     def run(first: Tensor, *args):
@@ -106,7 +106,7 @@ def _grid(size: int) -> tuple[int]:
 
 
 def _layout(message: Tensor) -> tuple[Tensor, int, int, int]:
-    """A message, its strides between rows and between planes, and the words of a plane."""
+    """Return a message, its strides of rows and of planes, and the words of a plane."""
     return message, message.stride(0), message.stride(1), message.shape[2]
 
 
@@ -120,28 +120,28 @@ def _rates(lr: float, weight_decay: float) -> tuple[float, float]:
 
 @triton.jit
 def _indices():
-    """The words of this program ``[_WORDS]`` and the values in them ``[_WORDS, 64]``."""
+    """Return the words of this program ``[_WORDS]`` and their values ``[_WORDS, 64]``."""
     word = tl.program_id(0).to(tl.int64) * _WORDS + tl.arange(0, _WORDS)
     return word, word[:, None] * 64 + tl.arange(0, 64)[None, :]
 
 
 @triton.jit
 def _pack(flags):
-    """Booleans ``[_WORDS, 64]`` as words."""
+    """Pack booleans ``[_WORDS, 64]`` into words."""
     lanes = tl.arange(0, 64).to(tl.int64)
     return tl.sum(flags.to(tl.int64) << lanes[None, :], axis=1)
 
 
 @triton.jit
 def _unpack(words):
-    """Bits of words ``[_WORDS]`` as int32 ``[_WORDS, 64]``."""
+    """Unpack the bits of words ``[_WORDS]``: int32 ``[_WORDS, 64]``."""
     lanes = tl.arange(0, 64).to(tl.int64)
     return (words[:, None] >> lanes[None, :] & 1).to(tl.int32)
 
 
 @triton.jit
 def _offset(word, row, words):
-    """Where a word of the bucket is in a message whose rows of ``words`` start ``row`` apart."""
+    """Find a word of the bucket in a message whose rows of ``words`` start ``row`` apart."""
     return word // words * row + word % words
 
 
@@ -214,7 +214,7 @@ def _measure(parts, momentum, grad, size, b1, a1, LARGEST: tl.constexpr):
 
 @triton.jit
 def _integers(message, plane, inside, PLANES: tl.constexpr):
-    """The integers, int32 ``[_WORDS, 64]``, whose first planes have their words at ``message``."""
+    """Read integers, int32 ``[_WORDS, 64]``; their lowest bits are the words at ``message``."""
     total = tl.zeros((_WORDS, 64), dtype=tl.int32)
     for b in tl.static_range(PLANES):
         total += _unpack(tl.load(message + b * plane, mask=inside, other=0)) << b
@@ -223,7 +223,7 @@ def _integers(message, plane, inside, PLANES: tl.constexpr):
 
 @triton.jit
 def _sum(rows, row, plane, words, n, word, PLANES: tl.constexpr):
-    """The sum of n messages, int32 ``[_WORDS, 64]``."""
+    """Add n messages: int32 ``[_WORDS, 64]``."""
     total = tl.zeros((_WORDS, 64), dtype=tl.int32)
     message = rows + word
     for _ in range(n):
