@@ -126,9 +126,7 @@ def main(args: argparse.Namespace) -> None:
 def evaluate(seconds: dict[str, list[float]], d: int) -> list[Row]:
     """Return one row a case: its time, and over that of AdamW and of the floor in each round."""
     adamw = seconds["AdamW, fused"]
-    floor = [
-        a + b for a, b in zip(seconds["lerp_ (floor)"], seconds["mul_ (floor)"], strict=True)
-    ]
+    floor = [a + b for a, b in zip(seconds["lerp_ (floor)"], seconds["mul_ (floor)"], strict=True)]
     return [
         {
             "case": name,
