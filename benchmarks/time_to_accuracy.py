@@ -4,7 +4,7 @@
 
 4 workers with a namespace and a link each train a perceptron of 0.8 million parameters on mnist5k;
 all methods see the same batches, with the same schedule, each at the best of some learning rates
-(``--search``). The clock stops during evaluations. Writes time_to_accuracy.json and time_to_accuracy.png.
+(``--search``). The clock stops during evaluations. Writes time_to_accuracy.json and its figure.
 """
 
 import argparse
