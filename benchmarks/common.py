@@ -33,17 +33,26 @@ Row = dict[str, Any]
 class Parser(argparse.ArgumentParser):
     """Arguments of a benchmark; wrong ones are refused in one sentence, with exit code 2.
 
-    Every benchmark has ``--smoke``, ``--output`` and ``--fresh``.
+    Every benchmark has ``--smoke``; those that measure have ``--output`` and ``--fresh``.
     """
 
-    def __init__(self, doc: str, output: Path = RESULTS) -> None:
-        """``doc``: the benchmark's docstring; its first line is the description."""
+    def __init__(self, doc: str, output: Path | None = RESULTS) -> None:
+        """Make a parser.
+
+        Args:
+            doc: the benchmark's docstring; its first line is the description.
+            output: where files go if nothing else is typed; None: nothing is measured.
+        """
         super().__init__(description=doc.splitlines()[0])
+        self._output = output
         self.add_argument(
             "--smoke",
             action="store_true",
             help="the smallest form, some seconds long, instead of what was typed beside it",
         )
+        if output is None:
+            self.set_defaults(output=None)
+            return
         self.add_argument(
             "-o",
             "--output",
@@ -54,7 +63,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--fresh", action="store_true", help="measure again what was measured already"
         )
-        self._default_output = output
 
     def error(self, message: str) -> None:
         self.exit(2, f"error: {message}\n")
@@ -65,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         if args.smoke:
             vars(args).update(smoke)
         elif args.output is None:
-            args.output = self._default_output
+            args.output = self._output
         return args
 
     def check_links(self, args: argparse.Namespace) -> None:
