@@ -6,6 +6,7 @@ example's in test_example.py.
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ import pytest
 import torch.distributed.run as torchrun_command
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dlion.data.prepare import prepare
@@ -36,7 +38,7 @@ SMALL_MODELS = {
     "vit_cifar": TINY_VIT,
     "gpt2": {"model.n_embd": "32", "model.n_layer": "1", "model.n_head": "2"},
     "timm": {"+model.depth": "1", "+model.embed_dim": "48", "+model.num_heads": "2"},
-    "resnet18": {"workers": "2"},
+    "resnet18": {"workers": "2", "batch_size": "4"},
 }
 SMALL_DATA = {
     "imagenet": {"dataset.image_size": "32", "dataset.loaders": "1"},
@@ -67,7 +69,7 @@ def test_what_a_page_says_to_type_works(place, command):
 
 
 def test_a_command_without_a_rule_fails(place):
-    with pytest.raises(LookupError, match="there is no rule for `python tune.py`"):
+    with pytest.raises(LookupError, match="there is no rule for `python tune"):
         try_out(place, Command("page.md", 1, "python tune.py"))
 
 
@@ -185,11 +187,11 @@ def train(place: Place, typed: list[str]) -> None:
 
 def train_under_torchrun(place: Place, typed: list[str]) -> None:
     """Check torchrun's options with its own parser, and run two processes as it would."""
-    torchrun_command.get_args_parser().parse_args(
-        [word.replace("=N", "=3") for word in typed[1:]] + ([] if _script(typed) else ["train.py"])
-    )
-    if not _script(typed):
+    options = [re.sub(r"=N$|(?<=restarts)$", "=3", word) for word in typed[1:]]
+    if "train.py" not in typed:  # an option that a sentence is about
+        torchrun_command.get_args_parser().parse_args([*options, "train.py"])
         return
+    torchrun_command.get_args_parser().parse_args(options)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     _train_together(
         place,
@@ -241,7 +243,7 @@ def prepare_text(place: Place, typed: list[str]) -> None:
         return
     allowed = {"-o": OUT, "--output": OUT, "--tokenizer": place.data("llama")}
     arguments = ["-m", "dlion.data.prepare", f"{place.data('llama')}/../documents.jsonl"]
-    for option, value in zip(typed, typed[1:], strict=False):
+    for option, value in itertools.pairwise(typed):
         if option.startswith("-") and option != "-m":
             arguments += [option, allowed.get(option, value)]
     place.run(*arguments, "--tokenizer", allowed["--tokenizer"])
@@ -271,12 +273,12 @@ def run_pytest(place: Place, typed: list[str]) -> None:
     files_exist(place, [word.split("::")[0] for word in typed[1:]])
     markers = [line.split(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]]
     arguments = typed[typed.index("pytest") + 1 :]
-    for option, value in zip(arguments, arguments[1:], strict=False):
+    for option, value in itertools.pairwise(arguments):
         if option == "-m":
             assert set(re.findall(r"\w+", value)) - {"not", "and", "or"} <= set(markers)
 
 
-def tested_elsewhere(place: Place, typed: list[str]) -> None:
+def run_elsewhere(place: Place, typed: list[str]) -> None:
     """Check that there is the script."""
     assert (ROOT / next(word for word in typed if word.endswith(".py"))).exists()
 
@@ -288,7 +290,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"python -m dlion\.compare\.dashboard": only_options,
     r"python -m dlion\.compare\.": compare,
     r"python -m dlion\.data\.prepare": prepare_text,
-    r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": tested_elsewhere,
+    r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,
     r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff": files_exist,
@@ -309,7 +311,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         chosen[override.input_line.split("=")[0]] = _values(override)
     first = {key: values[0] for key, values in chosen.items()}
     config = _compose(first)
-    several = "-m" in typed or OmegaConf.select(config, "hydra.mode") == "MULTIRUN"
+    several = "-m" in typed or config.hydra.mode == RunMode.MULTIRUN
     for key, values in chosen.items():
         assert len(values) == 1 or several, f"{key} has several values, but there is no -m"
         for value in values[1:]:
@@ -323,9 +325,8 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         first[override.get_key_element()] = _values(override)[0]
     if experiment:
         first["experiment"] = experiment.removesuffix("/small")
-    small = first | FEW_STEPS | SMALL_DATA.get(config.dataset.name, {})
-    small |= SMALL_MODELS.get(config.model.name, {})
-    small["batch_size"] = str(max(2, config.accumulate))
+    small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
+    small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:
         small["dataset.path"] = place.data(config.dataset.name)
     if "model.path" in small:
@@ -378,10 +379,6 @@ def _compose(overrides: dict[str, str]) -> DictConfig:
 
 def _overrides(values: dict[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
-
-
-def _script(typed: list[str]) -> bool:
-    return any(word.endswith(".py") for word in typed)
 
 
 def _free_port() -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-PRELOADED = ["dlion.launch", "dlion.compare.plot", "dlion.compare.report", "lion_pytorch"]
+PRELOADED = ["tests.preloaded"]
 
 
 class Done(NamedTuple):
