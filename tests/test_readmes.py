@@ -33,9 +33,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OUT = "@OUT@"  # in a shrunken command: a file or a folder that it may write
 RECORDED = r"RUNS|RUN_DIR|outputs|runs(/.*)?"  # what pages call a folder of runs
 FEW_STEPS = {"steps": "2", "eval_every": "2", "logger": "none", "processes": "1"}
-TINY_VIT = {"model.dim": "16", "model.heads": "2", "model.depth": "1", "model.mlp_dim": "16"}
+TINY = {"model.dim": "16", "model.heads": "2", "model.depth": "1", "model.mlp_dim": "16"}
 SMALL_MODELS = {
-    "vit_cifar": TINY_VIT,
+    "vit_cifar": TINY,
+    "gpt_tiny": TINY,
     "gpt2": {"model.n_embd": "32", "model.n_layer": "1", "model.n_head": "2"},
     "timm": {"+model.depth": "1", "+model.embed_dim": "48", "+model.num_heads": "2"},
     "resnet18": {"workers": "2", "batch_size": "4"},
@@ -43,7 +44,7 @@ SMALL_MODELS = {
 SMALL_DATA = {
     "imagenet": {"dataset.image_size": "32", "dataset.loaders": "1"},
     "prepared_text": {"dataset.context": "16"},
-    "choices": {"dataset.context": "64"},
+    "choices": {"dataset.context": "64", "workers": "2"},
     "stdlib_text": {"dataset.max_bytes": "20000"},
 }
 # what a block of Python in a page may take for granted
@@ -133,9 +134,13 @@ class Place:
             return
         out = str(self.root / "written" / str(len(self.tried)))
         filled = [word.replace(OUT, out) for word in command]
-        for running in [Running(filled, self.root, variables) for variables in processes]:
-            code, output = running.wait()
-            assert code == 0, f"{' '.join(command)} ended with {code}:\n{output}"
+        started = [
+            Running(filled, self.root, Path(f"{out}-{rank}.log"), variables)
+            for rank, variables in enumerate(processes)
+        ]
+        for running in started:
+            code, printed = running.wait()
+            assert code == 0, f"{' '.join(command)} ended with {code}:\n{printed}"
         self.tried.add(command)
 
     def data(self, name: str) -> str:
