@@ -1,69 +1,298 @@
-"""Shared by the benchmarks: order, statistics, and where results go."""
+"""What the benchmarks share: arguments, rounds in random order, spreads, points that are kept."""
 
+import argparse
+import hashlib
 import json
+import math
 import os
 import random
 import statistics
-import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dlion.errors import RunFailed, Stopped, UserError
 from dlion.files import write_atomically
-from dlion.machine import machine as machine_of
+from dlion.launch.local import interruptible
+from dlion.launch.network import check_possible
+from dlion.machine import machine
+from dlion.record.provenance import commit
+from dlion.units import parse_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"
 
+Row = dict[str, Any]
 
-def interleaved(
-    cases: dict[str, Callable[[], Any]], rounds: int, seed: int = 0
-) -> dict[str, list[float]]:
-    """Seconds of every case in every round; each round runs all cases, in a new random order.
 
-    What else happens on the machine then hits all alike. One round before is not counted.
+class Parser(argparse.ArgumentParser):
+    """Arguments of a benchmark; wrong ones are refused in one sentence, with exit code 2.
+
+    Every benchmark has ``--smoke``; those that measure have ``--output`` and ``--fresh``.
     """
-    order, rng = list(cases), random.Random(seed)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for round_ in range(rounds + 1):
+
+    def __init__(self, doc: str, output: Path | None = RESULTS) -> None:
+        """Make a parser.
+
+        Args:
+            doc: the benchmark's docstring; its first line is the description.
+            output: where files go if nothing else is typed; None: nothing is measured.
+        """
+        super().__init__(description=doc.splitlines()[0])
+        self._output = output
+        self.add_argument(
+            "--smoke",
+            action="store_true",
+            help="the smallest form, some seconds long, instead of what was typed beside it",
+        )
+        if output is None:
+            self.set_defaults(output=None)
+            return
+        self.add_argument(
+            "-o",
+            "--output",
+            type=folder,
+            metavar="DIR",
+            help=f"where files go; default: {output.relative_to(ROOT)}, with --smoke nowhere",
+        )
+        self.add_argument(
+            "--fresh", action="store_true", help="measure again what was measured already"
+        )
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"error: {message}\n")
+
+    def read(self, arguments: Sequence[str] | None, **smoke: Any) -> argparse.Namespace:
+        """Parse the command line; ``smoke`` holds the arguments that ``--smoke`` puts in place."""
+        args = self.parse_args(arguments)
+        if args.smoke:
+            vars(args).update(smoke)
+        elif args.output is None:
+            args.output = self._output
+        return args
+
+    def check_links(self, args: argparse.Namespace) -> None:
+        """Refuse emulated links that this machine cannot make; the smoke form does without."""
+        missing = missing_for_links()
+        if missing is None or not any(args.rates):
+            return
+        if not args.smoke:
+            self.error(f"{missing}: do that, or type --rates loopback")
+        print(f"over loopback, as {missing}", file=sys.stderr)
+        args.rates = [None]
+
+
+def missing_for_links() -> str | None:
+    """Return why this machine cannot emulate slow links, None if it can."""
+    try:
+        check_possible()
+    except UserError as error:
+        return str(error).partition(":")[0]
+    return None
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers, ``1e7`` among them, that are not below ``least``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value == int(value) >= least):
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(value)
+
+    return parse
+
+
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of finite numbers from ``least`` to ``most``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not a number {limits}")
+        return value
+
+    return parse
+
+
+def link(text: str) -> int | None:
+    """Parse the rate of a link, bits per second; None for ``loopback``, which is not shaped."""
+    if text == "loopback":
+        return None
+    try:
+        return parse_rate(text)
+    except UserError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a rate: write a number and a unit, such as 100mbit or 2.5gbit, at"
+            " least 1kbit, or loopback"
+        ) from None
+
+
+def folder(text: str) -> Path:
+    """Parse the name of a folder, which may be made in a folder that is there."""
+    path = Path(text)
+    if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
+        raise argparse.ArgumentTypeError(f"{text} is not a folder, nor can it be made there")
+    return path
+
+
+def show_rate(rate: int | None) -> str:
+    """Return a link's rate as it is read: ``100 Mbit/s``."""
+    return "loopback" if rate is None else f"{rate / 1e6:g} Mbit/s"
+
+
+def run(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Call ``main(args)`` with a folder to write to, and exit as train.py does.
+
+    Exit codes: 0 measured, 1 failed, 2 wrong arguments, 130 interrupted.
+    """
+    try:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="dlion-benchmark-") as temporary:
+            if args.output is None:
+                args.output = Path(temporary)
+            args.output.mkdir(exist_ok=True)
+            main(args)
+    except UserError as error:
+        _leave(f"error: {error}", 2)
+    except RunFailed as error:
+        _leave(f"error: {error}", 1)
+    except (KeyboardInterrupt, Stopped):
+        _leave("interrupted; the same command goes on after the last point that was measured", 130)
+
+
+def _leave(message: str, code: int) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def in_random_order(
+    names: Iterable[str], rounds: int, warmups: int = 1, seed: int = 0
+) -> Iterator[tuple[int, str]]:
+    """Yield (round, name) of every name in every round; each round has an order of its own.
+
+    What else happens on the machine then hits all names alike. Rounds below 0 are warm-ups.
+    """
+    order, rng = list(names), random.Random(seed)
+    for round_ in range(-warmups, rounds):
         rng.shuffle(order)
         for name in order:
-            start = time.perf_counter()
-            cases[name]()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
+            yield round_, name
+
+
+def interleaved(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every case in every round; one warm-up round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for round_, name in in_random_order(cases, rounds):
+        start = time.perf_counter()
+        cases[name]()
+        if round_ >= 0:
+            seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the quartiles of at least two values."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high, "rounds": len(values)}
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-
-    def git(*command: str) -> str:
-        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src", "benchmarks")
-    commit = git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
-    return {
-        "machine": machine_of("cpu"),
-        "torch": torch.__version__,
-        "commit": commit,
-        "load": os.getloadavg()[0],
-    }
+def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """Return the spread of the ratios of values that were measured in the same rounds."""
+    return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
-def save(name: str, data: dict[str, Any]) -> Path:
-    """Write ``results/speed/NAME.json``."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    write_atomically(path, json.dumps(data, indent=1) + "\n")
-    return path
+class Points:
+    """What a benchmark has measured, in one JSON file that is written after every point.
+
+    A point has a key, such as ``{"rate": 10**8, "workers": 4}``, and rows, one for each case that
+    was measured beside the others. It is not measured again by the same command: on the same
+    machine, with equal settings and equal code. Points of another machine, or of another torch, are
+    dropped; those of earlier code stay until they are measured again, each with its commit.
+
+    Attributes:
+        rows: all rows, each with its key.
+    """
+
+    def __init__(
+        self, file: Path, facts: dict[str, Any], settings: dict[str, Any], fresh: bool = False
+    ) -> None:
+        """Read what there is.
+
+        Args:
+            facts: kept once, what holds for all points; other facts make another file.
+            settings: kept with each row, how it was measured: rounds and the like.
+            fresh: measure everything again.
+        """
+        self.file = file
+        self.facts = {"machine": machine("cpu"), "torch": str(torch.__version__), **facts}
+        self.facts = json.loads(json.dumps(self.facts))  # as they will be read
+        self.settings = json.loads(json.dumps(settings)) | {"code": _code()}
+        self.fresh = fresh
+        self.rows: list[Row] = []
+        before = json.loads(file.read_text()) if file.exists() else {}
+        if all(before.get(name) == value for name, value in self.facts.items()):
+            self.rows = before["points"]
+        elif before:
+            print(f"{file} is of another machine or setting, and is replaced", file=sys.stderr)
+
+    def missing(self, keys: Sequence[Row], cost: Callable[[Row], float] = lambda _: 1) -> Iterator:
+        """Yield the keys that are still to be measured, and say how long the rest will take.
+
+        Args:
+            cost: how long a point takes, in any unit, for the estimate.
+        """
+        todo = [key for key in keys if self.fresh or not self._measured(key)]
+        if len(todo) < len(keys):
+            print(
+                f"{len(keys) - len(todo)} of {len(keys)} points are in {self.file} (--fresh"
+                " measures them again)",
+                file=sys.stderr,
+            )
+        total, spent, start = sum(map(cost, todo)), 0.0, time.monotonic()
+        for index, key in enumerate(todo):
+            left = (time.monotonic() - start) / spent * (total - spent) if spent else None
+            shown = ", ".join(f"{name} {value}" for name, value in key.items())
+            ahead = "" if left is None else f"; about {show_seconds(left)} left"
+            print(f"point {index + 1} of {len(todo)}: {shown}{ahead}", file=sys.stderr, flush=True)
+            yield key
+            spent += cost(key)
+
+    def add(self, key: Row, rows: Iterable[Row]) -> None:
+        """Keep the rows of a point, in place of earlier ones."""
+        origin = {"commit": commit(), "load": os.getloadavg()[0], "settings": self.settings}
+        self.rows = [row for row in self.rows if not _of(row, key)]
+        self.rows += [{**key, **row, **origin} for row in rows]
+        data = {**self.facts, "points": self.rows}
+        write_atomically(self.file, json.dumps(data, indent=1) + "\n")
+
+    def _measured(self, key: Row) -> bool:
+        return any(_of(row, key) and row.get("settings") == self.settings for row in self.rows)
+
+
+def _of(row: Row, key: Row) -> bool:
+    return all(name in row and row[name] == value for name, value in key.items())
+
+
+def _code() -> str:
+    """Return a hash of all code that is measured, or measures."""
+    files = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a duration as it is read: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

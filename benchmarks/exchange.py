@@ -2,42 +2,44 @@
 
     sudo .venv/bin/python benchmarks/exchange.py
 
-Needs root and iproute2 for the emulated links. The ideal is the time a worker's own link takes for
-what it must send, 2 (n - 1) / n d times the bits per value. Writes results/speed/exchange.*.
+Needs root and iproute2 for the emulated links. The ideal is the time that a worker's own link takes
+for what it must send: (n - 1) / n of d, times the bits up and down. Writes exchange.json and
+exchange.png.
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 from functools import partial
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from common import RESULTS, machine, save, spread
-from spmd import run
+from common import Parser, Points, Row, link, run, show_rate, spread, whole
+from matplotlib.figure import Figure
+from spmd import Measured, time_together
 
-from dlion.exchange import Channel, LevelSum
+from dlion.exchange import Channel, LevelMean, Vote
 from dlion.workers import Workers
 
 CUB_BITS = (2, 4, 8)  # p; with 1 bit it is the vote
 
 
-def make_cases(d: int) -> dict:
+def make_cases(d: int) -> dict[str, Callable[[], object]]:
+    """Return the exchanges of d parameters that are timed, by name."""
     channel = Channel(Workers.current())
     dense, half = torch.ones(d), torch.ones(d, dtype=torch.bfloat16)
-    votes = LevelSum(channel, d)
-    means = LevelSum(channel, d, answer="level")
-    sums = {p: LevelSum(channel, d, levels=2**p - 1, ties="zero") for p in CUB_BITS}
+    votes, means = Vote(channel, d), LevelMean(channel, d)
+    sums = {p: Vote(channel, d, levels=2**p - 1, ties="zero") for p in CUB_BITS}
     return {
         "all_reduce float32": lambda: dist.all_reduce(dense),
         "all_reduce bfloat16": lambda: dist.all_reduce(half),
-        "vote, 1 bit": lambda: votes.deliver(0),
-        "mean of signs": lambda: means.deliver(0),
-        **{f"Lion Cub, {p} bits": partial(sum_.deliver, 0) for p, sum_ in sums.items()},
+        "vote, 1 bit": lambda: votes.run(0),
+        "mean of signs": lambda: means.run(0),
+        **{f"Lion Cub, {p} bits": partial(sum_.run, 0) for p, sum_ in sums.items()},
     }
 
 
 def bits(case: str, n: int) -> float:
-    """Bits per parameter that go once to the owner of a slice and once back, up plus down."""
+    """Return the bits per parameter to the owner of a slice plus those back from it."""
     return {
         "all_reduce float32": 64,
         "all_reduce bfloat16": 32,
@@ -47,75 +49,95 @@ def bits(case: str, n: int) -> float:
     }[case]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--d", type=float, default=1e7)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e8, 1e9, 0], help="0: loopback")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    d, points = int(args.d), []
-    for rate in map(int, args.rates):
-        for n in args.workers:
-            found = run(n, rate or None, make_cases, d, rounds=args.rounds)
-            for case, values in found.items():
-                payload = (n - 1) / n * d * bits(case, n) / 8
-                point = {
-                    "rate": rate or None,
-                    "workers": n,
-                    "d": d,
-                    "case": case,
-                    "seconds": spread(values["seconds"]),
-                    "payload_bytes": payload,
-                    "ideal_seconds": 8 * payload / rate if rate else None,
-                    "nic_over_payload": spread([b / payload for b in values["nic_bytes"]]),
-                }
-                points.append(point)
-                ideal = (
-                    f"  {point['seconds']['median'] / point['ideal_seconds']:5.2f} x ideal"
-                    if rate
-                    else ""
-                )
-                print(
-                    f"{rate / 1e6:6.0f} Mbit/s  n={n}  {case:20s}"
-                    f" {1e3 * point['seconds']['median']:8.1f} ms{ideal}"
-                    f"  nic/payload {point['nic_over_payload']['median']:.3f}",
-                    flush=True,
-                )
-    save("exchange", {**machine(), "points": points})
-    draw(points)
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--d", type=whole(1), default=10**7, help="parameters")
+    parser.add_argument("--workers", type=whole(2), nargs="+", default=[2, 4, 8])
+    parser.add_argument(
+        "--rates",
+        type=link,
+        nargs="+",
+        default=[10**8, 10**9, None],
+        help="of the links: 100mbit, 1gbit, ... or loopback",
+    )
+    parser.add_argument("--rounds", type=whole(2), default=5)
+    args = parser.read(arguments, d=10_000, workers=[2], rates=[10**9, None], rounds=2)
+    parser.check_links(args)
+    return args
 
 
-def draw(points: list[dict]) -> None:
-    """Milliseconds against workers, a panel a rate; against p, at the middle number of workers."""
-    rates = sorted({p["rate"] for p in points}, key=lambda rate: rate or 1e12)
-    title = {rate: f"{rate / 1e6:g} Mbit/s" if rate else "loopback" for rate in rates}
-    count = len(rates) + 1
-    figure, axes = plt.subplots(1, count, figsize=(4.2 * count, 4), squeeze=False)
-    for axis, rate in zip(axes[0], rates, strict=False):
-        for case in dict.fromkeys(p["case"] for p in points):
-            chosen = [p for p in points if p["rate"] == rate and p["case"] == case]
-            values = [1e3 * p["seconds"]["median"] for p in chosen]
-            axis.plot([p["workers"] for p in chosen], values, marker="o", ms=4, label=case)
-        axis.set(yscale="log", xlabel="workers", ylabel="ms", title=title[rate])
-        axis.set_xticks(sorted({p["workers"] for p in points}))
-    axes[0][0].legend(fontsize=7)
-    counts = sorted({p["workers"] for p in points})
-    n, last = counts[len(counts) // 2], axes[0][-1]
-    precision = {"vote, 1 bit": 1, **{f"Lion Cub, {p} bits": p for p in CUB_BITS}}
-    precision |= {"all_reduce bfloat16": 16, "all_reduce float32": 32}
+def main(args: argparse.Namespace) -> None:
+    points = Points(args.output / "exchange.json", {}, {"rounds": args.rounds}, args.fresh)
+    keys = [{"rate": rate, "workers": n, "d": args.d} for rate in args.rates for n in args.workers]
+    for key in points.missing(keys, cost=lambda key: 1e9 / (key["rate"] or 1e9)):
+        rate, n = key["rate"], key["workers"]
+        rows = evaluate(time_together(n, rate, make_cases, args.d, rounds=args.rounds), **key)
+        points.add(key, rows)
+        for row in rows:
+            seconds, ideal = row["seconds"]["median"], row["ideal_seconds"]
+            print(
+                f"{show_rate(rate):>12s}  n={n}  {row['case']:20s} {1e3 * seconds:8.1f} ms"
+                + (f"  {seconds / ideal:5.2f} x ideal" if ideal else "")
+                + f"  nic/payload {row['nic_over_payload']['median']:.3f}",
+                flush=True,
+            )
+    draw([row for row in points.rows if row["d"] == args.d]).savefig(
+        args.output / "exchange.png", dpi=110
+    )
+
+
+def evaluate(measured: Measured, rate: int | None, workers: int, d: int) -> list[Row]:
+    """Return one row a case: its time, its ideal, and the interface's bytes over the payload."""
+    rows = []
+    for case, values in measured.items():
+        payload = (workers - 1) / workers * d * bits(case, workers) / 8
+        rows.append(
+            {
+                "case": case,
+                "seconds": spread(values["seconds"]),
+                "payload_bytes": payload,
+                "ideal_seconds": 8 * payload / rate if rate else None,
+                "nic_over_payload": spread([count / payload for count in values["nic_bytes"]]),
+            }
+        )
+    return rows
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Draw time against workers, a panel for each rate, and against p at the median of workers."""
+    rates = sorted({row["rate"] for row in rows}, key=lambda rate: rate or 1e12)
+    workers = sorted({row["workers"] for row in rows})
+    columns = len(rates) + 1
+    figure = Figure(figsize=(4.2 * columns, 4))
+    *panels, last = figure.subplots(1, columns, squeeze=False)[0]
+    for axis, rate in zip(panels, rates, strict=True):
+        for case in dict.fromkeys(row["case"] for row in rows):
+            chosen = [row for row in rows if row["rate"] == rate and row["case"] == case]
+            chosen.sort(key=lambda row: row["workers"])
+            values = [1e3 * row["seconds"]["median"] for row in chosen]
+            axis.plot([row["workers"] for row in chosen], values, marker="o", ms=4, label=case)
+        axis.set(yscale="log", xlabel="workers", ylabel="ms", title=show_rate(rate))
+        axis.set_xticks(workers)
+    panels[0].legend(fontsize=7)
+    n = workers[len(workers) // 2]
+    bits_up = {"vote, 1 bit": 1, **{f"Lion Cub, {p} bits": p for p in CUB_BITS}}
+    bits_up |= {"all_reduce bfloat16": 16, "all_reduce float32": 32}
     for rate in rates:
-        chosen = {p["case"]: p for p in points if p["rate"] == rate and p["workers"] == n}
-        values = [1e3 * chosen[case]["seconds"]["median"] for case in precision]
-        last.plot(list(precision.values()), values, marker="o", ms=4, label=title[rate])
+        chosen = {r["case"]: r for r in rows if r["rate"] == rate and r["workers"] == n}
+        cases = [case for case in bits_up if case in chosen]
+        values = [1e3 * chosen[case]["seconds"]["median"] for case in cases]
+        last.plot(
+            [bits_up[case] for case in cases], values, marker="o", ms=4, label=show_rate(rate)
+        )
     last.set(xscale="log", yscale="log", xlabel="p, bits up", title=f"{n} workers")
-    last.set_xticks(list(precision.values()), labels=list(precision.values()))
+    last.set_xticks(list(bits_up.values()), labels=list(bits_up.values()))
     last.minorticks_off()
     last.legend(fontsize=7)
-    figure.suptitle(f"one exchange, d = {points[0]['d']:.0e}")
+    figure.suptitle(f"one exchange, d = {rows[0]['d']:.0e}")
     figure.tight_layout()
-    figure.savefig(RESULTS / "exchange.png", dpi=110)
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    run(main, parse())

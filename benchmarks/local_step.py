@@ -5,25 +5,27 @@
 Encode (momentum and packing), the vote of 8 workers over the slice this worker owns, decode and
 apply; beside it torch's fused and foreach AdamW, lion-pytorch, and the memory floor of the passes
 (``lerp_`` reads and writes the momentum and reads the gradient, ``mul_`` reads and writes the
-parameters). Nothing travels here. Writes results/speed/local_step.{json,png}.
+parameters). Nothing travels here. Writes local_step.json and local_step.png.
 """
 
 import argparse
+from collections.abc import Callable, Sequence
 
-import matplotlib.pyplot as plt
 import torch
-from common import RESULTS, interleaved, machine, save, spread
+from common import Parser, Points, Row, interleaved, ratios, run, spread, whole
 from lion_pytorch import Lion
+from matplotlib.figure import Figure
 
 from dlion import kernels
 from dlion.kernels import reference
 
 VOTERS = 8
 LR, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.99)
+OURS = ("dlion", "lion_cub")
 
 
-def cases(d: int) -> dict:
-    """What is timed, for d parameters."""
+def make_cases(d: int) -> dict[str, Callable[[], object]]:
+    """Return what is timed, for d parameters."""
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(d, generator=generator)
     words = -(-d // (64 * VOTERS))
@@ -87,69 +89,75 @@ def cases(d: int) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e7, 1e8])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    points = []
-    for threads in args.threads:
-        torch.set_num_threads(threads)
-        for d in map(int, args.sizes):
-            rounds = args.rounds if d > 5e6 else 5 * args.rounds
-            seconds = interleaved(cases(d), rounds)
-            floor = [
-                a + b
-                for a, b in zip(seconds["lerp_ (floor)"], seconds["mul_ (floor)"], strict=True)
-            ]
-            adamw = seconds["AdamW, fused"]
-            for name, values in seconds.items():
-                points.append(
-                    {
-                        "threads": threads,
-                        "d": d,
-                        "case": name,
-                        "ns_per_parameter": spread([1e9 * v / d for v in values]),
-                        "over_fused_adamw": spread(
-                            [v / a for v, a in zip(values, adamw, strict=True)]
-                        ),
-                        "over_floor": spread([v / f for v, f in zip(values, floor, strict=True)]),
-                    }
-                )
-                p = points[-1]
-                print(
-                    f"{threads} threads  d={d:.0e}  {name:24s}"
-                    f" {p['ns_per_parameter']['median']:7.3f} ns"
-                    f"  {p['over_fused_adamw']['median']:6.2f} x AdamW"
-                    f"  {p['over_floor']['median']:6.2f} x floor",
-                    flush=True,
-                )
-    save("local_step", {**machine(), "voters": VOTERS, "points": points})
-    draw(points)
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--sizes", type=whole(1), nargs="+", default=[10**6, 10**7, 10**8])
+    parser.add_argument("--threads", type=whole(1), nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--rounds", type=whole(2), default=9, help="five times as many below 5e6 parameters"
+    )
+    return parser.read(arguments, sizes=[10_000], threads=[1], rounds=2)
 
 
-def draw(points: list[dict]) -> None:
-    """Bars for one thread, one panel a size."""
-    sizes = sorted({p["d"] for p in points})
-    figure, axes = plt.subplots(1, len(sizes), figsize=(4.2 * len(sizes), 4), sharey=True)
-    for axis, d in zip(axes if len(sizes) > 1 else [axes], sizes, strict=True):
-        chosen = [p for p in points if p["d"] == d and p["threads"] == 1]
-        values = [p["ns_per_parameter"]["median"] for p in chosen]
-        ours = [
-            "tab:blue" if "_" in p["case"] and "(" not in p["case"] else "tab:gray" for p in chosen
-        ]
-        axis.barh([p["case"] for p in chosen], values, color=ours)
+def main(args: argparse.Namespace) -> None:
+    points = Points(
+        args.output / "local_step.json", {"voters": VOTERS}, {"rounds": args.rounds}, args.fresh
+    )
+    keys = [{"threads": threads, "d": d} for threads in args.threads for d in args.sizes]
+    for key in points.missing(keys, cost=lambda key: max(key["d"], 10**6)):
+        torch.set_num_threads(key["threads"])
+        rounds = args.rounds if key["d"] > 5e6 else 5 * args.rounds
+        rows = evaluate(interleaved(make_cases(key["d"]), rounds), key["d"])
+        points.add(key, rows)
+        for row in rows:
+            print(
+                f"{key['threads']} threads  d={key['d']:.0e}  {row['case']:24s}"
+                f" {row['ns_per_parameter']['median']:7.3f} ns"
+                f"  {row['over_fused_adamw']['median']:6.2f} x AdamW"
+                f"  {row['over_floor']['median']:6.2f} x floor",
+                flush=True,
+            )
+    draw(points.rows).savefig(args.output / "local_step.png", dpi=110)
+
+
+def evaluate(seconds: dict[str, list[float]], d: int) -> list[Row]:
+    """Return one row a case: its time, and over that of AdamW and of the floor in each round."""
+    adamw = seconds["AdamW, fused"]
+    floor = [a + b for a, b in zip(seconds["lerp_ (floor)"], seconds["mul_ (floor)"], strict=True)]
+    return [
+        {
+            "case": name,
+            "ns_per_parameter": spread([1e9 * value / d for value in values]),
+            "over_fused_adamw": ratios(values, adamw),
+            "over_floor": ratios(values, floor),
+        }
+        for name, values in seconds.items()
+    ]
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Draw bars for the smallest number of threads, a panel for each size."""
+    threads = min(row["threads"] for row in rows)
+    rows = [row for row in rows if row["threads"] == threads]
+    sizes = sorted({row["d"] for row in rows})
+    figure = Figure(figsize=(4.2 * len(sizes), 4))
+    axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for axis, d in zip(axes, sizes, strict=True):
+        chosen = [row for row in rows if row["d"] == d]
+        values = [row["ns_per_parameter"]["median"] for row in chosen]
+        ours = ["tab:blue" if row["case"].startswith(OURS) else "tab:gray" for row in chosen]
+        axis.barh([row["case"] for row in chosen], values, color=ours)
         axis.set_xscale("log")
-        axis.set_title(f"d = {d:.0e}, one thread")
+        axis.set_title(f"d = {d:.0e}, {threads} thread{'s' * (threads > 1)}")
         axis.set_xlabel("ns per parameter")
-        for place, value in enumerate(values):
-            axis.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        for height, value in enumerate(values):
+            axis.text(value, height, f" {value:.2f}", va="center", fontsize=8)
         axis.margins(x=0.25)
-    axes[0].invert_yaxis() if len(sizes) > 1 else axes.invert_yaxis()
+    axes[0].invert_yaxis()
     figure.tight_layout()
-    figure.savefig(RESULTS / "local_step.png", dpi=110)
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    run(main, parse())

@@ -1,90 +1,106 @@
-"""Timing things that several processes do together, over an emulated or the machine's network."""
+"""Timing what several processes do together, over emulated links or loopback."""
 
-import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import in_random_order, show_seconds
 
 from dlion.exchange import nic
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.network import Network
 
-Case = Callable[[], Any]
-FAST = 1_000_000_000  # bits per second, while warming up
+Cases = dict[str, Callable[[], Any]]
+Measured = dict[str, dict[str, list[float]]]
+WARMUP_RATE = 1_000_000_000  # bits per second: warm-ups need not wait for a slow link
+PATIENCE = 10  # seconds of a round after which progress is shown
 
 
-def run(
+def time_together(
     processes: int,
     rate: int | None,
-    make_cases: Callable[..., dict[str, Case]],
+    make_cases: Callable[..., Cases],
     *args: Any,
-    **how: Any,
-) -> dict[str, Any]:
-    """Time the cases that ``make_cases(*args)`` gives in every process.
+    rounds: int,
+    warmups: int = 1,
+) -> Measured:
+    """Time the cases that ``make_cases(*args)`` returns in every process.
 
     Args:
-        rate: of emulated links, bits per second; None: plain loopback.
-        how: ``rounds``, ``warmups`` and ``seed`` of :func:`measure`.
+        rate: of the emulated links, bits per second; None: loopback.
+        rounds, warmups: how often every case is timed, and run before that.
 
     Returns:
-        case -> ``{"seconds": [...], "nic_bytes": [...]}``, a value a round.
+        case -> ``{"seconds": [...], "nic_bytes": [...]}``, a value for each round; bytes are those
+        of a process's interface, 0 on loopback.
     """
+    work = (make_cases, args, rounds, warmups)
     if rate is None:
-        return run_processes(processes, _work, None, None, make_cases, args, how)
-    with Network(processes, max(rate, FAST)) as network:
-        return run_processes(
-            processes, _work, network, rate, make_cases, args, how, network=network
-        )
+        return run_processes(processes, _work, None, None, *work)
+    with Network(processes, max(rate, WARMUP_RATE)) as network:
+        return run_processes(processes, _work, network, rate, *work, network=network)
 
 
 def _work(
-    network: Network | None, rate: int | None, make_cases: Any, args: tuple, how: dict
-) -> dict[str, Any]:
+    network: Network | None,
+    rate: int | None,
+    make_cases: Callable[..., Cases],
+    args: tuple[Any, ...],
+    rounds: int,
+    warmups: int,
+) -> Measured:
     torch.set_num_threads(1)
     join_process_group("gloo")
+    first = dist.get_rank() == 0
 
     def slow_down() -> None:
-        if network is not None and rate is not None and dist.get_rank() == 0:
+        if network is not None and rate is not None and first:
             network.set_rate(rate)
         dist.barrier()
 
-    result = measure(make_cases(*args), slow_down, emulated=network is not None, **how)
+    measured = _measure(make_cases(*args), slow_down, rounds, warmups, network is not None, first)
     dist.barrier()
     dist.destroy_process_group()
-    return result
+    return measured
 
 
-def measure(
-    cases: dict[str, Case],
-    warmed_up: Callable[[], None],
+def _measure(
+    cases: Cases,
+    slow_down: Callable[[], None],
     rounds: int,
+    warmups: int,
     emulated: bool,
-    seed: int = 0,
-    warmups: int = 1,
-) -> dict[str, Any]:
-    """Time every case in every round, all in a new random order, from barrier to barrier.
+    talks: bool,
+) -> Measured:
+    """Time every case in every round, from barrier to barrier; ``slow_down`` ends the warm-ups."""
+    measured: Measured = {name: {"seconds": [], "nic_bytes": []} for name in cases}
+    current, begun = -warmups, time.monotonic()
+    for round_, name in in_random_order(cases, rounds, warmups):
+        if round_ != current:
+            if round_ == 0:
+                slow_down()
+                begun = time.monotonic()
+            elif round_ > 0 and talks:
+                _show_progress(round_, rounds, time.monotonic() - begun)
+            current = round_
+        dist.barrier()
+        before, start = nic.sent_bytes() if emulated else 0, time.perf_counter()
+        cases[name]()
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        sent = torch.tensor(float((nic.sent_bytes() if emulated else 0) - before))
+        dist.all_reduce(sent)
+        if round_ >= 0:
+            measured[name]["seconds"].append(seconds)
+            measured[name]["nic_bytes"].append(sent.item() / dist.get_world_size())
+    return measured
 
-    Some rounds before are not counted; after them ``warmed_up`` is called.
-    """
-    rng, order = random.Random(seed), list(cases)
-    found: dict[str, Any] = {name: {"seconds": [], "nic_bytes": []} for name in cases}
-    for round_ in range(-warmups, rounds):
-        if round_ == 0:
-            warmed_up()
-        rng.shuffle(order)
-        for name in order:
-            dist.barrier()
-            sent, start = nic.sent_bytes() if emulated else 0, time.perf_counter()
-            cases[name]()
-            dist.barrier()
-            seconds = time.perf_counter() - start
-            bytes_ = torch.tensor(float((nic.sent_bytes() if emulated else 0) - sent))
-            dist.all_reduce(bytes_)
-            if round_ >= 0:
-                found[name]["seconds"].append(seconds)
-                found[name]["nic_bytes"].append(bytes_.item() / dist.get_world_size())
-    return found
+
+def _show_progress(done: int, rounds: int, seconds: float) -> None:
+    if seconds > PATIENCE * done:
+        left = show_seconds(seconds / done * (rounds - done))
+        print(f"  round {done} of {rounds}; about {left} left of this point", file=sys.stderr)

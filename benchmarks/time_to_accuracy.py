@@ -3,24 +3,25 @@
     sudo .venv/bin/python benchmarks/time_to_accuracy.py
 
 4 workers with a namespace and a link each train a perceptron of 0.8 million parameters on mnist5k;
-all methods see the same batches, with the same schedule, each at its best of ``--search``'s rates.
-The clock stops during evaluations. Writes results/speed/time_to_accuracy.{json,png}.
+all methods see the same batches, with the same schedule, each at the best of some learning rates
+(``--search``). The clock stops during evaluations. Writes time_to_accuracy.json and its figure.
 """
 
 import argparse
 import time
 import warnings
+from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from common import RESULTS, machine, save, spread
+from common import Parser, Points, Row, link, number, run, show_rate, spread, whole
 from lion_pytorch import Lion
+from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from dlion.data import Sharding, mnist5k
+from dlion.data import Data, Sharding, mnist5k
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.network import Network
@@ -28,13 +29,15 @@ from dlion.optim import DLion, LionCub
 from dlion.streams import stream
 
 N, BATCH, BETAS, DECAY, WARMUP = 4, 32, (0.9, 0.99), 5e-3, 20
+EVALUATE_EVERY = 10  # steps
 METHODS = ("DDP float32 Lion", "dlion_mavo", "lion_cub 4 bits")
-# the best of 1e-4, 2e-4, 5e-4, 1e-3, 2e-3 by the accuracy after 200 steps of seed 99 (--search)
-RATES = {"DDP float32 Lion": 2e-3, "dlion_mavo": 1e-3, "lion_cub 4 bits": 2e-3}
+SEARCHED, SEARCH_SEED = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3), 99
+# the best of those searched, by the accuracy after 200 steps
+LEARNING_RATES = {"DDP float32 Lion": 2e-3, "dlion_mavo": 1e-3, "lion_cub 4 bits": 2e-3}
 
 
 def train(method: str, seed: int, lr: float, steps: int) -> list[tuple[float, float]]:
-    """(seconds, accuracy) at every evaluation, on every process."""
+    """Train as one of N processes; returns (seconds, accuracy) at every evaluation."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     join_process_group("gloo")
@@ -61,7 +64,7 @@ def train(method: str, seed: int, lr: float, steps: int) -> list[tuple[float, fl
     sharding = Sharding(data.train_size, N, BATCH, seed, "partition")
     curve, seconds = [], 0.0
     for step in range(steps):
-        if step % 10 == 0:
+        if step % EVALUATE_EVERY == 0:
             dist.barrier()
             start = time.perf_counter()
         x, y = data.batch(sharding.indices(rank, step), stream(seed, "coins", rank, step))
@@ -69,7 +72,7 @@ def train(method: str, seed: int, lr: float, steps: int) -> list[tuple[float, fl
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 10 == 9:
+        if step % EVALUATE_EVERY == EVALUATE_EVERY - 1:
             dist.barrier()
             seconds += time.perf_counter() - start
             curve.append((seconds, accuracy(model, data)))
@@ -79,64 +82,99 @@ def train(method: str, seed: int, lr: float, steps: int) -> list[tuple[float, fl
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, data) -> float:
-    """On the test images."""
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Return the share of test images that the model names."""
     x, y = data.test_batch(0, data.test_size)
     return (model(x).argmax(1) == y).float().mean().item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=float, default=1e8)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--target", type=float, default=0.9)
-    parser.add_argument("--search", action="store_true", help="compare rates instead, on loopback")
-    args = parser.parse_args()
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--rate", type=link, default=10**8, help="of the links, or loopback")
+    parser.add_argument("--seeds", type=whole(1), default=3)
+    parser.add_argument("--steps", type=whole(WARMUP + EVALUATE_EVERY), default=200)
+    parser.add_argument("--target", type=number(0, 1), default=0.9, help="test accuracy")
+    parser.add_argument(
+        "--search", action="store_true", help="compare learning rates instead, on loopback"
+    )
+    args = parser.read(arguments, rate=10**9, seeds=1, steps=WARMUP + EVALUATE_EVERY)
+    args.rates = [None if args.search else args.rate]
+    parser.check_links(args)
+    (args.rate,) = args.rates
+    return args
+
+
+def main(args: argparse.Namespace) -> None:
     if args.search:
-        for method in METHODS:
-            for lr in (1e-4, 2e-4, 5e-4, 1e-3, 2e-3):
-                curve = run_processes(N, train, method, 99, lr, args.steps)
-                print(f"{method:18s} lr {lr:g}  {curve[-1][1]:.1%}", flush=True)
+        search(args)
         return
-    runs = []
-    with Network(N, int(args.rate)) as network:
-        for seed in range(args.seeds):
-            for method in METHODS[seed % 3 :] + METHODS[: seed % 3]:  # not always in one order
-                curve = run_processes(
-                    N, train, method, seed, RATES[method], args.steps, network=network
-                )
-                reached = next((s for s, a in curve if a >= args.target), None)
-                runs.append({"method": method, "seed": seed, "reached": reached, "curve": curve})
-                print(
-                    f"seed {seed}  {method:18s} {args.target:.0%} after"
-                    f" {'never' if reached is None else f'{reached:.1f} s'},"
-                    f" {curve[-1][1]:.1%} after {curve[-1][0]:.1f} s",
-                    flush=True,
-                )
+    facts = {"workers": N, "rate": args.rate, "target": args.target, "lr": LEARNING_RATES}
+    points = Points(args.output / "time_to_accuracy.json", facts, {"steps": args.steps}, args.fresh)
+    keys = []
+    for seed in range(args.seeds):
+        first = seed % len(METHODS)  # not always in one order
+        keys += [{"method": m, "seed": seed} for m in METHODS[first:] + METHODS[:first]]
+    for key in points.missing(keys):
+        curve = run_training(key["method"], key["seed"], args.steps, args.rate)
+        reached = next((seconds for seconds, value in curve if value >= args.target), None)
+        points.add(key, [{"reached": reached, "curve": curve}])
+        print(
+            f"seed {key['seed']}  {key['method']:18s} {args.target:.0%} after"
+            f" {'never' if reached is None else f'{reached:.1f} s'},"
+            f" {curve[-1][1]:.1%} after {curve[-1][0]:.1f} s",
+            flush=True,
+        )
     for method in METHODS:
-        times = [r["reached"] for r in runs if r["method"] == method]
+        times = [row["reached"] for row in points.rows if row["method"] == method]
         if None not in times and len(times) > 1:
             print(f"{method:18s} {spread(times)}")
-    settings = {"rate": args.rate, "steps": args.steps, "lr": RATES, "target": args.target}
-    save("time_to_accuracy", {**machine(), **settings, "workers": N, "runs": runs})
-    draw(runs, args.target)
+    figure = draw(points.rows, args.target, args.rate)
+    figure.savefig(args.output / "time_to_accuracy.png", dpi=110)
 
 
-def draw(runs: list[dict], target: float) -> None:
-    """Accuracy against seconds, a line a run."""
-    figure, axis = plt.subplots(figsize=(7, 4.5))
+def search(args: argparse.Namespace) -> None:
+    """Compare learning rates by the accuracy at the end."""
+    points = Points(
+        args.output / "time_to_accuracy_search.json",
+        {"workers": N, "seed": SEARCH_SEED},
+        {"steps": args.steps},
+        args.fresh,
+    )
+    learning_rates = SEARCHED[-1:] if args.smoke else SEARCHED
+    for key in points.missing([{"method": m, "lr": lr} for m in METHODS for lr in learning_rates]):
+        curve = run_training(key["method"], SEARCH_SEED, args.steps, None, key["lr"])
+        points.add(key, [{"accuracy": curve[-1][1]}])
+        print(f"{key['method']:18s} lr {key['lr']:g}  {curve[-1][1]:.1%}", flush=True)
+
+
+def run_training(
+    method: str, seed: int, steps: int, rate: int | None, lr: float | None = None
+) -> list[tuple[float, float]]:
+    """Start N processes that :func:`train`, over links of ``rate`` bits per second or loopback."""
+    how = (method, seed, LEARNING_RATES[method] if lr is None else lr, steps)
+    if rate is None:
+        return run_processes(N, train, *how)
+    with Network(N, rate) as network:
+        return run_processes(N, train, *how, network=network)
+
+
+def draw(rows: list[Row], target: float, rate: int | None) -> Figure:
+    """Draw accuracy against seconds, a line for each seed."""
+    figure = Figure(figsize=(7, 4.5))
+    axis = figure.subplots()
     for method, colour in zip(METHODS, ("black", "tab:orange", "tab:brown"), strict=True):
-        for run in (r for r in runs if r["method"] == method):
-            seconds, values = zip(*run["curve"], strict=True)
-            label = method if run["seed"] == 0 else None
-            axis.plot(seconds, [100 * v for v in values], color=colour, label=label)
+        for row in (row for row in rows if row["method"] == method):
+            seconds, values = zip(*row["curve"], strict=True)
+            label = method if row["seed"] == 0 else None
+            axis.plot(seconds, [100 * value for value in values], color=colour, label=label)
     axis.axhline(100 * target, color="gray", linestyle=":")
-    axis.set(xscale="log", xlabel="seconds at 100 Mbit/s", ylabel="test accuracy (%)")
+    where = "on loopback" if rate is None else f"at {show_rate(rate)}"
+    axis.set(xscale="log", xlabel=f"seconds {where}", ylabel="test accuracy (%)")
     axis.legend()
     figure.tight_layout()
-    figure.savefig(RESULTS / "time_to_accuracy.png", dpi=110)
+    return figure
 
 
 if __name__ == "__main__":
-    main()
+    run(main, parse())

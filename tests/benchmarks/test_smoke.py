@@ -1,0 +1,111 @@
+"""Every benchmark runs from end to end in its smallest form, as the pages say to start it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.scripts import BENCHMARKS, script
+from tests.conftest import ROOT
+from tests.readmes import commands, words
+from tests.runs import assert_all_gone
+from tests.warm import Running
+
+pytestmark = pytest.mark.slow
+
+LEAVES = {  # by the first word of a command that is a key, else by its script
+    "local_step": {"local_step.json", "local_step.png"},
+    "exchange": {"exchange.json", "exchange.png"},
+    "end_to_end": {"end_to_end.json", "end_to_end.png"},
+    "buckets": {"buckets.json", "buckets.png"},
+    "time_to_accuracy": {"time_to_accuracy.json", "time_to_accuracy.png"},
+    "--search": {"time_to_accuracy_search.json"},
+    "soak": {"soak.json", "soak.png"},
+    "predict": set(),
+    "--curves": set(),
+    "--check": set(),
+}
+WITHOUT_OUTPUT = ("predict", "--curves", "--check")
+
+
+def typed_in_pages() -> dict[tuple[str, ...], str]:
+    """Return the benchmarks' commands of all pages, each once, and what each is in LEAVES."""
+    found = {}
+    for command in commands():
+        typed = [] if command.python else words(command.text)
+        starts = [i for i, word in enumerate(typed) if word.startswith("benchmarks/")]
+        if starts:
+            arguments = tuple(typed[starts[0] :])
+            special = [word for word in arguments if word in LEAVES]
+            found[arguments] = special[0] if special else Path(arguments[0]).stem
+    return found
+
+
+COMMANDS = typed_in_pages()
+
+
+@pytest.mark.parametrize("typed", COMMANDS, ids=" ".join)
+def test_what_a_page_says_to_measure_can_be_typed(typed, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    script(Path(typed[0]).stem).parse([*typed[1:], "--smoke"])
+
+
+@pytest.mark.parametrize("form", LEAVES)
+def test_the_smallest_form_measures_everything_and_leaves_results_alone(form, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in (ROOT / "results").rglob("*")}
+    typed = next(arguments for arguments, name in COMMANDS.items() if name == form)
+    output = [] if form in WITHOUT_OUTPUT else ["--output", str(tmp_path / "out")]
+    code, printed = Running([*typed, *output, "--smoke"], ROOT, log=tmp_path / "log").wait()
+    assert code == 0, printed
+    left = {path.name for path in (tmp_path / "out").glob("*")}
+    assert left == LEAVES[form]
+    assert {path: path.stat().st_mtime_ns for path in (ROOT / "results").rglob("*")} == before
+    if form == "soak":
+        measured = json.loads((tmp_path / "out" / "soak.json").read_text())
+        assert measured["equal"] is True
+        assert len({event["fault"] for event in measured["events"]}) == 4
+    else:
+        assert all(
+            json.loads((tmp_path / "out" / name).read_text())["points"]
+            for name in left
+            if name.endswith(".json")
+        )
+
+
+def test_no_benchmark_is_left_out():
+    runnable = {path.stem for path in BENCHMARKS.glob("*.py") if "def parse(" in path.read_text()}
+    assert {Path(typed[0]).stem for typed in COMMANDS} >= runnable
+    assert set(COMMANDS.values()) == set(LEAVES)
+
+
+def test_an_interrupted_benchmark_keeps_its_points_goes_on_and_leaves_nobody_behind(tmp_path):
+    file = tmp_path / "exchange.json"
+    command = ["benchmarks/exchange.py", "--rates", "loopback", "--workers", "2", "8"]
+    command += ["--d", "1e5", "--rounds", "20", "--output", str(tmp_path)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        running = Running(command, ROOT, log=tmp_path / f"log-{number.name}")
+        children = _children_at_the_second_point(running)
+        assert len(children) == 8
+        os.kill(running.process.pid, number)
+        code, printed = running.wait()
+        assert code == 130, printed
+        assert printed.endswith("goes on after the last point that was measured\n")
+        assert_all_gone(children)
+        assert {row["workers"] for row in json.loads(file.read_text())["points"]} == {2}
+    assert "1 of 2 points are in" in printed
+
+
+def _children_at_the_second_point(running: Running) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        printed = running.log.read_text()
+        found = subprocess.run(["pgrep", "-P", str(running.process.pid)], capture_output=True)
+        children = [int(pid) for pid in found.stdout.split()]
+        if "workers 8" in printed and len(children) == 8:
+            return children
+        time.sleep(0.02)
+    raise AssertionError(printed)

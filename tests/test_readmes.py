@@ -1,0 +1,392 @@
+"""Every command that a page says to type works, in a shrunken form where it is long.
+
+RULES say, for each program, how a command of it is shrunken, and run or checked as far as this
+machine can. A command without a rule fails. Commands of benchmarks are run in tests/benchmarks, the
+example's in test_example.py.
+"""
+
+import importlib.util
+import itertools
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.run as torchrun_command
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dlion.data.prepare import prepare
+from tests.conftest import ROOT
+from tests.readmes import Command, commands, words
+from tests.warm import Running
+
+pytestmark = pytest.mark.slow
+
+CONF = ROOT / "conf"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+OUT = "@OUT@"  # in a shrunken command: a file or a folder that it may write
+RECORDED = r"RUNS|RUN_DIR|outputs|runs(/.*)?"  # what pages call a folder of runs
+FEW_STEPS = {"steps": "2", "eval_every": "2", "logger": "none", "processes": "1"}
+TINY = {"model.dim": "16", "model.heads": "2", "model.depth": "1", "model.mlp_dim": "16"}
+SMALL_MODELS = {
+    "vit_cifar": TINY,
+    "gpt_tiny": TINY,
+    "gpt2": {"model.n_embd": "32", "model.n_layer": "1", "model.n_head": "2"},
+    "timm": {"+model.depth": "1", "+model.embed_dim": "48", "+model.num_heads": "2"},
+    "resnet18": {"workers": "2", "batch_size": "4"},
+}
+SMALL_DATA = {
+    "imagenet": {"dataset.image_size": "32", "dataset.loaders": "1"},
+    "prepared_text": {"dataset.context": "16"},
+    "choices": {"dataset.context": "64", "workers": "2"},
+    "stdlib_text": {"dataset.max_bytes": "20000"},
+}
+# what a block of Python in a page may take for granted
+PRELUDE = """
+import torch
+import torch.distributed as dist
+from dlion.optim import *
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 2)
+loss = model(torch.randn(3, 4)).square().sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> "Place":
+    return Place(tmp_path_factory.mktemp("readmes"))
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda c: f"{c.page}:{c.line}")
+def test_what_a_page_says_to_type_works(place, command):
+    try_out(place, command)
+
+
+def test_a_command_without_a_rule_fails(place):
+    with pytest.raises(LookupError, match="there is no rule for `python tune"):
+        try_out(place, Command("page.md", 1, "python tune.py"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python train.py optimizer=dlion",
+        "python train.py -m optimizer=g_lion,dlion seed=0,1",
+        "python train.py worker=4",
+        "python -m dlion.compare.plot results/nowhere",
+        "python -m dlion.compare.dashboard --projects dlion",
+        "torchrun --nproc=x train.py",
+        "conda env create -f env.yml",
+        ".venv/bin/pip install -e '.[tests]'",
+    ],
+)
+def test_a_command_that_is_wrong_fails(place, text):
+    with pytest.raises((AssertionError, Exception, SystemExit)):
+        try_out(place, Command("page.md", 1, text))
+
+
+def test_commands_are_found_wherever_pages_have_them():
+    found = {(command.page, command.python) for command in commands()}
+    assert {("README.md", False), ("README.md", True), ("train.py", False)} <= found
+    assert len([page for page, _ in found if page.startswith("results/")]) > 5
+
+
+def try_out(place: "Place", command: Command) -> None:
+    """Run a command, or check it."""
+    if command.python:
+        block = place.root / f"block-{len(place.tried)}.py"
+        block.write_text(PRELUDE + command.text)
+        place.run(block.name)
+        return
+    typed = words(command.text)
+    while typed[0] in ("sudo", "python3", ".venv/bin/python"):
+        typed = typed[1:] if typed[0] == "sudo" else ["python", *typed[1:]]
+    for pattern, rule in RULES.items():
+        if re.match(pattern, " ".join(typed)):
+            rule(place, typed)
+            return
+    raise LookupError(f"there is no rule for `{command.text}`: add one to tests/test_readmes.py")
+
+
+class Place:
+    """A folder to type commands in: the repository's scripts, small data, some recorded runs.
+
+    Attributes:
+        tried: the shrunken commands that went well, none of which is run twice.
+    """
+
+    def __init__(self, root: Path):
+        self.root, self.tried = root, set()
+        for name in ("train.py", "conf", "examples", "results"):
+            (root / name).symlink_to(ROOT / name)
+        (root / "written").mkdir()
+
+    def run(self, *command: str, processes: tuple[dict[str, str], ...] = ({},)) -> None:
+        """Run ``python``'s arguments, in processes that differ in their variables."""
+        if command in self.tried:
+            return
+        out = str(self.root / "written" / str(len(self.tried)))
+        filled = [word.replace(OUT, out) for word in command]
+        started = [
+            Running(filled, self.root, Path(f"{out}-{rank}.log"), variables)
+            for rank, variables in enumerate(processes)
+        ]
+        for running in started:
+            code, printed = running.wait()
+            assert code == 0, f"{' '.join(command)} ended with {code}:\n{printed}"
+        self.tried.add(command)
+
+    def data(self, name: str) -> str:
+        """Return a folder of small data in its true format, or an untrained model."""
+        if not (self.root / "data").exists():
+            write_data(self.root / "data")
+        return str(self.root / "data" / name)
+
+    def runs(self) -> str:
+        """Return a folder of recorded runs that every figure can be drawn of."""
+        path = self.root / "runs"
+        swept = ("optimizer=lion_cub", "optimizer.bits=1,2", "workers=2,4")
+        small = ("dataset=digits", "box=true", *_overrides(FEW_STEPS), "batch_size=2")
+        self.run("train.py", "-m", *swept, *small, f"hydra.sweep.dir={path}")
+        return str(path)
+
+
+def write_data(root: Path) -> None:
+    """Write small data sets and a model, each in a folder of its name."""
+    from dlion.data.tokens import load_tokenizer
+    from tests.data import formats
+
+    root.mkdir()
+    formats.write_cifar(root / "cifar10", count=64)
+    formats.write_cifar(root / "cifar100", 100, ("img", "fine_label"), count=200)
+    formats.write_imagenet_folders(root / "imagenet")
+    formats.write_llama(root / "llama")
+    formats.write_tasks(root / "choices")
+
+    class Documents(list):
+        def __getitem__(self, part: slice) -> dict[str, list[str]]:
+            return {"text": list.__getitem__(self, part)}
+
+    texts = Documents(formats.write_documents(root / "documents.jsonl", 200))
+    tokenizer = load_tokenizer(str(root / "llama"), "--tokenizer")
+    prepare(texts, tokenizer, root / "prepared_text", held_out=10)
+
+
+# Rules: each is given the words of a command.
+
+
+def train(place: Place, typed: list[str]) -> None:
+    """Compose everything that is typed, and run two steps of the first run of it."""
+    if "--help" in typed:
+        place.run(*typed[1:])
+    elif (small := _small_training(place, typed[typed.index("train.py") + 1 :])) is not None:
+        place.run(*small)
+
+
+def train_under_torchrun(place: Place, typed: list[str]) -> None:
+    """Check torchrun's options with its own parser, and run two processes as it would."""
+    options = [re.sub(r"=N$|(?<=restarts)$", "=3", word) for word in typed[1:]]
+    if "train.py" not in typed:  # an option that a sentence is about
+        torchrun_command.get_args_parser().parse_args([*options, "train.py"])
+        return
+    torchrun_command.get_args_parser().parse_args(options)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    _train_together(
+        place,
+        typed,
+        [
+            {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | address
+            for rank in ("0", "1")
+        ],
+    )
+
+
+def train_under_srun(place: Place, typed: list[str]) -> None:
+    """Run two processes as tasks of a step of SLURM."""
+    options = typed[1 : typed.index("python")]
+    assert all(re.fullmatch(r"--(nodes|ntasks|ntasks-per-node)=\d+", word) for word in options)
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"SLURM_JOB_ID": "1", "MASTER_PORT": str(_free_port())}
+    _train_together(
+        place, typed, [step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    )
+
+
+def compare(place: Place, typed: list[str]) -> None:
+    """Read recorded runs where a page says RUNS, else what it names; write to another place."""
+    arguments = typed[typed.index("-m") :]
+    if ">" in arguments:
+        arguments = arguments[: arguments.index(">")]
+    for index, word in enumerate(arguments):
+        if arguments[index - 1] in ("-o", "--output"):
+            arguments[index] = OUT + Path(word).suffix
+        elif re.fullmatch(RECORDED, word):
+            arguments[index] = place.runs()
+    place.run(*arguments)
+
+
+def only_options(place: Place, typed: list[str]) -> None:
+    """Check that a module has the options that are typed: it needs an account somewhere."""
+    module = typed[typed.index("-m") + 1]
+    place.run("-m", module, "--help")
+    source = Path(importlib.util.find_spec(module).origin).read_text()
+    for word in typed:
+        assert not word.startswith("--") or f'"{word}"' in source, f"{module} has no {word}"
+
+
+def prepare_text(place: Place, typed: list[str]) -> None:
+    """Tokenize documents of ours."""
+    if len(typed) == 3:
+        place.run(*typed[1:], "--help")
+        return
+    allowed = {"-o": OUT, "--output": OUT, "--tokenizer": place.data("llama")}
+    arguments = ["-m", "dlion.data.prepare", f"{place.data('llama')}/../documents.jsonl"]
+    for option, value in itertools.pairwise(typed):
+        if option.startswith("-") and option != "-m":
+            arguments += [option, allowed.get(option, value)]
+    place.run(*arguments, "--tokenizer", allowed["--tokenizer"])
+
+
+def files_exist(place: Place, typed: list[str]) -> None:
+    """Check that what a program of the system is to read or run is there."""
+    for word in typed:
+        if "/" in word or word.endswith((".yml", ".yaml", ".toml", ".py")):
+            assert (ROOT / word).exists() or ".venv" in word, f"there is no {word}"
+    if typed[0] == ".ci/run":
+        assert os.access(ROOT / typed[0], os.X_OK)
+    if typed[0] == "pre-commit":
+        assert (ROOT / ".pre-commit-config.yaml").exists()
+
+
+def pip_install(place: Place, typed: list[str]) -> None:
+    """Check that the project has the extras that are to be installed."""
+    (extras,) = [re.search(r"^\.(?:\[(.*)\])?$", word) for word in typed if word.startswith(".[")
+                 or word == "."]  # fmt: skip
+    for extra in filter(None, (extras[1] or "").split(",")):
+        assert extra in PROJECT["project"]["optional-dependencies"]
+
+
+def run_pytest(place: Place, typed: list[str]) -> None:
+    """Check that there are the markers and the files that are named."""
+    files_exist(place, [word.split("::")[0] for word in typed[1:]])
+    markers = [line.split(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]]
+    arguments = typed[typed.index("pytest") + 1 :]
+    for option, value in itertools.pairwise(arguments):
+        if option == "-m":
+            assert set(re.findall(r"\w+", value)) - {"not", "and", "or"} <= set(markers)
+
+
+def run_elsewhere(place: Place, typed: list[str]) -> None:
+    """Check that there is the script."""
+    assert (ROOT / next(word for word in typed if word.endswith(".py"))).exists()
+
+
+RULES: dict[str, Callable[[Place, list[str]], None]] = {
+    r"python train\.py": train,
+    r"torchrun (?!.*examples/)": train_under_torchrun,
+    r"srun .*python train\.py": train_under_srun,
+    r"python -m dlion\.compare\.dashboard": only_options,
+    r"python -m dlion\.compare\.": compare,
+    r"python -m dlion\.data\.prepare": prepare_text,
+    r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
+    r"(python -m )?pytest": run_pytest,
+    r"(\.venv/bin/)?pip install": pip_install,
+    r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff": files_exist,
+}
+
+
+# Training in its smallest form.
+
+
+def _small_training(place: Place, typed: list[str]) -> list[str] | None:
+    """Return the arguments of train.py's smallest form; None where all was to compose them.
+
+    Runs of full size are composed: they are run, shrunken, in tests/launch/test_recipes.py. Jobs of
+    SLURM are run in tests/launch/test_slurm.py, slow networks in test_network.py.
+    """
+    chosen = {}
+    for override in OverridesParser.create().parse_overrides(_named_recipe(typed)):
+        chosen[override.input_line.split("=")[0]] = _values(override)
+    first = {key: values[0] for key, values in chosen.items()}
+    config = _compose(first)
+    several = "-m" in typed or config.hydra.mode == RunMode.MULTIRUN
+    for key, values in chosen.items():
+        assert len(values) == 1 or several, f"{key} has several values, but there is no -m"
+        for value in values[1:]:
+            _compose(first | {key: value})
+    experiment = first.get("experiment", "")
+    if first.get("hydra/launcher") == "slurm" or experiment.endswith(("_full", "/full")):
+        return None
+    swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}
+    texts = [f"{key}={values}" for key, values in swept.items() if key not in first]
+    for override in OverridesParser.create().parse_overrides(texts):
+        first[override.get_key_element()] = _values(override)[0]
+    if experiment:
+        first["experiment"] = experiment.removesuffix("/small")
+    small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
+    small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
+    if "path" in config.dataset:
+        small["dataset.path"] = place.data(config.dataset.name)
+    if "model.path" in small:
+        small["model.path"] = place.data("llama")
+    for key in ("network", "network.rate", "output_dir", "hydra.sweep.dir"):
+        small.pop(key, None)
+    where = "hydra.sweep.dir" if several else "output_dir"
+    flag = ["-m"] if "-m" in typed else []
+    return ["train.py", *flag, *_overrides(small), f"{where}={OUT}"]
+
+
+def _train_together(place: Place, typed: list[str], processes: list[dict[str, str]]) -> None:
+    small = _small_training(place, typed[typed.index("train.py") + 1 :])
+    assert small is not None
+    shown = [word for word in small if not word.startswith("processes=")]
+    place.run(*shown, processes=tuple(processes))
+
+
+def _named_recipe(typed: list[str]) -> list[str]:
+    """Return the overrides as Hydra reads them; ``experiment=NAME`` stands for a file or two."""
+    size = "full" if "scale=full" in typed else "small"
+    overrides = []
+    for word in typed:
+        key, _, name = word.partition("=")
+        if key == "experiment":
+            name = name.replace("NAME", _recipes()[0])
+            word = f"{key}={name}/{size}" if (CONF / key / name / "small.yaml").exists() else word
+            word = word.replace("NAME", name)
+        if key not in ("-m", "scale"):
+            overrides.append(word.replace("[,VALUE...]", ""))
+    return overrides
+
+
+def _recipes() -> list[str]:
+    """Return the names of recipes that need no data from elsewhere."""
+    names = sorted(path.stem for path in (CONF / "experiment").glob("vote_*"))
+    return [name for name in names if not name.endswith("_full")]
+
+
+def _values(override) -> list[str]:
+    if override.is_sweep_override():
+        return [str(value) for value in override.sweep_string_iterator()]
+    return [override.input_line.split("=", 1)[1]]
+
+
+def _compose(overrides: dict[str, str]) -> DictConfig:
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return compose("config", overrides=_overrides(overrides), return_hydra_config=True)
+
+
+def _overrides(values: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
