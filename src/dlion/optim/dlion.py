@@ -17,21 +17,6 @@ from dlion.wire import Sign, Ternary
 AGGREGATIONS = ("mavo", "avg")
 
 
-def zero_votes_positive(sender: int, senders: int, step: int) -> bool:
-    """Say how a sender votes on a parameter for which it has nothing to say (u = 0, or NaN).
-
-    One bit has no zero. On even steps a little more than half of the senders, another half every
-    other step, vote +1 and the rest -1; on odd steps the same senders vote the other way round.
-    Senders without an opinion so cancel each other but for one or two votes, and do not outvote one
-    that has; a parameter that nobody knows moves back and forth and stays where it is.
-
-    Args:
-        sender: its position among the workers that take part in the step, 0 to ``senders`` - 1.
-    """
-    majority = (sender + step // 2) % senders < senders // 2 + 1
-    return majority if step % 2 == 0 else not majority
-
-
 class SignedDescent(DistributedOptimizer):
     """Levels of the workers' own momenta up, their vote or mean down, decoupled weight decay.
 
@@ -80,13 +65,25 @@ class SignedDescent(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         message, momenta = bucket.exchange.message(local), bucket.own["momentum"][local]
-        sender = self.channel.participants.index(self.workers.ids[local])
-        positive = zero_votes_positive(sender, len(self.channel.participants), bucket.step)
+        positive = self.zero_is_positive(local, bucket.step)
         for slot in bucket.slots:
             momentum, grad = momenta[slot.start : slot.stop], slot.gradient()
             if grad is None:
                 grad = torch.zeros_like(momentum)
             self.encode_parameter(message, slot.start, momentum, grad, positive, bucket.group)
+
+    def zero_is_positive(self, local: int, step: int) -> bool:
+        """Whether a local worker says +1 where it has nothing to say (u = 0, or NaN).
+
+        One bit has no zero. On even steps a little more than half of the participants, another half
+        every other step, say +1 and the rest -1; on odd steps the same ones say the opposite. Those
+        without an opinion so cancel each other but for one or two votes, and do not outvote the one
+        that has; what nobody knows moves back and forth and stays where it is.
+        """
+        participants = self.channel.participants
+        position, n = participants.index(self.workers.ids[local]), len(participants)
+        majority = (position + step // 2) % n < n // 2 + 1
+        return majority if step % 2 == 0 else not majority
 
     def encode_parameter(
         self,
@@ -137,7 +134,7 @@ class DLion(SignedDescent):
     Source: Liu et al. 2024 (arXiv 2404.00438), Algorithm 1.
 
     The paper does not define sign(0). One bit has no zero: 0 and NaN are what
-    :func:`zero_votes_positive` says, so that workers that know nothing of a parameter do not
+    :meth:`zero_is_positive` says, so that workers that know nothing of a parameter do not
     outvote one that does. ``ties`` resolves equal votes, see :class:`dlion.exchange.Vote`.
 
     When not to use it: where workers see unlike data (shards by class, by user). A vote counts
