@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dlion.errors import RunFailed, Stopped
+from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.local import run_processes
 from tests.runs import assert_all_gone, latest_step, record, start, train
 
@@ -47,6 +47,8 @@ def _end(how: str):
         raise Stopped(3)
     if how == "fail" and os.environ["RANK"] == "1":
         raise ValueError('boom: "quoted",\nand on a second line')
+    if how == "refuse":
+        raise UserError("x=1 is not possible: type x=2")
     return {"stopped_after": how, "failed": [1, None]}
 
 
@@ -56,6 +58,8 @@ def test_what_process_0_returns_arrives_whatever_its_keys_are():
         run_processes(2, _end, "stop")
     with pytest.raises(RunFailed, match=r"^process 1 failed: and on a second line$"):
         run_processes(2, _end, "fail")
+    with pytest.raises(RunFailed, match=r"^process [01] failed: x=1 is not possible: type x=2$"):
+        run_processes(2, _end, "refuse")
 
 
 def test_a_worker_that_raises_is_named_with_its_error(tmp_path):

@@ -20,7 +20,7 @@ VARIANTS = {method: [] for method in METHODS} | {
     "g_adamw": ["participation=0.5", "local_steps=2"],
     "signum_mavo": ["optimizer.weighted=true"],
     # each worker has its own BatchNorm statistics
-    "dlion_mavo": ["model=resnet18", "batch_size=4"],
+    "dlion_mavo": ["model._target_=tests.training.test_spread.net"],
 }
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessContext, start_processes
 from torch.multiprocessing.spawn import ProcessException
 
-from dlion.errors import RunFailed, Stopped, TrainingFailed
+from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.training.signals import SIGNALS, SignalNotice
@@ -36,6 +36,7 @@ from dlion.training.signals import SIGNALS, SignalNotice
 # seconds that a process that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
+_SENTENCES = (TrainingFailed, UserError)  # their messages are enough
 _LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.IGNORECASE)
 
 
@@ -198,7 +199,7 @@ def report_failure(work: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         if isinstance(error, dist.DistBackendError) or _lost_peer(error):
             time.sleep(PATIENCE)
-        elif not isinstance(error, TrainingFailed):
+        elif not isinstance(error, _SENTENCES):
             print(f"process {os.environ['RANK']}:", file=sys.stderr)
             traceback.print_exc()
         raise
@@ -211,7 +212,7 @@ def _lost_peer(error: Exception) -> bool:
 
 def _sentence(error: Exception) -> str:
     """Return the last line of an error, with its type unless it was written to be read."""
-    if isinstance(error, TrainingFailed):
+    if isinstance(error, _SENTENCES):
         return str(error)
     return traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
 
