@@ -169,7 +169,7 @@ def run(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) ->
     except RunFailed as error:
         _leave(f"error: {error}", 1)
     except (KeyboardInterrupt, Stopped):
-        _leave("interrupted; the same command goes on after the last point that was measured", 130)
+        _leave("interrupted; what was measured is kept", 130)
 
 
 def _leave(message: str, code: int) -> None:

@@ -1,16 +1,18 @@
-"""The example script trains under torchrun, on its own."""
+"""The example script trains as its first lines say to start it, on its own."""
 
 import re
 import subprocess
 import sys
 
 from tests.conftest import ROOT
+from tests.readmes import commands, words
 
 
 def test_plain_loop_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    (typed,) = [words(c.text) for c in commands() if c.page == "examples/plain_loop.py"]
+    assert typed[0] == "torchrun"
     run = subprocess.run(
-        [*command, "--nproc_per_node=4", "examples/plain_loop.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *typed[1:]],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -39,6 +39,7 @@ class Running:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preloaded"])
         self.log = log
+        log.write_text("")
         self.process = context.Process(target=_run, args=(command, directory, log, env or {}))
         self.process.start()
 
@@ -52,7 +53,7 @@ class Running:
 
 
 def _run(command: list[str], directory: Path, log: Path, env: dict[str, str]) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(directory)
