@@ -7,7 +7,7 @@ from typing import Any
 
 import hydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dlion.errors import UserError
@@ -47,12 +47,11 @@ def settle(config: DictConfig, facts: DictConfig) -> DictConfig:
                 )
             if f"optimizer.{key}" not in typed:
                 settings.optimizer[key] = value
-        with open_dict(settings):
-            del settings["methods"]
-        OmegaConf.resolve(settings)
+        plain = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    return settings
+    del plain["methods"]  # the method's own are in optimizer now
+    return OmegaConf.create(plain, flags={"struct": True})
 
 
 def leaves_out(config: DictConfig, facts: DictConfig) -> str | None:
