@@ -30,19 +30,23 @@ class QuickSweeper(BasicSweeper):
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader
         local = self.config.hydra.runtime.choices["hydra/launcher"] == "basic"
-        config, seen = None, set[str]()
+        parse = OverridesParser.create().parse_overrides
+        groups = {
+            value.key_or_group
+            for value in parse(list(batch[0]))
+            if loader.get_group_options(value.key_or_group)
+        }
+        settings, seen = None, set[str]()
         for overrides in batch:
-            new = [override for override in overrides if override not in seen]
-            values = OverridesParser.create().parse_overrides(new)
-            if config is None or any(loader.get_group_options(v.key_or_group) for v in values):
+            values = parse([override for override in overrides if override not in seen])
+            if seen and any(value.key_or_group == "experiment" for value in values):
+                raise UserError("one recipe at a time: type experiment=NAME once, without commas")
+            if settings is None or any(value.key_or_group in groups for value in values):
                 config = loader.load_sweep_config(self.config, list(overrides))
+                settings = settle(config, config.hydra)
             for value in values:
-                if value.key_or_group == "experiment" and seen:
-                    raise UserError(
-                        "one recipe at a time: type experiment=NAME once, without commas"
-                    )
-                if not loader.get_group_options(value.key_or_group):
-                    OmegaConf.update(config, value.key_or_group, value.value(), force_add=True)
-            if new:
-                check_settings(settle(config, config.hydra), data_is_here=local)
-            seen.update(new)
+                if value.key_or_group not in groups:
+                    OmegaConf.update(settings, value.key_or_group, value.value(), force_add=True)
+            if values:
+                check_settings(settings, data_is_here=local)
+            seen.update(overrides)
