@@ -16,15 +16,17 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from dlion.config import explain, settle
 from dlion.data import cifar10, prepared_text
 from dlion.errors import RunFailed, UserError
 from dlion.exchange import Channel, SparseMean
-from dlion.launch.check import check_numbers
-from dlion.launch.cli import _check_command_line
+from dlion.launch.check import check_settings
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.training.checkpoint import Checkpoint, find
@@ -66,9 +68,10 @@ refused = contextlib.suppress(UserError)  # anything else is a failure
 def test_values_of_any_kind(name, value):
     config = OmegaConf.load(ROOT / "conf" / "config.yaml")
     config.optimizer = {"name": "dlion_mavo", "weight_decay": 0.0}
+    config.dataset = {"name": "digits"}
     OmegaConf.update(config, name, value)
     with refused:
-        check_numbers(config)
+        check_settings(config)
 
 
 @settings(parent=fuzzed, max_examples=15)
@@ -76,8 +79,13 @@ def test_values_of_any_kind(name, value):
     key=st.sampled_from(["workers", "optimizer.lr", "optimizer", "x.y", "+z"]) | TEXT, value=TEXT
 )
 def test_whatever_is_typed(key, value):
-    with refused:
-        _check_command_line([f"{key}={value}"], ROOT / "conf")
+    with refused, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        try:
+            config = compose("config", [f"{key}={value}"], return_hydra_config=True)
+        except HydraException as error:
+            assert explain(error)
+        else:
+            check_settings(settle(config, config.hydra))
 
 
 @pytest.fixture(scope="module")

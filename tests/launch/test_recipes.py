@@ -43,7 +43,7 @@ TINY = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"]
 CUTS = {
     "cifar10": ["dataset.path={cifar10}"],
     "cifar100": ["dataset.path={cifar100}"],
-    "choices": ["dataset.path={tasks}", "dataset.context=64", "workers=2"],
+    "choices": ["dataset.path={tasks}", "dataset.context=64", "batch_size=8"],
     "imagenet": ["dataset.path={imagenet}", "dataset.image_size=32", "dataset.loaders=1"],
     "prepared_text": ["dataset.path={tokens}", "dataset.context=16"],
     "causal_lm": ["model.path={llama}"],
