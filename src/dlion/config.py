@@ -66,13 +66,12 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override}: {reason}"
     if isinstance(error, MissingConfigException) and error.options:
-        options = [name for name in error.options if name != "common"]
         group = re.search("Available options in '(.+)':", str(error))
         assert group is not None and error.missing_cfg_file is not None
         name = error.missing_cfg_file.removeprefix(f"{group[1]}/")
         return (
-            f"{group[1]}={name} is unknown{did_you_mean(name, options)}: choose one of"
-            f" {', '.join(options)}"
+            f"{group[1]}={name} is unknown{did_you_mean(name, error.options)}: choose one of"
+            f" {', '.join(error.options)}"
         )
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"

@@ -59,6 +59,8 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     multirun = hydra.mode == RunMode.MULTIRUN
     output_dir = Path(hydra.runtime.output_dir if multirun else config.output_dir)
     try:
+        if not multirun and hydra.run.dir != ".":
+            raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
         settings = settle(config, hydra)
         _note_own_settings(leaves_out(config, hydra))
         return launch(settings, output_dir)

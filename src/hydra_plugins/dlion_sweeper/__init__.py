@@ -16,7 +16,7 @@ class QuickSweeper(BasicSweeper):
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Check every value of the sweep.
+        """Check every value of the sweep, each in a combination that will be run.
 
         Raises:
             UserError: one sentence about the first wrong one.
