@@ -42,7 +42,7 @@ TINY = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"]
 # what makes a run small, by its data set and by its model
 CUTS = {
     "cifar10": ["dataset.path={cifar10}"],
-    "cifar100": ["dataset.path={cifar100}"],
+    "cifar100": ["dataset.path={cifar100}", "dataset.test_limit=8"],
     "choices": ["dataset.path={tasks}", "dataset.context=64", "batch_size=8"],
     "imagenet": ["dataset.path={imagenet}", "dataset.image_size=32", "dataset.loaders=1"],
     "prepared_text": ["dataset.path={tokens}", "dataset.context=16"],
@@ -77,7 +77,7 @@ def runs(*typed: str) -> list[Run]:
             files = tuple(pair for pair in values.items() if (CONF / pair[0]).is_dir())
             if files not in composed:
                 composed[files] = compose("config", overrides, return_hydra_config=True)
-            config = composed[files].copy()
+            config = composed[files]
             for key in values.keys() - dict(files).keys():
                 if not key.startswith("hydra."):
                     OmegaConf.update(config, key, values[key])
