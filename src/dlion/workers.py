@@ -1,8 +1,9 @@
 """Who the workers are: processes x virtual workers. The one place where ranks are known."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 
@@ -48,12 +49,36 @@ class Workers:
         return range(self.rank * self.local, (self.rank + 1) * self.local)
 
     def with_own_group(self) -> "Workers":
-        """The same workers with a process group of their own, to talk while others do."""
+        """The same workers with a process group of their own, to talk while others do.
+
+        All processes must call it together. A group that was given back on all of them
+        (:meth:`give_back`) is used again: making groups costs threads and sockets for good.
+        """
         if self.processes == 1:
             return self
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        limit = None if self.timeout is None else timedelta(seconds=self.timeout)
-        return replace(self, group=dist.new_group(ranks, limit, use_local_synchronization=True))
+        ranks = tuple(dist.get_process_group_ranks(self.group or dist.group.WORLD))
+        world = dist.group.WORLD
+        for key in [key for key in _pools if key[0] is not world]:  # of a world that has ended
+            del _pools[key]
+        pool = _pools.setdefault((world, ranks, self.timeout), _Pool())
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        free = torch.tensor([False, *pool.free], dtype=torch.int64, device=device)
+        dist.all_reduce(free, dist.ReduceOp.MIN, group=self.group)
+        common = free[1:].nonzero().flatten().tolist()
+        if not common:
+            limit = None if self.timeout is None else timedelta(seconds=self.timeout)
+            group = dist.new_group(list(ranks), limit, use_local_synchronization=True)
+            pool.groups.append(group)
+            pool.free.append(False)
+            common = [len(pool.groups) - 1]
+        pool.free[common[0]] = False
+        return replace(self, group=pool.groups[common[0]])
+
+    def give_back(self) -> None:
+        """Let others use the group of :meth:`with_own_group`; nothing may be under way on it."""
+        for pool in _pools.values():
+            if self.group in pool.groups:
+                pool.free[pool.groups.index(self.group)] = True
 
     @classmethod
     def current(
@@ -66,3 +91,14 @@ class Workers:
         if not dist.is_initialized():
             return cls(local=local)
         return cls(dist.get_rank(group), dist.get_world_size(group), local, group, timeout)
+
+
+@dataclass
+class _Pool:
+    """Groups of the same processes, and which of them nobody uses here."""
+
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    free: list[bool] = field(default_factory=list)
+
+
+_pools: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], float | None], _Pool] = {}

@@ -1,6 +1,8 @@
 """Optimizers of several processes that were made, loaded or called differently say so."""
 
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,9 +192,31 @@ def absent(r: int) -> list[float]:
     return flat(model)
 
 
+def dropped(r: int) -> tuple[int, int]:
+    """Threads and open files before and after optimizers that are made and dropped."""
+
+    def count() -> int:
+        gc.collect()
+        tasks = Path("/proc/self/task").iterdir() if Path("/proc/self/task").exists() else ()
+        files = Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").exists() else ()
+        return len(list(tasks)) + len(list(files))
+
+    counts = []
+    for _ in range(6):
+        model = net()
+        optimizer = DLion(model.parameters(), lr=1e-2, overlap=True)
+        backward(model, r)
+        optimizer.step()
+        del optimizer
+        dist.barrier()
+        counts.append(count())
+    return counts[1], counts[-1]
+
+
 CASES = [
     *(order, shapes, names, dtypes, buckets, overlap, rates, methods, bits, frozen, groups),
     *(wrapped, wrapped_later, parameters, other_state, other_steps, schedules, scaler, absent),
+    dropped,
 ]
 
 
@@ -269,6 +293,11 @@ def test_an_overflow_on_one_worker_skips_the_step_on_all(seen):
 
 def test_a_process_whose_workers_are_absent_may_compute_all_the_same(seen):
     assert seen["absent"][0] == seen["absent"][1]
+
+
+def test_optimizers_that_are_dropped_cost_nothing(seen):
+    for first, last in seen["dropped"]:
+        assert last <= first + 2  # a thread that is about to end
 
 
 def uneven(skips: int, overlaps: bool) -> list[Any]:

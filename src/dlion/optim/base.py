@@ -3,7 +3,7 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypedDict
 
@@ -128,8 +128,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._synchronising = True
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self._hooks: list[RemovableHandle] = []
-        group = own.group if own is not given else None
-        weakref.finalize(self, _close, self._thread, self._hooks, group).atexit = False
+        weakref.finalize(self, _close, self._thread, self._hooks, own).atexit = False
         super().__init__(params, defaults, Channel(own), bucket_cap_mb)
 
     # ------------------------------------------------------------------ what a method fills in
@@ -372,13 +371,9 @@ def _call(method: weakref.WeakMethod, bucket: Bucket, tensor: Tensor) -> None:
         alive(bucket, tensor)
 
 
-def _close(
-    thread: ExchangeThread, hooks: list[RemovableHandle], group: dist.ProcessGroup | None
-) -> None:
-    """Give back the hooks, the thread and the sockets of an optimizer that nobody uses any more."""
+def _close(thread: ExchangeThread, hooks: list[RemovableHandle], workers: Workers) -> None:
+    """Give back the hooks, the thread and the group of an optimizer that nobody uses any more."""
     for hook in hooks:
         hook.remove()
-    thread.close()
-    if group is not None and dist.is_initialized():
-        with suppress(ValueError):  # it was destroyed with all others
-            dist.destroy_process_group(group)
+    if thread.close():
+        workers.give_back()

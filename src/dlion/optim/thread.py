@@ -48,10 +48,11 @@ class ExchangeThread:
             for answer in bucket.exchange.answer:
                 answer.record_stream(stream)
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self) -> bool:
+        """End the thread; return whether nothing was under way."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
+        return all(future.done() for future in self._running.values())
 
     @torch.no_grad()
     def _run(self, bucket: Bucket, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
