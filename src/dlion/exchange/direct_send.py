@@ -11,12 +11,20 @@ answer does not depend on how workers are spread over processes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.exchange.channel import Channel, sum_in_order
 from dlion.wire import Float32, Wire
+
+
+class Buffers(TypedDict, total=False):
+    """Keyword arguments of every exchange, see :class:`Exchange`."""
+
+    header_bytes: int
+    device: torch.device | str
 
 
 class Exchange(ABC):
@@ -90,14 +98,15 @@ class DirectSend(Exchange):
         numel: int,
         up: Wire,
         down: Callable[[int], Wire],
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, up, down, header_bytes, device)
+        super().__init__(channel, numel, up, down, **buffers)
         w, size = channel.workers, up.nbytes(self.slice)
-        row = size + header_bytes
+        row = size + self.header_bytes
         self._outbox = self._buffer(w.local, w.count, row)
-        self._messages, self._message_headers = self._outbox.split([size, header_bytes], dim=-1)
+        self._messages, self._message_headers = self._outbox.split(
+            [size, self.header_bytes], dim=-1
+        )
         self._inbox = self._buffer(w.count, w.local, row) if w.processes > 1 else None
         self._make_answers()
 
@@ -150,10 +159,9 @@ class DenseMean(DirectSend):
         self,
         channel: Channel,
         numel: int,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, Float32(), lambda _: Float32(), header_bytes, device)
+        super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)
 
     def message(self, local: int) -> Tensor:
         """The values in the message of a local worker, to be written: float32 ``[n, slice]``."""

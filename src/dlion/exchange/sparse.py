@@ -1,11 +1,13 @@
 """The mean of sparse messages."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import Exchange
+from dlion.exchange.direct_send import Buffers, Exchange
 from dlion.wire import Float32, Sparse
 
 COUNT_BYTES = 4  # before each message: its number of entries, int32
@@ -28,13 +30,12 @@ class SparseMean(Exchange):
         self,
         channel: Channel,
         numel: int,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, Sparse(), lambda _: Sparse(), header_bytes, device)
+        super().__init__(channel, numel, Sparse(), lambda _: Sparse(), **buffers)
         self.dense = Float32()
-        self._total = torch.zeros(self.slice, device=device)
-        self._values = torch.zeros(channel.workers.count, self.slice, device=device)
+        self._total = torch.zeros(self.slice, device=self.device)
+        self._values = torch.zeros(channel.workers.count, self.slice, device=self.device)
         self._messages: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._headers: dict[int, Tensor] = {}
         self._counts: list[int] = []  # entries of each answer

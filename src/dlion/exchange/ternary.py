@@ -1,10 +1,12 @@
 """The mean of stochastic ternary messages, with a scale that the workers agree on."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import DirectSend
+from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.streams import stream
 from dlion.wire import Level, Ternary
 
@@ -26,12 +28,9 @@ class TernaryMean(DirectSend):
         self,
         channel: Channel,
         numel: int,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(
-            channel, numel, Ternary(), lambda n: Level(2 * n + 1), header_bytes, device
-        )
+        super().__init__(channel, numel, Ternary(), lambda n: Level(2 * n + 1), **buffers)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         total = self.up.decode(messages, self.slice).sum(0, dtype=torch.int32)
@@ -62,13 +61,12 @@ class ScaledTernaryMean(TernaryMean):
         sizes: list[int],
         seed: int = 0,
         index: int = 0,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, header_bytes, device)
+        super().__init__(channel, numel, **buffers)
         self.seed, self.index = seed, index
         padding = self.numel - sum(sizes)
-        self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
+        self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=self.device)
         self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:

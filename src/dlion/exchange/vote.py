@@ -6,13 +6,14 @@ as bit planes, whole words at a time, and never unpacked on the way.
 """
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import DirectSend
+from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.streams import stream
 from dlion.wire import Level, Sign, Ternary, Wire
 
@@ -35,12 +36,11 @@ class LevelExchange(DirectSend):
         numel: int,
         levels: int,
         down: Callable[[int], Wire],
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
         self.levels, self.planes = levels, (levels - 1).bit_length()
         up = Sign() if levels == 2 else Level(levels)
-        super().__init__(channel, numel, up, down, header_bytes, device)
+        super().__init__(channel, numel, up, down, **buffers)
         self.words = self.slice // 64
 
     def message(self, local: int) -> Tensor:
@@ -68,12 +68,9 @@ class LevelMean(LevelExchange):
         channel: Channel,
         numel: int,
         levels: int = 2,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(
-            channel, numel, levels, lambda n: Level(n * (levels - 1) + 1), header_bytes, device
-        )
+        super().__init__(channel, numel, levels, lambda n: Level(n * (levels - 1) + 1), **buffers)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         sums = answer.view(torch.int64).view(-1, self.words)
@@ -106,15 +103,14 @@ class Vote(LevelExchange):
         levels: int = 2,
         ties: str = "previous",
         seed: int = 0,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
         def down(n: int) -> Wire:
             return Ternary() if ties == "zero" and n * (levels - 1) % 2 == 0 else Sign()
 
         self.ties, self.seed = ties, seed
-        super().__init__(channel, numel, levels, down, header_bytes, device)
-        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
+        super().__init__(channel, numel, levels, down, **buffers)
+        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=self.device)
         if ties == "previous":
             self.state["previous"] = self._masks.new_full((channel.workers.local, self.words), -1)
 
@@ -171,15 +167,14 @@ class WeightedVote(Vote):
         ties: str = "previous",
         seed: int = 0,
         mask: Tensor | None = None,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
+        **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, 2, ties, seed, header_bytes, device)
+        super().__init__(channel, numel, 2, ties, seed, **buffers)
         k, n = channel.workers.local, channel.workers.count
-        counted = torch.zeros(self.numel, device=device)
+        counted = torch.zeros(self.numel, device=self.device)
         counted[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
         self._counted = counted.view(n, self.slice)[list(channel.workers.ids)]
-        self.state["agreement"] = torch.full((k, n), AGREEMENT, device=device)
+        self.state["agreement"] = torch.full((k, n), AGREEMENT, device=self.device)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         agreement, senders = self.state["agreement"][owner], self.channel.participants

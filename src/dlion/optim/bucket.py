@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlion.errors import TrainingFailed
-from dlion.exchange import Exchange
+from dlion.exchange import Buffers, Exchange
 from dlion.wire import Header, Headers
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
@@ -153,6 +153,11 @@ class Bucket:
     def spans(self) -> list[tuple[int, int]]:
         """``(start, stop)`` of each parameter."""
         return [(slot.start, slot.stop) for slot in self.slots]
+
+    @property
+    def buffers(self) -> Buffers:
+        """What an exchange has to know of this bucket besides ``numel``."""
+        return {"header_bytes": self.header.nbytes, "device": self.device}
 
     @property
     def sizes(self) -> list[int]:

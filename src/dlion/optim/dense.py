@@ -18,7 +18,7 @@ class MeanGradientOptimizer(DistributedOptimizer):
         return 32, 32
 
     def make_exchange(self, bucket: Bucket) -> DenseMean:
-        return DenseMean(self.channel, bucket.numel, bucket.header.nbytes, bucket.device)
+        return DenseMean(self.channel, bucket.numel, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         bucket.copy_gradients(bucket.exchange.message(local))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -15,6 +15,22 @@ from dlion.streams import stream_seed
 from dlion.wire import Sign, Ternary
 
 AGGREGATIONS = ("mavo", "avg")
+
+
+class Part(NamedTuple):
+    """One parameter on one worker, on its way into a message.
+
+    Attributes:
+        message: of the whole bucket, int64 ``[n, planes, words]``.
+        start: of the parameter in the bucket.
+        momentum: float32 ``[m]``, to be moved.
+        grad: ``[m]``.
+    """
+
+    message: Tensor
+    start: int
+    momentum: Tensor
+    grad: Tensor
 
 
 class SignedDescent(DistributedOptimizer):
@@ -56,12 +72,11 @@ class SignedDescent(DistributedOptimizer):
     def make_exchange(self, bucket: Bucket) -> LevelExchange:
         channel, numel = self.channel, bucket.numel
         seed = stream_seed(self.seed, "exchange", bucket.index)
-        common = {"header_bytes": bucket.header.nbytes, "device": bucket.device}
         if self.aggregation == "avg":
-            return LevelMean(channel, numel, self.levels, **common)
+            return LevelMean(channel, numel, self.levels, **bucket.buffers)
         if self.weighted:
-            return WeightedVote(channel, numel, self.ties, seed, bucket.mask, **common)
-        return Vote(channel, numel, self.levels, self.ties, seed, **common)
+            return WeightedVote(channel, numel, self.ties, seed, bucket.mask, **bucket.buffers)
+        return Vote(channel, numel, self.levels, self.ties, seed, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         message, momenta = bucket.exchange.message(local), bucket.own["momentum"][local]
@@ -70,7 +85,7 @@ class SignedDescent(DistributedOptimizer):
             momentum, grad = momenta[slot.start : slot.stop], slot.gradient()
             if grad is None:
                 grad = torch.zeros_like(momentum)
-            self.encode_parameter(message, slot.start, momentum, grad, positive, bucket.group)
+            self.encode_part(Part(message, slot.start, momentum, grad), positive, bucket.group)
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """Whether a local worker says +1 where it has nothing to say (u = 0, or NaN).
@@ -85,22 +100,12 @@ class SignedDescent(DistributedOptimizer):
         majority = (position + step // 2) % n < n // 2 + 1
         return majority if step % 2 == 0 else not majority
 
-    def encode_parameter(
-        self,
-        message: Tensor,
-        start: int,
-        momentum: Tensor,
-        grad: Tensor,
-        positive: bool,
-        group: dict[str, Any],
-    ) -> None:
+    def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
         """Write what a worker sends about one parameter, and move its momentum.
 
-        Args:
-            message: int64 ``[n, planes, words]``; ``start``: of the parameter in the bucket.
-            positive: whether one bit says +1 for 0.
+        ``positive``: whether one bit says +1 for 0.
         """
-        kernels.encode_signs(message, start, momentum, grad, *group["betas"], positive)
+        kernels.encode_signs(*part, *group["betas"], positive)
 
     def update(self, bucket: Bucket) -> None:
         params, exchange, group = bucket.params, bucket.exchange, bucket.group
@@ -190,14 +195,6 @@ class Signum(SignedDescent):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, weighted, **common)
 
-    def encode_parameter(
-        self,
-        message: Tensor,
-        start: int,
-        momentum: Tensor,
-        grad: Tensor,
-        positive: bool,
-        group: dict[str, Any],
-    ) -> None:
+    def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
         beta = group["momentum"]  # Lion's direction with equal betas is the new momentum
-        kernels.encode_signs(message, start, momentum, grad, beta, beta, positive)
+        kernels.encode_signs(*part, beta, beta, positive)

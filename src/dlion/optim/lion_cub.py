@@ -4,12 +4,11 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from dlion import kernels
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
-from dlion.optim.dlion import SignedDescent
+from dlion.optim.dlion import Part, SignedDescent
 from dlion.optim.sync import MomentumSync
 
 BITS = (1, 2, 4, 8)
@@ -78,24 +77,16 @@ class LionCub(SignedDescent):
                 " model.named_parameters() and a pattern that occurs in a name"
             )
 
-    def encode_parameter(
-        self,
-        message: Tensor,
-        start: int,
-        momentum: Tensor,
-        grad: Tensor,
-        positive: bool,
-        group: dict[str, Any],
-    ) -> None:
+    def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
         if self.bits == 1:
-            super().encode_parameter(message, start, momentum, grad, positive, group)
+            super().encode_part(part, positive, group)
             return
         beta1, beta2 = group["betas"]
         largest = (self.levels - 1) // 2  # s
-        scale = kernels.measure(momentum, grad, beta1, self.scale)
+        scale = kernels.measure(part.momentum, part.grad, beta1, self.scale)
         smallest = torch.finfo(scale.dtype).tiny
         factor = (largest if self.scale == "max" else largest / 2) / scale.clamp(min=smallest)
-        kernels.encode_levels(message, start, momentum, grad, beta1, beta2, factor, largest)
+        kernels.encode_levels(*part, beta1, beta2, factor, largest)
 
     def after_step(self, bucket: Bucket) -> None:
         if self._sync.is_due(bucket.step + 1):

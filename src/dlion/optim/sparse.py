@@ -35,7 +35,7 @@ class SparseOptimizer(DistributedOptimizer):
         return 32 * self.density, 32
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:
-        return SparseMean(self.channel, bucket.numel, bucket.header.nbytes, bucket.device)
+        return SparseMean(self.channel, bucket.numel, **bucket.buffers)
 
 
 class GradDrop(SparseOptimizer):

@@ -50,15 +50,9 @@ class TernGrad(DistributedOptimizer):
         return 1.5, math.log2(2 * self.workers.count + 1)
 
     def make_exchange(self, bucket: Bucket) -> ScaledTernaryMean:
-        return ScaledTernaryMean(
-            self.channel,
-            bucket.numel,
-            bucket.sizes,
-            self.seed,
-            bucket.index,
-            bucket.header.nbytes,
-            bucket.device,
-        )
+        coins = self.seed, bucket.index
+        sizes = bucket.sizes
+        return ScaledTernaryMean(self.channel, bucket.numel, sizes, *coins, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         clipped, scales = clip_by_deviation(bucket.gradients(), bucket.spans, self.clip)
