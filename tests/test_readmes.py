@@ -330,7 +330,9 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         first[override.get_key_element()] = _values(override)[0]
     if experiment:
         first["experiment"] = experiment.removesuffix("/small")
-    small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
+    small = first | FEW_STEPS | {"batch_size": "2"}
+    if config.accumulate > 1:
+        small["accumulate"] = "2"
     small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:
         small["dataset.path"] = place.data(config.dataset.name)
