@@ -187,7 +187,7 @@ def bucket_sizes(model: str) -> list[int]:
     """Return the number of parameters in each bucket of our optimizers."""
     params = SETTINGS[model]()[0].parameters()
     optimizer = optim.DLion(params, workers=Workers(local=N), bucket_cap_mb=BUCKET_CAP_MB)
-    return [sum(tensor.numel() for tensor in bucket.tensors) for bucket in optimizer.buckets]
+    return [sum(slot.tensor.numel() for slot in b.slots) for b in optimizer.buckets]
 
 
 def evaluate(measured: Measured, buckets: list[int], rate: int | None) -> list[Row]:

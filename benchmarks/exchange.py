@@ -17,7 +17,7 @@ from common import Parser, Points, Row, link, run, show_rate, spread, whole
 from matplotlib.figure import Figure
 from spmd import Measured, time_together
 
-from dlion.exchange import Channel, LevelSum
+from dlion.exchange import Channel, LevelMean, Vote
 from dlion.workers import Workers
 
 CUB_BITS = (2, 4, 8)  # p; with 1 bit it is the vote
@@ -27,15 +27,14 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
     """Return the exchanges of d parameters that are timed, by name."""
     channel = Channel(Workers.current())
     dense, half = torch.ones(d), torch.ones(d, dtype=torch.bfloat16)
-    votes = LevelSum(channel, d)
-    means = LevelSum(channel, d, answer="level")
-    sums = {p: LevelSum(channel, d, levels=2**p - 1, ties="zero") for p in CUB_BITS}
+    votes, means = Vote(channel, d), LevelMean(channel, d)
+    sums = {p: Vote(channel, d, levels=2**p - 1, ties="zero") for p in CUB_BITS}
     return {
         "all_reduce float32": lambda: dist.all_reduce(dense),
         "all_reduce bfloat16": lambda: dist.all_reduce(half),
-        "vote, 1 bit": lambda: votes.deliver(0),
-        "mean of signs": lambda: means.deliver(0),
-        **{f"Lion Cub, {p} bits": partial(sum_.deliver, 0) for p, sum_ in sums.items()},
+        "vote, 1 bit": lambda: votes.run(0),
+        "mean of signs": lambda: means.run(0),
+        **{f"Lion Cub, {p} bits": partial(sum_.run, 0) for p, sum_ in sums.items()},
     }
 
 

@@ -30,10 +30,9 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
     grad = torch.randn(d, generator=generator)
     words = -(-d // (64 * VOTERS))
     momentum, params = torch.zeros(d), torch.randn(d, generator=generator)
-    others = torch.randint(-(2**62), 2**62, (VOTERS, 4 * words), generator=generator)
+    others = torch.randint(-(2**62), 2**62, (VOTERS, 4, words), generator=generator)
     masks = torch.zeros(2, words, dtype=torch.int64)
     trits = torch.zeros(VOTERS, -(-64 * words // 5), dtype=torch.uint8)
-    use = kernels.choose(params)
 
     def optimizer(make):
         param = torch.nn.Parameter(params.clone())
@@ -41,38 +40,37 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         return make([param]).step
 
     def mavo(module):
-        out = torch.zeros(VOTERS, words, dtype=torch.int64)
+        out = torch.zeros(VOTERS, 1, words, dtype=torch.int64)
 
         def step():
-            module.encode_signs(out, 0, momentum, grad, *BETAS, True, words)
-            module.compare_sum(others, 0, words, 1, 1, VOTERS // 2, *masks)
-            module.apply_signs(params, out, LR, DECAY)
+            module.encode_signs(out, 0, momentum, grad, *BETAS, True)
+            module.compare_sum(others[:, :1], 1, VOTERS // 2, *masks)
+            module.apply_signs(params, out.squeeze(1), LR, DECAY)
 
         return step
 
     def avg():
-        out = torch.zeros(VOTERS, words, dtype=torch.int64)
-        total = torch.zeros(VOTERS.bit_length() * words, dtype=torch.int64)
-        answers = others[:, : len(total)].contiguous()
+        out = torch.zeros(VOTERS, 1, words, dtype=torch.int64)
+        total = torch.zeros(VOTERS.bit_length(), words, dtype=torch.int64)
 
         def step():
-            use.encode_signs(out, 0, momentum, grad, *BETAS, True, words)
-            use.sum_planes(others, 0, words, 1, 1, total)
-            use.apply_levels(params, answers, VOTERS, LR, DECAY)
+            kernels.encode_signs(out, 0, momentum, grad, *BETAS, True)
+            kernels.sum_planes(others[:, :1], 1, total)
+            kernels.apply_levels(params, others, VOTERS, LR, DECAY)
 
         return step
 
     def cub(bits):
-        out = torch.zeros(VOTERS, bits * words, dtype=torch.int64)
+        out = torch.zeros(VOTERS, bits, words, dtype=torch.int64)
         largest = 2 ** (bits - 1) - 1
 
         def step():
-            unit = use.measure(momentum, grad, BETAS[0], "l1")
+            unit = kernels.measure(momentum, grad, BETAS[0], "l1")
             factor = largest / 2 / unit
-            use.encode_levels(out, 0, momentum, grad, *BETAS, factor, largest, words)
-            use.compare_sum(others, 0, words, bits, 2 * largest, VOTERS * largest, *masks)
-            use.pack_votes(*masks, trits[0])
-            use.apply_trits(params, trits, 64 * words, LR, DECAY)
+            kernels.encode_levels(out, 0, momentum, grad, *BETAS, factor, largest)
+            kernels.compare_sum(others[:, :bits], 2 * largest, VOTERS * largest, *masks)
+            kernels.pack_votes(*masks, trits[0])
+            kernels.apply_trits(params, trits, 64 * words, LR, DECAY)
 
         return step
 
@@ -83,7 +81,7 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         "AdamW, fused": optimizer(lambda p: torch.optim.AdamW(p, lr=LR, fused=True)),
         "AdamW, foreach": optimizer(lambda p: torch.optim.AdamW(p, lr=LR, foreach=True)),
         "lion-pytorch": optimizer(lambda p: Lion(p, lr=LR, weight_decay=DECAY)),
-        "dlion_mavo": mavo(use),
+        "dlion_mavo": mavo(kernels),
         "dlion_mavo, plain torch": mavo(reference),
         "dlion_avg": avg(),
         "lion_cub, 2 bits": cub(2),

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,17 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def train_py() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run ``train.py`` with overrides, as a user would."""
+    """Run ``train.py`` with overrides, as a user would: see tests.runs.train."""
+    from tests.runs import train
 
-    def run(*overrides: str, env: dict[str, str] | None = None, launcher: list[str] | None = None):
-        command = [*(launcher or [sys.executable]), "train.py", *overrides]
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    return run
+    return train

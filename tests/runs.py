@@ -1,41 +1,182 @@
 """Real runs of train.py that tests start, disturb and compare."""
 
+import atexit
+import functools
 import json
 import os
+import re
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from tests.conftest import ROOT
 
+# these are read when a run goes on; others may be read by what the server has already imported
+_READ_LATE = re.compile("FAULT|MARKER|SLURM_.*")
 
-def start(*overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Start train.py in the background."""
-    return subprocess.Popen(
-        [sys.executable, "train.py", "logger=none", *overrides],
+
+class _Process(Protocol):
+    """What a run needs of its process, as subprocess.Popen has it."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class _Fork:
+    """A process that the fork server started."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], stdout: IO, stderr: IO):
+        self._report, report = os.pipe()
+        request = json.dumps({"argv": argv, "env": env}).encode()
+        descriptors = [stdout.fileno(), stderr.fileno(), report]
+        socket.send_fds(_fork_server(), [request], descriptors)
+        os.close(report)
+        self.pid = self._read_number(timeout=120)
+        self._returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._returncode is None:
+            self._returncode = self._read_number(timeout)
+            os.close(self._report)
+        return self._returncode
+
+    def _read_number(self, timeout: float | None) -> int:
+        readable, _, _ = select.select([self._report], [], [], timeout)
+        if not readable:
+            raise subprocess.TimeoutExpired("train.py", timeout or 0)
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(self._report, 1)
+            if not byte:
+                raise RuntimeError("the fork server has died")
+            line += byte
+        return int(line)
+
+
+@functools.cache
+def _fork_server() -> socket.socket:
+    """Start the server, once in this process; it ends with it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
         cwd=ROOT,
-        env=os.environ | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # a shell's background jobs, and what they start, are born with Ctrl-C ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_take_ctrl_c,
     )
+    theirs.close()
+    atexit.register(_end, server, ours)
+    return ours
 
 
-def wait_for_workers(launcher: subprocess.Popen[str]) -> list[int]:
-    """The process ids of the workers, once the run prints its table."""
-    for line in launcher.stdout or ():
-        if line.startswith("output"):
-            break
-    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
+def _end(server: subprocess.Popen, requests: socket.socket) -> None:
+    """End the server, which does so when nobody can ask any more."""
+    requests.shutdown(socket.SHUT_RDWR)
+    server.wait(timeout=60)
 
 
-def alive(pid: int) -> bool:
+def _take_ctrl_c() -> None:
+    """Undo what a shell does to its background jobs: they, and what they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Run:
+    """A run of train.py in the background."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], command: list[str] | None = None):
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the run
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process: _Process
+        if command is None:
+            self._process = _Fork(argv, env, self._stdout, self._stderr)
+        else:
+            self._process = subprocess.Popen(
+                [*command, "train.py", *argv],
+                cwd=ROOT,
+                env=env,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                preexec_fn=_take_ctrl_c,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return os.pread(self._stdout.fileno(), 1 << 24, 0).decode()
+
+    @property
+    def stderr(self) -> str:
+        """What it has printed there so far."""
+        return os.pread(self._stderr.fileno(), 1 << 24, 0).decode()
+
+    def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; kill it if it does not come.
+
+        Raises:
+            subprocess.TimeoutExpired: in that case.
+        """
+        try:
+            returncode = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return subprocess.CompletedProcess("train.py", returncode, self.stdout, self.stderr)
+
+    def kill(self) -> None:
+        """End it at once, and wait until it is gone."""
+        self.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def workers(self, timeout: float = 120) -> list[int]:
+        """Return the process ids of its workers, once it has trained for a step."""
+        deadline = time.monotonic() + timeout
+        while not any(line.startswith("output") for line in self.stdout.splitlines()):
+            assert time.monotonic() < deadline, "the run does not begin"
+            assert _alive(self.pid), self.stderr
+            time.sleep(0.02)
+        found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+
+def start(
+    *overrides: str, env: dict[str, str] | None = None, launcher: list[str] | None = None
+) -> Run:
+    """Start train.py in the background, as a user would.
+
+    It runs in a copy of a Python that has imported everything (see tests/fork_server.py), unless
+    ``env`` may change what is imported, or another program is to start it: ``launcher``.
+    """
+    env = env or {}
+    if launcher is None and (sys.platform != "linux" or not all(map(_READ_LATE.fullmatch, env))):
+        launcher = [sys.executable]
+    return Run(list(overrides), os.environ | env, launcher)
+
+
+def train(
+    *overrides: str,
+    code: int | None = None,
+    env: dict[str, str] | None = None,
+    launcher: list[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py to its end, and expect the exit code ``code`` unless it is None."""
+    done = start(*overrides, env=env, launcher=launcher).wait()
+    assert code in (None, done.returncode), done.stderr
+    return done
+
+
+def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -44,26 +185,26 @@ def alive(pid: int) -> bool:
 
 def assert_all_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(map(alive, pids))
+    assert not any(map(_alive, pids))
 
 
 def wait_for_step(directory: Path, step: int, seconds: float = 120) -> None:
-    """Until there is a checkpoint of that step, or a later one."""
+    """Wait until there is a checkpoint of that step, or a later one."""
     deadline = time.monotonic() + seconds
     while latest_step(directory) < step and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def latest_step(directory: Path) -> int:
-    """Of the checkpoints in the directory of a run; 0: there is none."""
+    """Return the step of the latest checkpoint of a run; 0 if there is none."""
     found = (directory / "checkpoint").glob("step-????????")
     return max((int(p.name.removeprefix("step-")) for p in found), default=0)
 
 
 def record(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Summary and rows of a run, without what differs between any two runs."""
+    """Return summary and rows of a run, without what differs between any two runs."""
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     for row in (summary, *rows):

@@ -2,13 +2,16 @@
 
 import contextlib
 import faulthandler
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -16,22 +19,22 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dlion.data import cifar10, prepared_text
 from dlion.errors import RunFailed, UserError
-from dlion.exchange import Channel, SparseMean
+from dlion.exchange import Channel
 from dlion.launch.check import check_numbers
-from dlion.launch.cli import _check_command_line
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.training.checkpoint import Checkpoint, find
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_cifar
-from tests.runs import start, wait_for_workers
+from tests.runs import start, train
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 JSON = st.recursive(
@@ -54,39 +57,81 @@ fuzzed = settings(
 refused = contextlib.suppress(UserError)  # anything else is a failure
 
 
+# settings that must be whole numbers, and the least of each
+WHOLE_NUMBERS = {
+    "workers": 1,
+    "batch_size": 1,
+    "epochs": 1,
+    "timeout": 1,
+    "seed": 0,
+    "local_steps": 1,
+    "max_restarts": 0,
+}
+OTHER_SETTINGS = [
+    "steps",
+    "processes",
+    "participation",
+    "local_lr",
+    "precision",
+    "faults.byzantine",
+    "faults.drop",
+    "faults.scale",
+    "faults.attack",
+]
+
+
 @fuzzed
 @given(
-    name=st.sampled_from(
-        ["workers", "batch_size", "steps", "epochs", "processes", "timeout", "seed", "local_steps",
-         "participation", "local_lr", "precision", "max_restarts", "faults.byzantine",
-         "faults.drop", "faults.scale", "faults.attack"]
-    ),
+    name=st.sampled_from([*WHOLE_NUMBERS, *OTHER_SETTINGS]),
     value=st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-)  # fmt: skip
+)
+@example(name="workers", value=1)
+@example(name="seed", value=0)
+@example(name="workers", value=True)
 def test_values_of_any_kind(name, value):
     config = OmegaConf.load(ROOT / "conf" / "config.yaml")
     config.optimizer = {"name": "dlion_mavo", "weight_decay": 0.0}
     OmegaConf.update(config, name, value)
-    with refused:
+    try:
         check_numbers(config)
+        accepted = True
+    except UserError:
+        accepted = False
+    if name in WHOLE_NUMBERS:
+        assert accepted == (type(value) is int and value >= WHOLE_NUMBERS[name])
 
 
-@settings(parent=fuzzed, max_examples=15)
+@settings(parent=fuzzed, max_examples=10)
 @given(
-    key=st.sampled_from(["workers", "optimizer.lr", "optimizer", "x.y", "+z"]) | TEXT, value=TEXT
+    key=st.sampled_from(["workers", "optimizer.lr", "optimizer", "x.y", "+z"])
+    | TEXT.filter(lambda key: not key.startswith("-")),
+    value=TEXT,
 )
+@example(key="workers", value="4")
+@example(key="worker", value="4")
 def test_whatever_is_typed(key, value):
-    with refused:
-        _check_command_line([f"{key}={value}"], ROOT / "conf")
+    refused_anyway = "seed=-1"
+    with (
+        mock.patch.object(sys, "argv", ["train.py", f"{key}={value}", refused_anyway]),
+        contextlib.redirect_stderr(io.StringIO()) as printed,
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    GlobalHydra.instance().clear()
+    line = printed.getvalue()
+    assert ended.value.code == 2 and line.startswith("error: ") and "Traceback" not in line
+    if (key, value) == ("workers", "4"):  # this one is accepted
+        assert refused_anyway in line
+    if key in ("worker", "x.y"):
+        assert f"{key} is not a setting" in line or "cannot read" in line
 
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory):
     """A finished run of two workers, and its identity."""
     directory = tmp_path_factory.mktemp("hostile") / "run"
-    overrides = ["dataset=digits", "workers=2", "processes=1", "steps=4", "checkpoint_every=2"]
-    run = start(*overrides, f"output_dir={directory}")
-    assert run.communicate(timeout=120) and run.returncode == 0
+    small = ["dataset=digits", "model=linear", "logger=none", "workers=2", "processes=1"]
+    train(*small, "steps=4", "checkpoint_every=2", f"output_dir={directory}", code=0)
     state = json.loads((directory / "checkpoint" / "step-00000004" / "state.json").read_text())
     return directory, state["run"]
 
@@ -188,28 +233,25 @@ def test_a_message_of_another_length_ends_the_run():
         run_processes(2, _another_length)
 
 
-@pytest.mark.parametrize("change", ["count", "index"])
-def test_entries_that_there_are_not_are_refused(change):
-    exchange = SparseMean(Channel(Workers(local=2)), 100)
-    for i in range(2):
-        exchange.post(i, torch.tensor([3, 60]), torch.tensor([1.0, 2.0]))
-    parts, counts = exchange._posts[1]
-    if change == "count":
-        exchange._posts[1] = (parts, counts + 1000)
-    else:
-        exchange._posts[1] = ([torch.full_like(part, 127) for part in parts], counts)
-    with pytest.raises(RuntimeError, match=r"a worker (announced|sent)"):
-        exchange(0)
+def _slurm(job: int, task: int) -> dict[str, str]:
+    """What SLURM tells one of two tasks of a step."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task),
+    }
 
 
-def test_processes_that_were_told_different_things_say_so(tmp_path):
-    (tmp_path / "train.sh").write_text(
-        f"exec {sys.executable} {ROOT / 'train.py'} dataset=digits workers=2 steps=3 logger=none"
-        f" optimizer.lr=1e-$((RANK + 3)) output_dir={tmp_path / 'run'}"
+def test_processes_with_different_settings_say_so(tmp_path):
+    small = ["dataset=digits", "logger=none", "workers=2", "steps=3", f"output_dir={tmp_path}"]
+    first, second = (
+        start(*small, f"optimizer.lr={rate}", env=_slurm(7, task))
+        for task, rate in enumerate(("1e-3", "1e-4"))
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["--no-python", "bash", str(tmp_path / "train.sh")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = second.wait()
+    first.kill()
     assert done.returncode == 1
     assert "process 1 was started with another optimizer than process 0" in done.stderr
 
@@ -232,22 +274,14 @@ def _listening(pids: list[int]) -> set[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's tables in /proc")
 def test_nobody_else_can_connect(tmp_path):
-    long = ["workers=2", "steps=100000"]
+    long = ["logger=none", "workers=2", "steps=100000"]
     alone = start(*long, "processes=2", f"output_dir={tmp_path / 'alone'}")
-    found = _listening([alone.pid, *wait_for_workers(alone)])
-    slurm = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    tasks = [
-        start(
-            *(*long, f"output_dir={tmp_path / 'slurm'}"),
-            env=slurm | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-        )
-        for task in range(2)
-    ]
-    wait_for_workers(tasks[0])
+    tasks = [start(*long, f"output_dir={tmp_path / 'slurm'}", env=_slurm(8, i)) for i in range(2)]
+    found = _listening([alone.pid, *alone.workers()])
+    tasks[0].workers()
     found |= _listening([task.pid for task in tasks])
-    for process in (alone, *tasks):
-        process.kill()
-        process.communicate()
+    for run in (alone, *tasks):
+        run.kill()
     assert found == {"0100007F"}  # 127.0.0.1
 
 
@@ -255,10 +289,17 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     secret, key = "planted-a1b2c3", 40 * "b"
     env = {"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": ""}
     env |= dict.fromkeys(("MY_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"), secret)
-    command = [sys.executable, "train.py", "dataset=digits", "workers=2", "steps=3"]
+    outputs = [
+        train("dataset=digits", "workers=2", "steps=3", f"output_dir={tmp_path / 'run'}", env=env)
+    ]
     report = [sys.executable, "-m", "dlion.compare.report", str(tmp_path / "run")]
-    options = {"cwd": ROOT, "env": os.environ | env, "capture_output": True, "timeout": 120}
-    outputs = [subprocess.run([*command, f"output_dir={tmp_path / 'run'}"], **options)]
+    options = {
+        "cwd": ROOT,
+        "env": os.environ | env,
+        "capture_output": True,
+        "text": True,
+        "timeout": 120,
+    }
     shutil.copytree(tmp_path / "run", tmp_path / "run" / "other", symlinks=True)
     config = tmp_path / "run" / "other" / ".hydra" / "config.yaml"  # somebody else's may ask for it
     asking, count = re.subn(r"\n  lr: .*", "\n  lr: ${oc.env:MY_TOKEN}", config.read_text())
@@ -268,5 +309,6 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     assert [done.returncode for done in outputs] == [0, 0], outputs
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and not p.is_symlink()]
     assert len(written) > 8
-    for text in (*written, *(done.stdout + done.stderr for done in outputs)):
+    printed = [(done.stdout + done.stderr).encode() for done in outputs]
+    for text in (*written, *printed):
         assert secret.encode() not in text and key.encode() not in text

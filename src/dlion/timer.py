@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Timer:
@@ -17,12 +17,12 @@ class Timer:
         self.seconds: dict[str, float] = defaultdict(float)
         self._inner = 0.0  # seconds of phases that ended on the main thread
 
-    @contextmanager
-    def __call__(self, phase: str, beside: bool = False) -> Iterator[None]:
+    def __call__(self, phase: str, beside: bool = False) -> AbstractContextManager[None]:
         """Time what runs in here; ``beside``: on another thread, at the same time as the rest."""
-        if not self.enabled:
-            yield
-            return
+        return self._timed(phase, beside) if self.enabled else nullcontext()
+
+    @contextmanager
+    def _timed(self, phase: str, beside: bool) -> Iterator[None]:
         before, start = self._inner, time.perf_counter()
         yield
         seconds = time.perf_counter() - start

@@ -26,6 +26,17 @@ class Workers:
     group: dist.ProcessGroup | None = None
     timeout: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.local < 1:
+            raise ValueError(
+                f"local={self.local} is not possible: a process hosts 1 worker or more"
+            )
+        if not 0 <= self.rank < self.processes:
+            raise ValueError(
+                f"rank={self.rank} is not one of {self.processes} processes: a process outside of a"
+                " group cannot be one of its workers"
+            )
+
     @property
     def count(self) -> int:
         """All workers."""
@@ -37,7 +48,7 @@ class Workers:
         return range(self.rank * self.local, (self.rank + 1) * self.local)
 
     def with_own_group(self) -> "Workers":
-        """The same workers with a process group of their own, for talk beside others'."""
+        """The same workers with a process group of their own, to talk while others do."""
         if self.processes == 1:
             return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)

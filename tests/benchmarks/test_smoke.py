@@ -25,6 +25,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "time_to_accuracy": {"time_to_accuracy.json", "time_to_accuracy.png"},
     "--search": {"time_to_accuracy_search.json"},
     "soak": {"soak.json", "soak.png"},
+    "rare_rows": {"rare_rows.json"},
     "predict": set(),
     "--curves": set(),
     "--check": set(),

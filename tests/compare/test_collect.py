@@ -3,31 +3,36 @@
 import csv
 import io
 import os
-import subprocess
-import sys
+from functools import partial
 
+import pytest
 import yaml
 
+from dlion.compare.collect import main
 from dlion.record.runs import record_failure
+from dlion.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import write_run
-from tests.conftest import ROOT
 
 
-def run_collect(*arguments) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dlion.compare.collect", *map(str, arguments)]
-    nobody = os.environ | {"SLURM_CONF": "/nowhere"}  # whatever SLURM may be here is not asked
-    return subprocess.run(command, cwd=ROOT, env=nobody, capture_output=True, text=True)
+@pytest.fixture
+def run_collect(command, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/nowhere")  # whatever SLURM may be here is not asked
+    return partial(command, main)
 
 
-def collect(*arguments) -> dict[str, dict[str, str]]:
-    """The rows, by the name of their directory."""
-    done = run_collect(*arguments)
-    assert done.returncode == 0, done.stderr
-    rows = csv.DictReader(io.StringIO(done.stdout))
-    return {row["directory"].rpartition("/")[2]: row for row in rows}
+@pytest.fixture
+def collect(run_collect):
+    def rows(*arguments) -> dict[str, dict[str, str]]:
+        """The rows, by the name of their directory."""
+        done = run_collect(*arguments)
+        assert done.returncode == 0, done.stderr
+        table = csv.DictReader(io.StringIO(done.stdout))
+        return {row["directory"].rpartition("/")[2]: row for row in table}
+
+    return rows
 
 
-def test_runs_without_a_summary_tell_what_they_have(tmp_path):
+def test_runs_without_a_summary_tell_what_they_have(tmp_path, collect):
     for seed in range(4):
         write_run(tmp_path, "g_lion", seed)
     running, silent, broken = (tmp_path / f"g_lion-{seed}-0.001" for seed in (1, 2, 3))
@@ -70,7 +75,7 @@ def begin(sweep, job: str) -> None:
     file.write_text(yaml.safe_dump({"hydra": hydra}))
 
 
-def test_jobs_that_never_began_are_there(tmp_path):
+def test_jobs_that_never_began_are_there(tmp_path, collect):
     for job in ("7_0", "7_1"):
         submit(tmp_path, job)
     rows = collect(tmp_path)
@@ -87,12 +92,12 @@ def test_jobs_that_never_began_are_there(tmp_path):
     assert list(rows) == ["g_lion-0-0.001", "7_1", "11_0"] and not rows["11_0"]["overrides"]
 
 
-def test_processes_of_this_machine_are_no_slurm_jobs(tmp_path):
+def test_processes_of_this_machine_are_no_slurm_jobs(tmp_path, collect):
     submit(tmp_path, "1234", "LocalLauncher")
     assert collect(tmp_path) == {}
 
 
-def test_what_cannot_be_collected_is_said(tmp_path):
+def test_what_cannot_be_collected_is_said(tmp_path, run_collect):
     for arguments, sentence in (
         ([], "required: DIR"),
         ([tmp_path], "holds no run"),
@@ -100,3 +105,14 @@ def test_what_cannot_be_collected_is_said(tmp_path):
     ):
         done = run_collect(*arguments)
         assert done.returncode == 2 and sentence in done.stderr and not done.stdout
+
+
+def test_packed_runs_are_collected(tmp_path, collect):
+    write_run(tmp_path / "loose", "g_lion", 0)
+    (run,) = find_runs([tmp_path / "loose"])
+    (tmp_path / "packed").mkdir()
+    add_to_packed(tmp_path / "packed" / PACKED, {"one": run})
+    expected = collect(tmp_path / "loose")["g_lion-0-0.001"]
+    row = collect(tmp_path / "packed")["one"]
+    assert row["directory"].endswith("packed/runs.jsonl/one")
+    assert row | {"directory": ""} == expected | {"directory": ""}

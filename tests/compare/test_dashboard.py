@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlion.compare.dashboard import specification
+from dlion.compare.dashboard import main, specification
 
 GROUPS = ["dataset", "model", "optimizer", "workers"]
 
@@ -68,24 +66,30 @@ def server() -> Iterator[Weights]:
         weights.shutdown()
 
 
-def dashboard(home, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user with this home, whose only key is in ``env``."""
-    nobody = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    env = nobody | {"HOME": str(home), "NETRC": str(home / "netrc")} | env
-    command = [sys.executable, "-m", "dlion.compare.dashboard", *arguments]
-    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def dashboard(command, monkeypatch, tmp_path):
+    """Run the command as a user whose only key is for this server, if one is given."""
 
+    def run(*arguments: object, server: Weights | None = None):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            monkeypatch.delenv(name)
+        if server is not None:
+            monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+            monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.chdir(tmp_path)
+        return command(main, *arguments)
 
-def key_for(server: Weights) -> dict[str, str]:
-    return {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+    return run
 
 
 def grouping(run_set: dict[str, Any]) -> list[str]:
     return [key["name"].partition(".")[0] for key in run_set["grouping"]]
 
 
-def test_a_workspace_and_a_report_are_saved_under_the_users_own_name(server, tmp_path):
-    done = dashboard(tmp_path, **key_for(server))
+def test_a_workspace_and_a_report_are_saved_under_the_users_own_name(server, dashboard, tmp_path):
+    done = dashboard(server=server)
     assert done.returncode == 0, done.stderr
     assert [view["entityName"] for view in server.saved] == ["somebody", "somebody"]
     assert all("/somebody/dlion" in url for url in done.stdout.split())
@@ -96,17 +100,17 @@ def test_a_workspace_and_a_report_are_saved_under_the_users_own_name(server, tmp
     assert {str(grouping(grid["metadata"]["runSets"][0])) for grid in grids} == {str(GROUPS)}
 
 
-def test_what_was_created_before_a_failure_is_said(server, tmp_path):
+def test_what_was_created_before_a_failure_is_said(server, dashboard, tmp_path):
     server.refuse = "runs"  # the report
-    done = dashboard(tmp_path, "--entity", "team", **key_for(server))
+    done = dashboard("--entity", "team", server=server)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert [view["entityName"] for view in server.saved] == ["team"]
     assert re.search(r"the workspace http\S+/team/dlion\S+ but no report was created", done.stderr)
     assert "dashboard.json" in done.stderr and (tmp_path / "dashboard.json").exists()
 
 
-def test_without_a_key_the_specification_is_written_and_it_says_so(tmp_path):
-    done = dashboard(tmp_path, "-o", "new/spec.json")
+def test_without_a_key_the_specification_is_written_and_it_says_so(dashboard, tmp_path):
+    done = dashboard("-o", "new/spec.json")
     assert done.returncode == 0
     assert "nothing was created" in done.stderr and "new/spec.json" in done.stderr
     written = json.loads((tmp_path / "new" / "spec.json").read_text())

@@ -3,22 +3,24 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import yaml
 
 from dlion.compare.curves import make_curves
+from dlion.compare.plot import main
 from dlion.compare.style import styles_of
-from dlion.record.runs import find_runs
+from dlion.record.studies import find_runs
 from tests.compare.runs import write_run
 
 
-def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dlion.compare.plot", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def plot(command):
+    return partial(command, main)
 
 
-def test_figures_and_table(tmp_path):
+def test_figures_and_table(tmp_path, plot):
     for seed in (0, 1):
         write_run(tmp_path / "runs", "dlion_mavo", seed)
         write_run(tmp_path / "runs", "g_lion", seed)
@@ -28,7 +30,7 @@ def test_figures_and_table(tmp_path):
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_seeds_make_one_curve_and_settings_tell_curves_apart(tmp_path):
+def test_seeds_make_one_curve_and_settings_distinguish_curves(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "dlion_mavo", seed)
     write_run(tmp_path, "dlion_mavo", 0, lr=1e-2)
@@ -36,11 +38,11 @@ def test_seeds_make_one_curve_and_settings_tell_curves_apart(tmp_path):
     curves = {c.label: c for c in make_curves(find_runs([tmp_path]), "accuracy")}
     assert set(curves) == {"dlion_mavo lr=0.001", "dlion_mavo lr=0.01", "g_lion"}
     curve = curves["dlion_mavo lr=0.001"]
-    assert curve.seeds == 2 and curve.final.tolist() == [0.7, 0.71]
+    assert curve.seeds == [0, 1] and curve.final.tolist() == [0.7, 0.71]
     assert curve.bits.tolist() == pytest.approx([8 * 160_000 / 72_000, 8 * 320_000 / 72_000])
 
 
-def test_a_rate_that_a_recipe_looks_up_tells_curves_apart(tmp_path):
+def test_a_rate_that_a_recipe_looks_up_distinguishes_curves(tmp_path, plot):
     for lr in (1e-3, 1e-2):
         write_run(tmp_path, "g_lion", 0, lr=lr)
     for file in tmp_path.rglob("config.yaml"):
@@ -54,7 +56,7 @@ def test_a_rate_that_a_recipe_looks_up_tells_curves_apart(tmp_path):
     assert plot(tmp_path, "--x", "optimizer.lr", "-o", tmp_path / "figure").returncode == 0
 
 
-def test_settings_that_follow_from_others_or_are_not_known_tell_nothing(tmp_path):
+def test_settings_that_follow_from_others_or_are_not_known_are_left_out(tmp_path):
     for seed, workers in enumerate((4, 16)):
         write_run(tmp_path, "g_lion", seed)
         directory = tmp_path / f"g_lion-{seed}-0.001"
@@ -86,9 +88,10 @@ def test_a_method_keeps_its_colour_and_settings_have_lines(tmp_path):
         ["--x", "paper_bits"],
         ["--x", "step", "--panels", "optimizer.lr"],
         ["--panels", "workers"],
+        ["--x", "bits", "--only", "optimizer.lr=0.001"],
     ],
 )
-def test_other_figures(tmp_path, options):
+def test_other_figures(tmp_path, plot, options):
     for lr in (1e-3, 1e-2):
         write_run(tmp_path / "runs", "dlion_mavo", 0, lr=lr)
         write_run(tmp_path / "runs", "g_lion", 0, lr=lr)
@@ -97,14 +100,14 @@ def test_other_figures(tmp_path, options):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_setting_may_be_a_number_or_a_word(tmp_path):
+def test_a_setting_may_be_a_number_or_a_word(tmp_path, plot):
     for lr in (1e-3, "exponential", 10):
         write_run(tmp_path / "runs", "lion_cub", 0, lr=lr)
     run = plot(tmp_path / "runs", "--x", "optimizer.lr", "-o", tmp_path / "figure")
     assert run.returncode == 0, run.stderr
 
 
-def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path):
+def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path, plot):
     write_run(tmp_path / "runs", "g_lion", 0, accuracy=False)
     (tmp_path / "runs" / "g_lion-0-0.001" / "summary.json").unlink()
     run = plot(tmp_path / "runs", "-o", tmp_path / "figure")
@@ -112,7 +115,7 @@ def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path):
     assert "test loss" in run.stdout and "not finished" in run.stdout
 
 
-def test_wrong_input_is_one_clear_line(tmp_path):
+def test_wrong_input_is_one_clear_line(tmp_path, plot):
     write_run(tmp_path, "g_lion", 0)
     write_run(tmp_path, "dlion_mavo", 0, accuracy=False)
     for arguments, sentence in (
@@ -127,7 +130,30 @@ def test_wrong_input_is_one_clear_line(tmp_path):
             [tmp_path, "--metric", "loss", "--x", "n"],
             "n is no setting of these runs: choose dataset, model",
         ),
+        ([tmp_path, "--only", "workers=9"], "none of these runs has workers=9: it is 8"),
+        ([tmp_path, "--only", "n=9"], "they have no such setting"),
+        ([tmp_path, "--only", "workers"], "type SETTING=VALUE"),
     ):
         run = plot(*arguments, "-o", tmp_path / "x")
         assert run.returncode == 2
         assert sentence in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_it_is_a_command(tmp_path):
+    arguments = [sys.executable, "-m", "dlion.compare.plot", str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_a_table_of_methods_in_the_configuration_is_no_setting(tmp_path):
+    """Recipes record a table of all methods' values beside the values of the run's own method."""
+    table = {"g_lion": {"lr": 1e-3, "betas": [0.9, 0.99]}, "dgc": {"lr": 0.2}}
+    for seed in (0, 1):
+        write_run(tmp_path, "g_lion", seed)
+    file = tmp_path / "g_lion-1-0.001" / ".hydra" / "config.yaml"
+    config = yaml.safe_load(file.read_text()) | {"methods": table}
+    config["optimizer"] |= {"lr": "${methods.${optimizer.name}.lr}"}
+    file.write_text(yaml.safe_dump(config))
+    (curve,) = make_curves(find_runs([tmp_path]), "accuracy")
+    assert curve.seeds == [0, 1] and curve.settings["optimizer.lr"] == 1e-3

@@ -1,19 +1,19 @@
 """Published runs tell where they come from."""
 
-import csv
 import json
-import subprocess
-import sys
+from functools import partial
 
+import pytest
 import yaml
 
+from dlion.compare.publish import main
+from dlion.record.studies import find_runs
 from tests.compare.runs import write_run
-from tests.conftest import ROOT
 
 
-def publish(*arguments) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dlion.compare.publish", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def publish(command):
+    return partial(command, main)
 
 
 def complete(directory, overrides: list[str], **origin) -> None:
@@ -24,7 +24,7 @@ def complete(directory, overrides: list[str], **origin) -> None:
     (directory / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
 
 
-def test_provenance_stands_beside_the_figures(tmp_path):
+def test_provenance_stands_beside_the_figures(tmp_path, publish):
     sweep, target = tmp_path / "sweep", tmp_path / "published"
     for seed in range(3):
         write_run(sweep, "g_lion", seed)
@@ -52,18 +52,41 @@ def test_provenance_stands_beside_the_figures(tmp_path):
         "command   python train.py -m seed=0,1 'optimizer.betas=[0.9,0.99]' (2 of 3 runs)",
         "command   python train.py seed=2 (1 of 3 runs)",
     ]
-    rows = list(csv.DictReader((target / "runs.csv").read_text().splitlines()))
-    assert [row["directory"] for row in rows] == [f"runs/g_lion-n8-s{seed}" for seed in range(3)]
-    assert [row["commit"] for row in rows] == ["abc+changes", "abc+changes", ""]
+    runs = find_runs([target])
+    assert [run.directory for run in runs] == [
+        target / "runs.jsonl" / f"g_lion-n8-s{seed}" for seed in range(3)
+    ]
+    for published, loose in zip(runs, find_runs([sweep]), strict=True):
+        for part in ("metrics", "summary", "config", "overrides", "status"):
+            assert getattr(published, part) == getattr(loose, part)
+    assert (target / "curves.png").exists() and "g_lion" in done.stdout
     again = publish(sweep, "-o", target)
     assert again.returncode == 2 and "publish each run once" in again.stderr
 
 
-def test_runs_published_later_are_told_of_behind_the_first(tmp_path):
+def test_runs_published_later_are_behind_the_first(tmp_path, publish):
     for seed in (0, 1):
         write_run(tmp_path, "g_lion", seed)
         run = tmp_path / f"g_lion-{seed}-0.001"
         complete(run, [f"seed={seed}"], commit=f"commit{seed}")
         assert publish(run, "-o", tmp_path / "published").returncode == 0
-    told = (tmp_path / "published" / "provenance.txt").read_text()
-    assert [block.split()[1] for block in told.split("\n\n")] == ["commit0", "commit1"]
+    text = (tmp_path / "published" / "provenance.txt").read_text()
+    assert [block.split()[1] for block in text.split("\n\n")] == ["commit0", "commit1"]
+    assert len(find_runs([tmp_path / "published"])) == 2
+
+
+def test_runs_of_a_sweep_over_settings_keep_the_names_of_their_directories(tmp_path, publish):
+    for lr in (1e-3, 1e-2):
+        write_run(tmp_path / "sweep", "g_lion", 0, lr=lr)
+        complete(tmp_path / "sweep" / f"g_lion-0-{lr}", [f"optimizer.lr={lr}"])
+    assert publish(tmp_path / "sweep", "-o", tmp_path / "published").returncode == 0
+    names = [run.directory.name for run in find_runs([tmp_path / "published"])]
+    assert names == ["g_lion-0-0.001", "g_lion-0-0.01"]
+
+
+def test_a_run_that_is_not_finished_is_not_published(tmp_path, publish):
+    write_run(tmp_path / "runs", "g_lion", 0)
+    (tmp_path / "runs" / "g_lion-0-0.001" / "summary.json").unlink()
+    done = publish(tmp_path / "runs", "-o", tmp_path / "published")
+    assert done.returncode == 2 and "not finished: " in done.stderr
+    assert not (tmp_path / "published").exists()

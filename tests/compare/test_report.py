@@ -1,20 +1,16 @@
 """The page that compares runs, as a browser shows it."""
 
+import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from dlion.compare.report import main
+from dlion.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import write_run
 
 HOSTILE = "<script>document.title='broken'</script>"
-
-
-def report(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dlion.compare.report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +24,9 @@ def page(tmp_path_factory) -> Path:
     write_run(root / "runs" / "other", "dlion_mavo", 0, method_name=HOSTILE)
     write_run(root / "runs", "dgc", 0)
     (root / "runs" / "dgc-0-0.001" / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.1}\n')
-    run = report(root / "runs", "-o", root / "page" / "report.html", "--title", "Two & two")
-    assert run.returncode == 0, run.stderr
-    return root / "page" / "report.html"
+    file = root / "page" / "report.html"
+    main([str(root / "runs"), "-o", str(file), "--title", "Two & two"])
+    return file
 
 
 def test_the_page_stands_alone(page):
@@ -41,12 +37,23 @@ def test_the_page_stands_alone(page):
     assert 'class="best"' in text
 
 
-def test_what_is_wrong_is_said(tmp_path):
-    run = report(tmp_path / "nothing")
+def test_each_study_has_a_section(tmp_path, command):
+    write_run(tmp_path / "runs", "g_lion", 0)
+    for study in ("one", "two"):
+        (tmp_path / study).mkdir()
+        add_to_packed(tmp_path / study / PACKED, {"run": find_runs([tmp_path / "runs"])[0]})
+    page = tmp_path / "report.html"
+    assert command(main, tmp_path, "-o", page).returncode == 0
+    headings = re.findall("<h2>(.*)</h2>", page.read_text())
+    assert headings == ["m on d", "one: m on d", "two: m on d"]
+
+
+def test_what_is_wrong_is_said(tmp_path, command):
+    run = command(main, tmp_path / "nothing")
     assert run.returncode == 2 and "is not a directory" in run.stderr
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser():
     driver = shutil.which("chromedriver")
     if driver is None or shutil.which("chromium") is None:

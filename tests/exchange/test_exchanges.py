@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from dlion.exchange import Channel, DenseMean, LevelSum, SparseMean, TernarySum
+from dlion.errors import TrainingFailed
+from dlion.exchange import (
+    Channel,
+    DenseMean,
+    LevelMean,
+    ScaledTernaryMean,
+    SparseMean,
+    TernaryMean,
+    Vote,
+    WeightedVote,
+)
+from dlion.wire import Sparse
 from dlion.workers import Workers
 
 D = 1000
@@ -15,12 +26,13 @@ def votes(n: int, levels: int = 2, seed: int = 0) -> torch.Tensor:
 
 def ask(exchange, rows: torch.Tensor, step: int = 0) -> torch.Tensor:
     for i, row in enumerate(rows):
-        exchange.post(i, torch.nn.functional.pad(row, (0, exchange.numel - D)))
-    return exchange(step)[:D]
+        exchange.encode(i, torch.nn.functional.pad(row, (0, exchange.numel - D)))
+    exchange.run(step)
+    return exchange.decode()[:D]
 
 
-def level_sum(n: int, **options) -> LevelSum:
-    return LevelSum(Channel(Workers(local=n)), D, **options)
+def vote(n: int, **options) -> Vote:
+    return Vote(Channel(Workers(local=n)), D, **options)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
@@ -30,7 +42,7 @@ def test_sign_of_the_sum(n, levels):
     balance = (2 * rows - (levels - 1)).sum(0)
     expected = {"zero": balance.sign(), "plus": balance.sign().where(balance != 0, 1)}
     for ties, answer in expected.items():
-        exchange = level_sum(n, levels=levels, ties=ties)
+        exchange = vote(n, levels=levels, ties=ties)
         values = rows.bool() if levels == 2 else rows.int()
         assert torch.equal(ask(exchange, values), answer.float())
 
@@ -38,27 +50,27 @@ def test_sign_of_the_sum(n, levels):
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
 def test_mean_of_signs(n):
     rows = votes(n)
-    answer = ask(level_sum(n, answer="level"), rows.bool())
+    answer = ask(LevelMean(Channel(Workers(local=n)), D), rows.bool())
     torch.testing.assert_close(answer, (2 * rows - 1).float().mean(0))
 
 
 def test_ties_alternate_with_the_step():
     rows = torch.stack([torch.ones(D), torch.zeros(D)]).bool()
-    exchange = level_sum(2, ties="alternate")
+    exchange = vote(2, ties="alternate")
     assert (ask(exchange, rows, step=0) == 1).all()
     assert (ask(exchange, rows, step=1) == -1).all()
 
 
 def test_random_ties_are_fair_and_repeatable():
     rows = torch.stack([torch.ones(D), torch.zeros(D)]).bool()
-    first = ask(level_sum(2, ties="random", seed=1), rows)
+    first = ask(vote(2, ties="random", seed=1), rows)
     assert abs(first.mean().item()) < 0.2
-    assert torch.equal(ask(level_sum(2, ties="random", seed=1), rows), first)
-    assert not torch.equal(ask(level_sum(2, ties="random", seed=1), rows, step=1), first)
+    assert torch.equal(ask(vote(2, ties="random", seed=1), rows), first)
+    assert not torch.equal(ask(vote(2, ties="random", seed=1), rows, step=1), first)
 
 
 def test_previous_ties_repeat_the_last_answer():
-    exchange = level_sum(2, ties="previous")
+    exchange = vote(2, ties="previous")
     clear = votes(1).bool().repeat(2, 1)
     tied = torch.stack([torch.ones(D), torch.zeros(D)]).bool()
     assert (ask(exchange, tied) == 1).all()
@@ -67,16 +79,32 @@ def test_previous_ties_repeat_the_last_answer():
 
 
 def test_ties_cost_bits_only_for_zero_and_even_n():
-    assert level_sum(4, ties="zero").down.bits == 1.6
-    assert level_sum(3, ties="zero").down.bits == 1
-    assert level_sum(4, ties="random").down.bits == 1
+    assert vote(4, ties="zero").down.bits == 1.6
+    assert vote(3, ties="zero").down.bits == 1
+    assert vote(4, ties="random").down.bits == 1
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_ternary_mean(n):
     rows = votes(n, 3) - 1
-    answer = ask(TernarySum(Channel(Workers(local=n)), D), rows.to(torch.int8))
+    answer = ask(TernaryMean(Channel(Workers(local=n)), D), rows.to(torch.int8))
     torch.testing.assert_close(answer, rows.float().mean(0))
+
+
+def test_scaled_ternary_mean_shares_the_largest_scale_and_is_unbiased():
+    n, sizes = 4, [600, D - 600]
+    exchange = ScaledTernaryMean(Channel(Workers(local=n)), D, sizes)
+    rows = torch.linspace(-1, 1, n * D).view(n, D)
+    total = torch.zeros(D)
+    for step in range(2000):
+        for i, row in enumerate(rows):
+            scales = torch.stack([part.abs().max() for part in row.split(sizes)])
+            padded = torch.nn.functional.pad(row, (0, exchange.numel - D))
+            exchange.encode(i, (padded, scales))
+        exchange.run(step)
+        total += exchange.decode()[:D]
+    assert (total / 2000 - rows.mean(0)).abs().max() < 5 * 0.5 / (n * 2000) ** 0.5
+    assert exchange.decode()[:D].abs().max() <= 1.0
 
 
 def test_dense_mean_adds_in_the_order_of_the_workers():
@@ -97,12 +125,42 @@ def test_sparse_mean(entries):
         generator = torch.Generator().manual_seed(i)
         indices = torch.randperm(D, generator=generator)[:entries].sort().values
         dense[i, indices] = torch.randn(entries, generator=generator)
-        exchange.post(i, indices, dense[i, indices])
-    torch.testing.assert_close(exchange(0)[:D], dense.mean(0))
+        exchange.encode(i, indices, dense[i, indices])
+    exchange.run(0)
+    torch.testing.assert_close(exchange.decode()[:D], dense.mean(0))
+
+
+class TooManyEntries(Channel):
+    """Delivers the announcement of entries that do not come."""
+
+    def scatter(self, parts, out=None):
+        received = super().scatter(parts, out).clone()
+        received[-1, 0, 3] = 1  # of the number of entries, the highest byte
+        return received
+
+
+class OtherPlaces(Sparse):
+    """Writes entries with indices behind the end of the slice."""
+
+    def encode(self, values):
+        return super().encode((values[0] + 10**6, values[1]))
+
+
+@pytest.mark.parametrize("lie", ["count", "index"])
+def test_entries_that_there_are_not_are_refused(lie):
+    channel = TooManyEntries if lie == "count" else Channel
+    exchange = SparseMean(channel(Workers(local=2)), D)
+    for i in range(2):
+        if lie == "index" and i == 1:
+            exchange.up = OtherPlaces()
+        exchange.encode(i, torch.tensor([3, 60]), torch.tensor([1.0, 2.0]))
+    exchange.up = Sparse()
+    with pytest.raises(TrainingFailed, match=r"a worker (announced|sent)"):
+        exchange.run(0)
 
 
 def test_a_weighted_vote_learns_whom_to_trust():
-    exchange = level_sum(4, weighted=True)
+    exchange = WeightedVote(Channel(Workers(local=4)), D)
     generator = torch.Generator().manual_seed(0)
     for step in range(300):
         truth = torch.randint(2, (D,), generator=generator).bool()
@@ -113,7 +171,7 @@ def test_a_weighted_vote_learns_whom_to_trust():
     assert torch.equal(answer > 0, truth)
     lies = ask(exchange, torch.stack([truth, truth, ~truth, ~truth]), step)
     assert torch.equal(lies > 0, truth)  # two against two
-    plain = ask(level_sum(4, ties="plus"), torch.stack([truth, truth, ~truth, ~truth]))
+    plain = ask(vote(4, ties="plus"), torch.stack([truth, truth, ~truth, ~truth]))
     assert (plain == 1).all()
 
 
@@ -121,18 +179,18 @@ def test_a_weighted_vote_learns_whom_to_trust():
     "make",
     [
         lambda c: DenseMean(c, D),
-        lambda c: LevelSum(c, D),
-        lambda c: LevelSum(c, D, ties="zero"),
-        lambda c: LevelSum(c, D, answer="level"),
-        lambda c: TernarySum(c, D),
+        lambda c: Vote(c, D),
+        lambda c: Vote(c, D, ties="zero"),
+        lambda c: LevelMean(c, D),
+        lambda c: TernaryMean(c, D),
     ],
 )
 def test_the_absent_do_not_count_and_do_not_send(make):
     rows = torch.randint(2, (6, D), generator=torch.Generator().manual_seed(3)).to(torch.int8)
     some, few = Channel(Workers(local=6)), Channel(Workers(local=2))
     exchange, expected = make(some), make(few)
-    convert = torch.bool if isinstance(exchange, LevelSum) else torch.float32
-    convert = torch.int8 if isinstance(exchange, TernarySum) else convert
+    convert = torch.bool if isinstance(exchange, Vote | LevelMean) else torch.float32
+    convert = torch.int8 if isinstance(exchange, TernaryMean) else convert
     ask(exchange, rows.to(convert))
     everyone = some.traffic.sent_bytes
     if "previous" in exchange.state:

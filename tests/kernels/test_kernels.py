@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,23 +11,66 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from dlion import kernels
 from dlion.kernels import numba_cpu, reference, triton_cuda
-from dlion.wire import packing as wire
+from dlion.wire import packing
 
+INTERPRETED = not torch.cuda.is_available()
 NAN, INF = math.nan, math.inf
-LENGTHS = [1, 63, 64, 65, 320, 1000, 9000]
+LENGTHS = [1, 63, 64, 65, 1100]
 ODD = [NAN, INF, -INF, 0.0, -0.0, 1e-45, -1e-45, 1e-39, 3e38, -3e38, 1.0, -1.0]
-COMPILED = {"numba": (numba_cpu, "cpu"), "triton": (triton_cuda, "cpu")}
-if torch.cuda.is_available():
-    COMPILED["triton"] = (triton_cuda, "cuda")
+COMPILED = {
+    "cpu": (kernels, "cpu"),
+    "triton": (triton_cuda, "cpu") if INTERPRETED else (kernels, "cuda"),
+}
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+lengths = pytest.mark.parametrize("length", LENGTHS)
 
 
-INTERPRETED = COMPILED["triton"][1] == "cpu"
+class Message(NamedTuple):
+    """A message inside longer rows: words precede and follow each."""
+
+    rows: torch.Tensor
+    planes: int
+    words: int
+    flat: bool = False  # without the dimension of planes
+
+    def view(self) -> torch.Tensor:
+        inside = self.rows[:, 3 : 3 + self.planes * self.words]
+        return inside if self.flat else inside.unflatten(1, (self.planes, self.words))
 
 
 @pytest.fixture(params=COMPILED)
 def compiled(request):
-    """A module of compiled kernels and where its tensors live."""
+    """The compiled kernels of a kind of device, and where their tensors live."""
     return COMPILED[request.param]
+
+
+def both(compiled, name: str, *arguments) -> bool:
+    """Whether a compiled kernel and the reference leave the same bits in all their arguments."""
+    results = []
+    for module, device in (compiled, (reference, "cpu")):
+        copies = [
+            a._replace(rows=a.rows.to(device, copy=True))
+            if isinstance(a, Message)
+            else a.to(device, copy=True)
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in arguments
+        ]
+        getattr(module, name)(*(a.view() if isinstance(a, Message) else a for a in copies))
+        tensors = (a.rows if isinstance(a, Message) else a for a in copies)
+        results.append([a.cpu() for a in tensors if isinstance(a, torch.Tensor)])
+    exact = not (INTERPRETED and compiled[0] is triton_cuda)
+    return all(same(a, b, exact) for a, b in zip(*results, strict=True))
+
+
+def same(first: torch.Tensor, second: torch.Tensor, exact: bool = True) -> bool:
+    if first.dtype == torch.bfloat16 and not exact:  # an interpreter cuts off where a GPU rounds
+        return torch.allclose(first.float(), second.float(), rtol=2**-7, equal_nan=True)
+    if first.dtype.is_floating_point:
+        integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
+        first, second = (t.nan_to_num(nan=12345.0).view(integers) for t in (first, second))
+    return torch.equal(first, second)
 
 
 def coins(seed: int = 0) -> torch.Generator:
@@ -49,151 +93,156 @@ def words(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, shape, generator=coins(seed))
 
 
-def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.dtype == torch.bfloat16 and INTERPRETED:  # it cuts off where a GPU rounds
-        return torch.allclose(first.float(), second.float(), rtol=2**-7, equal_nan=True)
-    if first.dtype.is_floating_point:
-        integers = {4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
-        first, second = (t.nan_to_num(nan=12345.0).view(integers) for t in (first, second))
-    return torch.equal(first, second)
+def message(n: int, planes: int, length: int) -> Message:
+    """Random words; ``length``: words of a plane."""
+    return Message(words(n, planes * length + 5), planes, length)
 
 
-def test_a_cpu_has_compiled_kernels():
-    assert kernels.choose(torch.empty(1)) is numba_cpu
-    assert kernels.choose(torch.empty(1, dtype=torch.float64)) is reference
-    assert kernels.choose(torch.empty(4, 4).t()) is reference
-
-
-def both(compiled, name: str, *arguments):
-    """Call a compiled kernel and the reference on copies; returns their arguments afterwards."""
-    results = []
-    for module, device in (compiled, (reference, "cpu")):
-        copies = [a.to(device, copy=True) if torch.is_tensor(a) else a for a in arguments]
-        getattr(module, name)(*copies)
-        results.append([a.cpu() for a in copies if torch.is_tensor(a)])
-    return zip(*results, strict=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("positive", [True, False])
+@dtypes
+@lengths
+@pytest.mark.parametrize("positive", [True, False], ids=["plus", "minus"])
 def test_encode_signs(compiled, length, dtype, positive):
-    n, slice_words, at = 5, length // 64 // 4 + 1, 64
-    out = words(n, slice_words + 1)  # one word of header
     momentum, grad = vector(length, torch.float32, 1), vector(length, dtype, 2)
-    arguments = (out, at, momentum, grad, 0.9, 0.99, positive, slice_words)
-    assert all(same(a, b) for a, b in both(compiled, "encode_signs", *arguments))
+    rows = message(5, 1, length // 256 + 1)
+    assert both(compiled, "encode_signs", rows, 64, momentum, grad, 0.9, 0.99, positive)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", LENGTHS)
+@dtypes
+@lengths
 @pytest.mark.parametrize("largest", [1, 7, 127])
 def test_encode_levels(compiled, length, dtype, largest):
-    n, slice_words, at = 5, length // 64 // 4 + 1, 64
-    out = words(n, slice_words * (2 * largest).bit_length() + 1)
     momentum, grad = vector(length, torch.float32, 1), vector(length, dtype, 2)
+    rows = message(5, (2 * largest).bit_length(), length // 256 + 1)
     for multiplier in (largest / 1e-3, 0.0, NAN, 1e30):
-        factor = torch.tensor(multiplier)
-        arguments = (out, at, momentum, grad, 0.9, 0.99, factor, largest, slice_words)
-        assert all(same(a, b) for a, b in both(compiled, "encode_levels", *arguments))
+        factors = (0.9, 0.99, torch.tensor(multiplier), largest)
+        assert both(compiled, "encode_levels", rows, 64, momentum, grad, *factors)
 
 
+@lengths
 @pytest.mark.parametrize("scale", ["l1", "max", "geometric"])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_measure(compiled, scale, length):
     momentum = torch.randn(length, generator=coins(1))
     grad = torch.randn(length, generator=coins(2)).bfloat16()
-    module, device = compiled
-    expected = reference.measure(momentum, grad, 0.9, scale)
-    found = module.measure(momentum.to(device), grad.to(device), 0.9, scale)
-    torch.testing.assert_close(found.cpu(), expected)
-    grad[length // 2] = NAN
+    grad[length // 2] = momentum[length // 2] = 0
+    broken = grad.clone()
+    broken[length // 2] = NAN
     zeros = torch.zeros(length)
-    for module, device in (compiled, (reference, "cpu")):
-        assert module.measure(momentum.to(device), grad.to(device), 0.9, scale).isnan()
-        unit = module.measure(zeros.to(device), zeros.to(device), 0.9, scale)
-        assert unit == (1.0 if scale == "geometric" else 0.0)
+
+    def measured(module, device, momentum, grad):
+        return module.measure(momentum.to(device), grad.to(device), 0.9, scale).cpu()
+
+    expected = measured(reference, "cpu", momentum, grad)
+    torch.testing.assert_close(measured(*compiled, momentum, grad), expected)
+    for module in (compiled, (reference, "cpu")):
+        assert measured(*module, momentum, broken).isnan()
+        assert measured(*module, zeros, zeros) == (1.0 if scale == "geometric" else 0.0)
 
 
-@pytest.mark.parametrize("planes", [1, 2, 4, 8])
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
-def test_sums_and_votes(compiled, n, planes):
-    largest = 2**planes - 1
-    length, at = (700 if compiled[0] is numba_cpu else 20), 3  # an interpreter takes its time
-    rows = words(n, at + planes * length + 2)
-    total = torch.zeros((n * largest).bit_length() * length, dtype=torch.int64)
-    message = (rows, at, length, planes, largest)
-    assert all(same(a, b) for a, b in both(compiled, "sum_planes", *message, total))
-    masks = words(2, length)
+def test_nothing_measures_zero():
+    nothing = torch.empty(0)
+    assert all(kernels.measure(nothing, nothing, 0.9, s) == 0 for s in ("l1", "max", "geometric"))
+
+
+@pytest.mark.parametrize(
+    ("n", "largest"),
+    [(1, 1), (2, 1), (3, 1), (8, 1), (33, 1), (1, 14), (3, 2), (8, 14), (5, 254)],
+)
+def test_sums_and_votes(compiled, n, largest):
+    length = 700 if compiled[0] is kernels else 20  # an interpreter takes its time
+    values = torch.randint(largest + 1, (n, 64 * length), generator=coins())
+    rows = message(n, largest.bit_length(), length)
+    rows.view().copy_(packing.pack_planes(values, rows.planes).view(torch.int64))
+    total = torch.zeros((n * largest).bit_length(), length, dtype=torch.int64)
+    assert both(compiled, "sum_planes", rows, largest, total)
     for constant in (0, n * largest // 2, n * largest):
-        arguments = (*message, constant, masks[0], masks[1])
-        assert all(same(a, b) for a, b in both(compiled, "compare_sum", *arguments))
+        masks = words(2, length)
+        assert both(compiled, "compare_sum", rows, largest, constant, *masks)
+    kernels.sum_planes(rows.view(), largest, total)
+    sums = packing.unpack_planes(total.view(torch.uint8), 64 * length)
+    assert torch.equal(sums, values.sum(0, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("length", [1, 5, 700])
+@pytest.mark.parametrize("length", [1, 5, 300])
 def test_pack_votes(compiled, length):
     greater = words(length)
     equal = words(length, seed=1) & ~greater
     out = torch.zeros(-(-64 * length // 5), dtype=torch.uint8)
-    assert all(same(a, b) for a, b in both(compiled, "pack_votes", greater, equal, out))
+    assert both(compiled, "pack_votes", greater, equal, out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", LENGTHS)
+@dtypes
+@pytest.mark.parametrize("length", [64, 65, 1216])
 def test_apply(compiled, length, dtype):
     n, params = 3, vector(length, dtype, 1)
-    slice_words = -(-length // (64 * n))
-    assert all(
-        same(a, b)
-        for a, b in both(compiled, "apply_signs", params, words(n, slice_words), 0.1, 0.2)
-    )
+    size = -(-length // (64 * n))
+    answers = message(n, 1, size)
+    assert both(compiled, "apply_signs", params, answers._replace(flat=True), 0.1, 0.2)
     for largest in (1, 3, 8, 112):
-        answers = words(n, slice_words * largest.bit_length())
-        arguments = (params, answers, largest, 0.1, 0.2)
-        assert all(same(a, b) for a, b in both(compiled, "apply_levels", *arguments))
-    size = 64 * slice_words
-    trits = wire.pack_trits(torch.randint(-1, 2, (n, size), generator=coins()))
-    assert all(same(a, b) for a, b in both(compiled, "apply_trits", params, trits, size, 0.1, 0.2))
+        answers = message(n, largest.bit_length(), size)
+        assert both(compiled, "apply_levels", params, answers, largest, 0.1, 0.2)
+    trits = packing.pack_trits(torch.randint(-1, 2, (n, 64 * size), generator=coins()))
+    assert both(compiled, "apply_trits", params, trits, 64 * size, 0.1, 0.2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", LENGTHS)
+@dtypes
+@lengths
 def test_lion(compiled, length, dtype):
-    params = vector(length, dtype, 1)
-    momentum, grad = vector(length, torch.float32, 2), vector(length, torch.float32, 3)
-    arguments = (params, momentum, grad, 0.9, 0.99, 0.1, 0.2)
-    assert all(same(a, b) for a, b in both(compiled, "lion", *arguments))
+    params, momentum = vector(length, dtype, 1), vector(length, torch.float32, 2)
+    for grad in (vector(length, torch.float32, 3), vector(length, torch.bfloat16, 3)):
+        assert both(compiled, "lion", params, momentum, grad, 0.9, 0.99, 0.1, 0.2)
 
 
-def test_denormal_bfloat16():
+def test_a_cpu_has_compiled_kernels():
+    assert kernels.choose(torch.empty(1), torch.empty(1, dtype=torch.bfloat16)) is numba_cpu
+    assert kernels.choose(torch.empty(64), length=64) is numba_cpu
+
+
+def test_the_reference_takes_what_compiled_kernels_do_not():
+    assert kernels.choose(torch.empty(1, dtype=torch.float64)) is reference
+    assert kernels.choose(torch.empty(4, 4).t()) is reference
+    params, grad = torch.randn(128, 2, generator=coins()).half().unbind(1)
+    momentum, rows = torch.zeros(128), message(1, 1, 2)
+    numbers = torch.zeros(128, dtype=torch.float64)
+    cpu = (kernels, "cpu")
+    assert both(cpu, "encode_signs", rows, 0, momentum, grad, 0.9, 0.99, True)
+    assert both(cpu, "apply_signs", params, rows._replace(flat=True), 0.1, 0.2)
+    assert both(cpu, "apply_signs", numbers, rows._replace(flat=True), 0.1, 0.2)
+
+
+def test_bfloat16_rounds_and_keeps_denormals():
     tiny = torch.tensor([1e-39, -1e-39, 2e-39, 9.2e-41, -9.2e-41, 1e-38]).bfloat16()
     assert tiny.abs().min() > 0
-    numba = (numba_cpu, "cpu")
-    arguments = (words(1, 1), 0, torch.zeros(6), tiny, 0.9, 0.5, True, 1)
-    assert all(same(a, b) for a, b in both(numba, "encode_signs", *arguments))
-    params = vector(9000, torch.float32, 1).nan_to_num(0.5).bfloat16()
-    applied = both(numba, "apply_signs", params, words(1, 141), 1e-2, 0.1)
-    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in applied)
+    cpu = (kernels, "cpu")
+    assert both(cpu, "encode_signs", message(1, 1, 1), 0, torch.zeros(6), tiny, 0.9, 0.5, True)
+    params = torch.cat([tiny, vector(58, torch.bfloat16, 1)])
+    assert both(cpu, "apply_signs", params, message(1, 1, 1)._replace(flat=True), 1e-39, 0.1)
 
 
 def test_threads_do_not_change_a_bit():
-    length = 1 << 19
+    length = 1 << 18
     momentum, grad = vector(length, torch.float32, 1), vector(length, torch.float32, 2)
+    rows, wide = words(4, 1, length // 256), words(8, 2, length // 64)
     results = []
+    before = torch.get_num_threads()
     for threads in (1, 3):
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            out, own, params = words(4, length // 256), momentum.clone(), grad.clone()
-            numba_cpu.encode_signs(out, 0, own, grad, 0.9, 0.99, True, length // 256)
-            numba_cpu.apply_signs(params, out, 0.1, 0.2)
+            sent, moved, params, masks = (
+                rows.clone(),
+                momentum.clone(),
+                grad.clone(),
+                words(2, length // 64),
+            )
+            kernels.encode_signs(sent, 0, moved, grad, 0.9, 0.99, True)
+            kernels.apply_signs(params, sent.squeeze(1), 0.1, 0.2)
+            kernels.compare_sum(wide, 3, 12, *masks)
         finally:
             torch.set_num_threads(before)
-        results.append((out, own, params))
+        results.append((sent, moved, params, masks))
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_zero_and_nan_say_what_they_are_told():
+def test_zero_and_nan_take_the_sign_that_is_asked_for():
     values = torch.tensor([1e-45, -1e-45, 0.0, -0.0, NAN, INF, -INF])
     positive = [True, False, True, True, True, True, False]
     negative = [True, False, False, False, False, True, False]
@@ -201,25 +250,43 @@ def test_zero_and_nan_say_what_they_are_told():
     assert reference.one_bit_sign(values, False).tolist() == negative
 
 
-def said(values: torch.Tensor, multiplier: float, largest: int) -> list[int]:
-    """What is quantised and sent, for a direction of ``values``."""
+def quantised(values: torch.Tensor, multiplier: float, largest: int) -> list[int]:
+    """What is sent for a direction of ``values``."""
     planes = (2 * largest).bit_length()
-    out = torch.zeros(1, planes, dtype=torch.int64)
-    arguments = (values.clone(), torch.zeros_like(values), 1.0, 1.0, torch.tensor(multiplier))
-    reference.encode_levels(out, 0, *arguments, largest, 1)
-    levels = wire.unpack_planes(out.view(torch.uint8).view(planes, 8), len(values))
+    rows = torch.zeros(1, planes, 1, dtype=torch.int64)
+    factors = (1.0, 1.0, torch.tensor(multiplier), largest)
+    kernels.encode_levels(rows, 0, values.clone(), torch.zeros_like(values), *factors)
+    levels = packing.unpack_planes(rows[0].view(torch.uint8), len(values))
     return (levels - largest).tolist()
 
 
 def test_levels_round_saturate_and_abstain():
     values = torch.tensor([1.0, -1.0, 0.1, -1.9, 0.5, -0.5, 5.0, -INF, 0.0, NAN])
-    assert said(values, 3.0, 7) == [3, -3, 0, -6, 2, -2, 7, -7, 0, 0]  # halves to even
-    assert said(values, NAN, 7) == 10 * [0]
-    assert said(values, 0.0, 1) == 10 * [0]
+    assert quantised(values, 3.0, 7) == [3, -3, 0, -6, 2, -2, 7, -7, 0, 0]  # halves to even
+    assert quantised(values, NAN, 7) == 10 * [0]
+    assert quantised(values, 0.0, 1) == 10 * [0]
 
 
 def test_scales():
     values = torch.tensor([1.0, -2.0, 0.0, 4.0])
     for scale, expected in (("l1", 1.75), ("max", 4.0), ("geometric", 2.0)):
-        unit = reference.measure(values, torch.zeros(4), 1.0, scale)
+        unit = kernels.measure(values, torch.zeros(4), 1.0, scale)
         assert unit.item() == pytest.approx(expected)
+
+
+def test_descent_rounds_the_product_and_the_sum_and_keeps_the_answer():
+    params, answer = torch.randn(2, 1000, generator=coins()).unbind()
+    before, kept = params.clone(), answer.clone()
+    kernels.descend(params, answer, 0.1, 0.2)
+    decay, rate = (torch.tensor(x, dtype=torch.float32).double() for x in (1 - 0.1 * 0.2, -0.1))
+    expected = (before * decay).float().double() + (answer * rate).float().double()
+    assert torch.equal(params, expected.float())  # two float32 have their exact sum in float64
+    assert torch.equal(answer, kept)
+
+
+def test_parameters_in_float64_keep_their_precision():
+    params = torch.full((64,), 1 + 2.0**-40, dtype=torch.float64)
+    kernels.descend(params, torch.ones(64), 2.0**-20, 0.0)
+    assert (params == 1 + 2.0**-40 - 2.0**-20).all()
+    kernels.apply_signs(params, torch.full((1, 1), -1), 2.0**-20, 0.0)
+    assert (params == 1 + 2.0**-40 - 2.0**-19).all()

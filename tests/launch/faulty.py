@@ -1,6 +1,8 @@
-"""A model and an optimizer that fail where the environment says: FAULT=PLACE[:PASS] in process 1.
+"""A model and an optimizer that fail in process 1 where the environment says: FAULT=KIND[:COUNT].
 
-Used as ``model._target_`` and ``optimizer._target_``; a fault happens once if MARKER names a file.
+KIND is ``forward``, ``error``, ``drift`` or ``nan`` (COUNT: forward passes), ``exchange`` or
+``saving`` (COUNT: steps). Used as ``model._target_`` and ``optimizer._target_``; a fault happens
+once if MARKER names a file.
 """
 
 import os
@@ -12,9 +14,9 @@ import torch
 from dlion.optim import DLion
 
 
-def _now(place: str, count: int = 0) -> bool:
+def _now(kind: str, count: int = 0) -> bool:
     wanted, _, when = os.environ.get("FAULT", "").partition(":")
-    if wanted != place or os.environ["RANK"] != "1" or count != int(when or 0):
+    if wanted != kind or os.environ["RANK"] != "1" or count != int(when or 0):
         return False
     marker = os.environ.get("MARKER")
     if marker and Path(marker).exists():
@@ -24,8 +26,8 @@ def _now(place: str, count: int = 0) -> bool:
     return True
 
 
-def _die(place: str, count: int = 0) -> None:
-    if _now(place, count):
+def _die(kind: str, count: int = 0) -> None:
+    if _now(kind, count):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

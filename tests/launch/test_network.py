@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import UserError
-from dlion.exchange.nic import sent_bytes
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.network import Network, check_possible
 from dlion.optim import DLion
+from dlion.training.meter import interface_bytes
 from dlion.units import parse_rate
-from tests.conftest import ROOT
-from tests.runs import assert_all_gone, start, wait_for_workers
+from tests.runs import assert_all_gone, start, train
 
 able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(
@@ -42,13 +40,12 @@ def interfaces() -> str:
 
 @pytest.mark.netns
 @needs_root
-def test_a_run_over_ethernet_gives_the_same_bits(train_py, tmp_path):
+def test_a_run_over_ethernet_gives_the_same_bits(tmp_path):
     before, others = interfaces(), set(namespaces())
     summaries = {}
     for network in ("none", "ethernet_100m"):
         directory = tmp_path / network
-        done = train_py(*SETTINGS, f"network={network}", f"output_dir={directory}")
-        assert done.returncode == 0, done.stderr
+        done = train(*SETTINGS, f"network={network}", f"output_dir={directory}", code=0)
         summaries[network] = json.loads((directory / "summary.json").read_text())
     plain, ethernet = summaries["none"], summaries["ethernet_100m"]
     assert "links of 100 Mbit/s (emulated)" in done.stdout
@@ -64,14 +61,14 @@ def _count(path: Path) -> None:
     optimizer = DLion([param])
     rank = dist.get_rank()
     dist.barrier()  # the first parameters have arrived
-    before, steps = sent_bytes(), 4
+    before, steps = interface_bytes(), 4
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + rank)
         param.grad = torch.randn(param.shape, generator=generator)
         optimizer.step()
     dist.barrier()
     (path / str(rank)).write_text(
-        json.dumps([optimizer.channel.traffic.sent_bytes, sent_bytes() - before])
+        json.dumps([optimizer.channel.traffic.sent_bytes, interface_bytes() - before])
     )
     dist.destroy_process_group()
 
@@ -89,20 +86,12 @@ def test_the_interface_counts_what_we_count(tmp_path):
 @pytest.mark.netns
 @needs_root
 def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path):
-    command = [sys.executable, "train.py", *SETTINGS[:3], "network=ethernet_100m", "steps=100000"]
-    launcher = subprocess.Popen(
-        [*command, f"output_dir={tmp_path / 'run'}"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    for line in launcher.stdout:
-        if line.startswith("output"):
-            break
+    settings = [*SETTINGS[:3], "network=ethernet_100m", "steps=100000"]
+    launcher = start(*settings, f"output_dir={tmp_path / 'run'}")
+    launcher.workers()
     left = {name for name in namespaces() if name.startswith(f"dlion-{launcher.pid}-")}
     assert len(left) == 5
-    launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
+    launcher.kill()
     assert left <= set(namespaces())
     time.sleep(0.5)
     with Network(1, parse_rate("1gbit")):
@@ -112,14 +101,14 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path):
 @pytest.mark.netns
 @needs_root
 def test_a_link_that_is_cut_ends_the_run(tmp_path):
-    settings = ["processes=4", "workers=4", "steps=100000", "timeout=3"]
+    settings = ["logger=none", "processes=4", "workers=4", "steps=100000", "timeout=3"]
     run = start(*settings, "network=ethernet_100m", f"output_dir={tmp_path}")
-    workers = wait_for_workers(run)
+    workers = run.workers()
     (switch,) = (n for n in namespaces() if re.fullmatch(rf"dlion-{run.pid}-\d+-switch", n))
     subprocess.run(["ip", "-n", switch, "link", "set", "port2", "down"], check=True)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 1
-    assert "one of them hangs, or a link is cut" in errors.splitlines()[-1]
+    done = run.wait(timeout=60)
+    assert done.returncode == 1
+    assert "one of them hangs, or a link is cut" in done.stderr.splitlines()[-1]
     assert_all_gone(workers)
 
 
@@ -138,9 +127,9 @@ def test_rates():
         (["network.rate=quick"], "network.rate=quick is not a rate"),
     ],
 )
-def test_wrong_networks_are_named(train_py, settings, sentence):
-    done = train_py(*settings)
-    assert done.returncode == 2 and sentence in done.stderr
+def test_wrong_networks_are_named(settings, sentence):
+    done = train(*settings, code=2)
+    assert sentence in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -288,7 +288,7 @@ def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path):
         config = compose("config", overrides=rest)
     assert cpus > config.dataset.loaders
     job = check(config, tmp_path, detect())
-    assert (job.processes, job.local, job.backend) == (32, 1, "nccl")
+    assert (job.workers.processes, job.workers.local, job.backend) == (32, 1, "nccl")
 
 
 def test_full_scale_is_the_papers():

@@ -9,6 +9,7 @@ from lion_pytorch import Lion
 
 from dlion.errors import TrainingFailed
 from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.optim.sync import MomentumSync
 from dlion.workers import Workers
 
 ALL = [
@@ -132,27 +133,78 @@ def test_state_dict_resumes_to_the_bit(cls, options, tmp_path):
 
 def test_state_of_another_spread_or_cut_is_refused():
     workers = Workers(local=2)
-    saved = DLion(net().parameters(), workers=workers, aggregation="avg").state_dict()
-    with pytest.raises(ValueError, match="as many virtual"):
-        DLion(net().parameters(), aggregation="avg").load_state_dict(saved)
+    for cls, options in ((DLion, {"aggregation": "avg"}), (LionCub, {})):
+        saved = cls(net().parameters(), workers=workers, **options).state_dict()
+        with pytest.raises(ValueError, match="workers 0, 1 of 2, but"):
+            cls(net().parameters(), **options).load_state_dict(saved)
     saved = DLion(net().parameters(), workers=workers).state_dict()
     with pytest.raises(ValueError, match="ties and spread of workers"):
         DLion(net().parameters(), workers=workers, bucket_cap_mb=1e-3).load_state_dict(saved)
 
 
-def test_frozen_parameters_are_left_alone_by_all():
-    for cls, options in ALL:
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+def test_frozen_parameters_are_not_moved_and_cost_nothing(cls, options):
+    """The same bytes, state and steps as for the other parameters alone."""
+    whole, part = net(), net()
+    whole[0].weight.requires_grad_(False)
+    before = whole[0].weight.clone()
+    workers = Workers(local=2)
+    all_ = cls(whole.parameters(), weight_decay=0.1, workers=workers, **options)
+    trained = [param for param in part.parameters() if param is not part[0].weight]
+    some = cls(trained, weight_decay=0.1, workers=workers, **options)
+    for t in range(3):
+        for optimizer, model in ((all_, whole), (some, part)):
+            for i in range(2):
+                loss_of(model, *samples(2 * t + i)).backward()
+                part[0].weight.grad = None
+                optimizer.collect(i)
+            optimizer.step()
+    assert torch.equal(flat(whole), flat(part)) and torch.equal(whole[0].weight, before)
+    assert all_.channel.traffic == some.channel.traffic
+    assert whole[0].weight not in all_.state
+
+
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+@pytest.mark.parametrize("local", [1, 2])
+def test_unfrozen_parameters_learn_with_overlap_as_without(cls, options, local):
+    options = {name: value for name, value in options.items() if name != "clip_norm"}
+    results = []
+    for overlap in (False, True):
         model = net()
-        model[0].weight.requires_grad_(False)
-        before = model[0].weight.clone()
-        train(model, cls(model.parameters(), weight_decay=0.1, **options), 3)
-        assert torch.equal(model[0].weight, before)
+        model[0].requires_grad_(False)
+        optimizer = cls(
+            model.parameters(),
+            lr=1e-2,
+            overlap=overlap,
+            bucket_cap_mb=1e-3,
+            workers=Workers(local=local),
+            **options,
+        )
+        before = flat(model[0])
+        for t in range(6):
+            if t == 2:
+                assert torch.equal(flat(model[0]), before)
+                model[0].requires_grad_(True)
+            if t == 4:
+                model[2].requires_grad_(False)
+            for i in range(local):
+                loss_of(model, *samples(10 * t + i)).backward()
+                optimizer.collect(i)
+            optimizer.step()
+        assert not torch.equal(flat(model[0]), before)
+        results.append(flat(model))
+    assert torch.equal(*results)
 
 
 def test_a_second_optimizer_takes_over_from_one_that_overlapped():
-    model = net()
-    for _ in range(2):
-        train(model, DLion(model.parameters(), overlap=True), 3)
+    one, two = net(), net()
+    first = DLion(one.parameters(), lr=1e-2, overlap=True)
+    train(one, first, 3)
+    del first
+    expected = train(two, DLion(two.parameters(), lr=1e-2), 3)
+    assert torch.equal(flat(one), expected)
+    second = [DLion(model.parameters(), lr=1e-2, overlap=model is one) for model in (one, two)]
+    assert torch.equal(train(one, second[0], 3), train(two, second[1], 3))
 
 
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
@@ -161,9 +213,12 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
     unused = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
     train(model, optimizer, 3)
-    if optimizer.skips_missing:
-        assert torch.equal(unused.detach(), torch.ones(3))
-        assert all(not state.any() for state in optimizer.state[unused].values())
+    state = {name: value for name, value in optimizer.state[unused].items() if name != "worker"}
+    assert state and all(not value.any() for value in state.values())
+    decayed = 1.0
+    if not optimizer.skips_missing:  # it may have had something left to send, so it decays
+        decayed = (1 - 0.1 * optimizer.param_groups[0]["lr"]) ** 3
+    torch.testing.assert_close(unused.detach(), torch.full((3,), decayed))
 
 
 def test_a_gradient_missing_on_one_worker_counts_as_zero_there():
@@ -177,15 +232,35 @@ def test_a_gradient_missing_on_one_worker_counts_as_zero_there():
     assert optimizer.state[param]["momentum"].flatten().tolist() == pytest.approx([-0.01, -0.01, 0])
 
 
-def test_a_parameter_that_never_matters_stays_where_it_is():
-    param = torch.nn.Parameter(torch.zeros(8))
-    optimizer = DLion([param], lr=1.0, workers=Workers(local=4))
-    for _ in range(10):
-        for i in range(4):
-            param.grad = torch.zeros(8)
-            optimizer.collect(i)
+VOTERS = [
+    (DLion, {}),
+    (DLion, {"ties": "zero"}),
+    (DLion, {"ties": "random"}),
+    (DLion, {"aggregation": "avg"}),
+    (DLion, {"weighted": True}),
+    (Signum, {"momentum": 0.9}),
+    (LionCub, {"bits": 1}),
+    (LionCub, {"bits": 4}),
+]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 9])
+@pytest.mark.parametrize(("cls", "options"), VOTERS)
+def test_what_nobody_knows_stays_and_what_one_knows_moves(cls, options, n):
+    """Entry w has a gradient on worker w alone, the last one on none."""
+    param, steps = torch.nn.Parameter(torch.zeros(n + 1)), 8 * n
+    optimizer = cls([param], lr=1.0, workers=Workers(local=n), **options)
+    for _ in range(steps):
+        for worker in range(n):
+            param.grad = torch.zeros(n + 1)
+            param.grad[worker] = 1.0
+            optimizer.collect(worker)
         optimizer.step()
-    assert param.abs().max() <= 1.0
+    full = 1 / n if options.get("aggregation") == "avg" else 1.0
+    assert param[n].abs() <= 1.0
+    for worker in range(n):
+        share = -param[worker].item() / steps / full
+        assert share >= 0.25 and share <= 1.01, (worker, share)
 
 
 def test_parameter_groups_schedulers_and_closures():
@@ -334,8 +409,8 @@ def test_momentum_is_synchronised_when_and_where_asked():
 
 
 def test_exponential_synchronisation_steps():
-    optimizer = LionCub(net().parameters(), momentum_sync="exponential")
-    assert [t for t in range(1, 70) if optimizer._is_sync_step(t)] == [1, 2, 4, 8, 16, 32, 64]
+    every = MomentumSync("exponential")
+    assert [t for t in range(1, 70) if every.is_due(t)] == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -389,9 +464,11 @@ def test_the_absent_keep_their_state_and_are_not_heard(cls, kwargs):
             optimizer.step()
     if cls is not TernGrad:  # whose coins are each worker's own
         torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
-    for rows in four.buckets[0].own.values():
-        assert rows[1].any() or kwargs.get("momentum_sync")
-        assert not rows[0].any() or kwargs.get("momentum_sync")
+    for param in some.parameters():
+        for name in four.own_state:
+            rows = four.state[param][name]
+            assert rows[1].any() and rows[3].any()
+            assert not rows[0].any() and not rows[2].any()
 
 
 def test_attendance_that_cannot_be():

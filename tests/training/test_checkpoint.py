@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from dlion.training.checkpoint import find
 from tests.conftest import ROOT
-from tests.runs import latest_step, record, start, wait_for_step
+from tests.runs import latest_step, record, start, train, wait_for_step
 
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 SETTINGS = ["dataset=digits", "logger=none", "workers=4", "steps=8", "eval_every=4", "log_every=3"]
@@ -18,57 +19,59 @@ VARIANTS = {method: [] for method in METHODS} | {
     "g_lion": ["faults.byzantine=1", "faults.attack=stale", "faults.stale_steps=4"],
     "g_adamw": ["participation=0.5", "local_steps=2"],
     "signum_mavo": ["optimizer.weighted=true"],
-    "dlion_mavo": [
-        "model=resnet18",
-        "batch_size=4",
-    ],  # BatchNorm's statistics are each worker's own
+    # each worker has its own BatchNorm statistics
+    "dlion_mavo": ["model._target_=tests.training.test_spread.net"],
 }
 
 
-@pytest.fixture
-def train(train_py, tmp_path):
-    def run(name: str, *overrides: str, code: int = 0):
-        done = train_py(*SETTINGS, *overrides, f"output_dir={tmp_path / name}")
-        assert done.returncode == code, done.stderr
-        return done
+def run(directory, *overrides: str, code: int = 0):
+    """Run train.py in a directory, and expect an exit code."""
+    return train(*SETTINGS, *overrides, f"output_dir={directory}", code=code)
 
-    return run
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupts, with checkpoints of steps 2, 4, 6 and 8."""
+    directory = tmp_path_factory.mktemp("whole")
+    run(directory, "processes=1", "checkpoint_every=2", "keep_checkpoints=4")
+    return directory
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_resuming_continues_to_the_bit(train, tmp_path, method):
+def test_resuming_continues_to_the_bit(tmp_path, method):
     settings = [f"optimizer={method}", *VARIANTS[method]]
-    train("whole", *settings, "processes=1")
-    stopped = train("cut", *settings, "processes=1", "stop_after=5", code=75)
-    assert "stopped after step 5; the same command with resume=auto goes on" in stopped.stderr
-    train("cut", *settings, "processes=2", "resume=auto")
-    assert record(tmp_path / "cut") == record(tmp_path / "whole")
+    run(tmp_path / "whole", *settings, "processes=1", "checkpoint_every=5")
+    checkpoint = tmp_path / "whole" / "checkpoint" / "step-00000005"
+    run(tmp_path / "resumed", *settings, "processes=2", f"resume={checkpoint}")
+    summary, rows = record(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [3, 4, 6, 8]
+    assert record(tmp_path / "resumed") == (summary, rows[2:])
 
 
 @pytest.mark.slow
-def test_every_spread_reads_every_checkpoint(train, tmp_path):
-    train("whole", "processes=1")
+def test_every_spread_reads_every_checkpoint(whole, tmp_path):
     for saved, resumed in ((4, 1), (2, 4), (1, 2)):
-        name = f"{saved}-{resumed}"
-        train(name, f"processes={saved}", "stop_after=5", code=75)
-        train(name, f"processes={resumed}", "resume=auto")
-        assert record(tmp_path / name) == record(tmp_path / "whole")
+        directory = tmp_path / f"{saved}-{resumed}"
+        stopped = run(directory, f"processes={saved}", "stop_after=5", code=75)
+        assert "stopped after step 5; the same command with resume=auto goes on" in stopped.stderr
+        run(directory, f"processes={resumed}", "resume=auto")
+        assert record(directory) == record(whole)
 
 
 @pytest.mark.slow
-def test_a_run_whose_launcher_is_killed_goes_on(train, tmp_path):
-    settings = [*SETTINGS, "steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
+def test_a_run_whose_launcher_is_killed_goes_on(tmp_path):
+    settings = ["steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
     cut = tmp_path / "cut"
-    train("whole", *settings)
+    run(tmp_path / "whole", *settings)
     for attempt in range(3):
-        run = start(*settings, *(["resume=auto"] if attempt else []), f"output_dir={cut}")
+        more = ["resume=auto"] if attempt else []
+        killed = start(*SETTINGS, *settings, *more, f"output_dir={cut}")
         wait_for_step(cut, 10 * (attempt + 1))
-        run.kill()
-        run.communicate()
+        killed.kill()
         time.sleep(0.5)  # the kernel ends its workers
     assert 30 <= latest_step(cut) < 60
-    train("cut", *settings, "resume=auto")
+    run(cut, *settings, "resume=auto")
     assert record(cut) == record(tmp_path / "whole")
 
 
@@ -109,39 +112,42 @@ DAMAGES = {
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_not_whole_is_left_out(train, tmp_path):
-    train("whole", "processes=1")
-    train("saved", "processes=1", "checkpoint_every=2", "stop_after=6", code=75)
+def test_a_checkpoint_that_is_not_whole_is_left_out(whole, tmp_path):
+    state = whole / "checkpoint" / "step-00000006" / "state.json"
+    identity = json.loads(state.read_text())["run"]
+    run(tmp_path / "saved", "processes=1", "checkpoint_every=2", "stop_after=6", code=75)
     checkpoints = sorted(p.name for p in (tmp_path / "saved" / "checkpoint").iterdir())
     assert checkpoints == ["step-00000004", "step-00000006"]
     for damage, reason in DAMAGES.items():
         cut = tmp_path / damage.__name__
         shutil.copytree(tmp_path / "saved", cut)
         damage(cut / "checkpoint" / "step-00000006")
-        resumed = train(damage.__name__, "processes=1", "resume=auto")
-        assert "left out: " in resumed.stderr and reason in resumed.stderr
-        assert record(cut) == record(tmp_path / "whole")
+        found, (complaint,) = find(cut, identity)
+        assert found.progress.step == 4 and reason in complaint
+    resumed = run(cut, "processes=1", "resume=auto")
+    assert f"left out: {complaint}" in resumed.stderr
+    assert record(cut) == record(whole)
 
 
-def test_without_a_good_checkpoint_nothing_is_overwritten(train, tmp_path):
-    train("run", "processes=1", "stop_after=3", code=75)
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    damage_last(tmp_path / "run" / "checkpoint" / "step-00000003")
-    refused = train("run", "resume=auto", code=2)
+def test_without_a_good_checkpoint_nothing_is_overwritten(tmp_path):
+    run(tmp_path, "processes=1", "stop_after=3", code=75)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    damage_last(tmp_path / "checkpoint" / "step-00000003")
+    refused = run(tmp_path, "resume=auto", code=2)
     assert "no checkpoint can be used" in refused.stderr
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
-def test_resume_by_path_and_what_is_refused(train, tmp_path):
-    train("run", "processes=1", "stop_after=3", code=75)
-    refused = train("run", code=2)
+def test_resume_by_path_and_what_is_refused(whole, tmp_path):
+    other = tmp_path / "other"
+    run(tmp_path / "run", "processes=1", "stop_after=3", code=75)
+    refused = run(tmp_path / "run", code=2)
     assert "or type resume=auto to go on with it" in refused.stderr
-    refused = train("other", f"resume={tmp_path / 'run'}", "optimizer.lr=1", code=2)
+    refused = run(other, f"resume={tmp_path / 'run'}", "optimizer.lr=1", code=2)
     assert "it is of another run, with another optimizer" in refused.stderr
-    refused = train("other", f"resume={tmp_path}", code=2)
+    refused = run(other, f"resume={tmp_path}", code=2)
     assert "holds no checkpoint" in refused.stderr
-    train("other", f"resume={tmp_path / 'run'}")
-    train("whole", "processes=1")
-    assert record(tmp_path / "other")[0] == record(tmp_path / "whole")[0]
-    again = train("other", "resume=auto")
+    run(other, f"resume={tmp_path / 'run'}")
+    assert record(other)[0] == record(whole)[0]
+    again = run(other, "resume=auto")
     assert "is finished; nothing is left to do" in again.stdout

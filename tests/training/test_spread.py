@@ -1,12 +1,14 @@
 """A run is the same to the bit however its workers are spread over processes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from dlion.config import make
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
 from dlion.launch.environment import join_process_group
@@ -38,7 +40,7 @@ class Net(torch.nn.Module):
         return self.layers(x)
 
 
-def net(data) -> Net:
+def net(data, **_) -> Net:
     return Net()
 
 
@@ -50,15 +52,19 @@ HARD = {
 }
 
 
-def _job(method: str, processes: int, data, directory, more: dict | None = None) -> Job:
-    optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
+def _optimizer(method: str):
+    node = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
     if method == "lion_cub":
-        optimizer.momentum_sync = 2
+        node.momentum_sync = 2
+    return node
+
+
+def _job(method: str, processes: int, data, directory, more: dict | None = None) -> Job:
     config = OmegaConf.merge(
         OmegaConf.load(ROOT / "conf" / "config.yaml"),
         {
             "hydra": None,
-            "optimizer": optimizer,
+            "optimizer": _optimizer(method),
             "model": {"name": "net", "_target_": "tests.training.test_spread.net"},
             "dataset": {"name": "digits"},
             "schedule": {"warmup_steps": 2, "final": 0.0},
@@ -77,7 +83,16 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
     )
     mode = "dirichlet" if more else "partition"
     sharding = Sharding(data.train_size, 8, 16, 3, mode, data.labels, 0.3)
-    return Job(config, processes, 8 // processes, "cpu", "gloo", 6, data, sharding, directory)
+    return Job(
+        config=config,
+        workers=Workers(processes=processes, local=8 // processes),
+        device="cpu",
+        backend="gloo",
+        steps=6,
+        data=data,
+        sharding=sharding,
+        output_dir=directory,
+    )
 
 
 def _train_all(processes: int, data, directory) -> None:
@@ -85,13 +100,16 @@ def _train_all(processes: int, data, directory) -> None:
     for method in METHODS:
         for name, more in ((method, None), (f"{method}-hard", HARD)):
             job = _job(method, processes, data, directory / name, more)
-            train(job, Workers.current(8 // processes))
+            train(replace(job, workers=Workers.current(8 // processes)))
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What every method gives, for 1, 2, 4 and 8 processes."""
+    for method in METHODS:  # what is imported and compiled here is so in all processes
+        params = [torch.nn.Parameter(torch.zeros(64))]
+        make(_optimizer(method), params, workers=Workers(local=2)).prepare()
     data, found = digits(), {}
     for processes in (1, 2, 4, 8):
         directory = tmp_path_factory.mktemp(f"spread{processes}")

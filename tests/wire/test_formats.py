@@ -42,7 +42,7 @@ def test_ternary_round_trip(length, seed):
 def test_sparse_round_trip(length, seed):
     wire, indices = Sparse(), integers(0, 2**31 - 1, (length,), seed)
     values = torch.randn(length, generator=torch.Generator().manual_seed(seed))
-    packed = wire.encode(indices, values)
+    packed = wire.encode((indices, values))
     assert packed.numel() == wire.nbytes(length)
     back = wire.decode(packed, length)
     assert torch.equal(back[0], indices) and torch.equal(back[1], values)

@@ -1,5 +1,5 @@
-"""Collect runs into one CSV table, a row for each, whatever became of it: what was typed, and its
-summary or, as long as there is none, its last measurements.
+"""Print a CSV table of runs with a row for each, whatever became of it: its status, its summary or,
+as long as there is none, its last measurements, and what was typed.
 
 status: finished, failed (the last column says why), running, or stopped (no line for 15 minutes).
 While a run of a sweep on SLURM is not finished, this is SLURM's word for its job: pending, running,
@@ -7,76 +7,112 @@ cancelled, timeout, node_fail and so on. Jobs in which no run began are listed b
 .submitit; they are "submitted" where SLURM (sacct, squeue) knows nothing of them.
 """
 
-import argparse
 import csv
 import sys
 from pathlib import Path
 from typing import Any
 
-from dlion.compare.commands import run_overrides
+from dlion.compare.options import make_parser, user_errors_end_the_command
 from dlion.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
-from dlion.errors import UserError
-from dlion.record.runs import CONFIG, FAILURE, METRICS, Run, directories_with, load_run
+from dlion.record.runs import CONFIG, FAILURE, METRICS, Run
+from dlion.record.studies import directories_with, find_runs
 
-COLUMNS = ["optimizer", "model", "dataset", "workers", "seed", "step", "test_accuracy", "test_loss",
-           "train_loss", "sent_bytes_per_step", "seconds_per_step", "commit",
-           "parameters_sha256"]  # fmt: skip
+COLUMNS = [
+    "optimizer",
+    "model",
+    "dataset",
+    "workers",
+    "seed",
+    "step",
+    "test_accuracy",
+    "test_loss",
+    "train_loss",
+    "sent_bytes_per_step",
+    "seconds_per_step",
+    "commit",
+    "parameters_sha256",
+]
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What is known of a run, from its configuration, its last measurements and its summary."""
-    config, last = run.config or {}, {}
+    """Return what is known of a run, from its configuration, measurements and summary."""
+    config = run.config or {}
+    last: dict[str, Any] = {}
     for row in run.metrics:
         last |= row
-    found = {key: (config.get(key) or {}).get("name") for key in ("optimizer", "model", "dataset")}
-    found |= {key: config.get(key) for key in ("workers", "seed")}
+    known = {key: (config.get(key) or {}).get("name") for key in ("optimizer", "model", "dataset")}
+    known |= {key: config.get(key) for key in ("workers", "seed")}
     if last:
-        found |= {f"{key}_per_step": last[key] / last["step"] for key in ("sent_bytes", "seconds")}
-    return found | last | (run.summary or {})
+        known |= {f"{key}_per_step": last[key] / last["step"] for key in ("sent_bytes", "seconds")}
+    return known | last | (run.summary or {})
 
 
-def status(run: Run, state: str | None) -> str:
-    """Of a run; ``state``: what SLURM says of its job, if it is one, and SLURM knows it."""
-    if run.finished or run.failure is not None or state is None:
+def status(run: Run, job_state: str | None) -> str:
+    """Return the status of a run.
+
+    Args:
+        run: the run.
+        job_state: what SLURM says of its job; None if it is none, or one SLURM does not know.
+    """
+    if run.finished or run.failure is not None or job_state is None:
         return run.status
-    return "stopped" if state == "completed" else state
+    return "stopped" if job_state == "completed" else job_state
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m dlion.compare.collect",
-        description=__doc__,
-        epilog="example: python -m dlion.compare.collect outputs > runs.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR",
-                        help="of a run, of a sweep, or above many of them")  # fmt: skip
-    directories: set[Path] = set()
-    sweeps: set[Path] = set()
-    try:
-        for path in parser.parse_args().directories:
-            found = directories_with(path, METRICS, FAILURE, CONFIG)
-            folders = directories_with(path, "multirun.yaml")
-            if not found | folders:
-                raise UserError(f"{path} holds no run: give a directory with runs below it")
-            directories |= found
-            sweeps |= folders
-        runs = [(load_run(directory), job_of(directory)) for directory in sorted(directories)]
-    except UserError as error:
-        parser.error(str(error))
+def find_sweeps(paths: list[Path]) -> list[Path]:
+    """Return the directories of sweeps at or below the given ones."""
+    folders = [path for path in paths if path.is_dir()]
+    return sorted(set().union(*(directories_with(path, "multirun.yaml") for path in folders)))
+
+
+def collect(paths: list[Path]) -> list[list[Any]]:
+    """Return the table, its headings first.
+
+    Raises:
+        UserError: if a path holds neither a run nor a sweep.
+    """
+    sweeps = find_sweeps(paths)
+    holding = [path for path in paths if not _holds_only_sweeps(path)]
+    runs = find_runs(holding, (METRICS, FAILURE, CONFIG))
+    jobs = {run.directory: job_of(run.directory) for run in runs}
     waiting: dict[Job, tuple[Path, list[str]]] = {}
-    for sweep in sorted(sweeps):
-        begun = (job for run, job in runs if job and sweep in run.directory.parents)
+    for sweep in sweeps:
+        begun = [job for path, job in jobs.items() if job and sweep in path.parents]
         waiting |= jobs_without_run(sweep, begun)
-    states = ask_slurm([*(job for run, job in runs if job and not run.finished), *waiting])
-    table = csv.writer(sys.stdout)
-    table.writerow(["status", "directory", *COLUMNS, "overrides", "failure"])
-    for run, job in runs:
-        row = [status(run, states.get(job)), run.directory, *map(facts(run).get, COLUMNS)]
-        table.writerow([*row, " ".join(run_overrides(run.directory)), run.failure])
+    unfinished = [jobs[run.directory] for run in runs if not run.finished]
+    states = ask_slurm([*filter(None, unfinished), *waiting])
+    table: list[list[Any]] = [["status", "directory", *COLUMNS, "overrides", "failure"]]
+    for run in runs:
+        known, job = facts(run), jobs[run.directory]
+        values = [known.get(column) for column in COLUMNS]
+        state = status(run, states.get(job) if job else None)
+        table.append([state, run.directory, *values, " ".join(run.overrides), run.failure])
     for job, (folder, typed) in waiting.items():
-        row = [states.get(job, "submitted"), folder, *[None] * len(COLUMNS)]
-        table.writerow([*row, " ".join(typed), None])
+        nothing = [None] * len(COLUMNS)
+        table.append([states.get(job, "submitted"), folder, *nothing, " ".join(typed), None])
+    return table
+
+
+def _holds_only_sweeps(path: Path) -> bool:
+    """Whether there are sweeps in a directory but no run: all their jobs wait."""
+    if not path.is_dir() or not directories_with(path, "multirun.yaml"):
+        return False
+    return not directories_with(path, METRICS, FAILURE, CONFIG)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser("collect", __doc__, "outputs > runs.csv")
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="of a run, of a sweep, or above many of them; or a packed runs.jsonl",
+    )
+    options = parser.parse_args(arguments)
+    with user_errors_end_the_command():
+        table = collect(options.paths)
+    csv.writer(sys.stdout).writerows(table)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""What was typed, as Hydra keeps it beside a run and beside a sweep."""
+"""The commands that runs came from, as Hydra keeps them beside a run and beside a sweep."""
 
 import itertools
 import shlex
-from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-
-def run_overrides(directory: Path) -> list[str]:
-    """The overrides of a run; of a run in a sweep, one value each."""
-    file = directory / ".hydra" / "overrides.yaml"
-    return list(OmegaConf.load(file)) if file.exists() else []
+from dlion.record.runs import Run
 
 
 def sweep_overrides(multirun: DictConfig) -> list[list[str]]:
-    """The overrides of each run of a sweep, in their order; ``multirun``: of multirun.yaml."""
+    """Return the overrides of each run of a sweep, in the order of the runs.
+
+    Args:
+        multirun: the content of the sweep's multirun.yaml.
+    """
     hydra = multirun.hydra
     typed = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
     choices = {}
@@ -28,13 +27,14 @@ def sweep_overrides(multirun: DictConfig) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices.values())]
 
 
-def command(directory: Path) -> str:
-    """The command that a run came from, without the places where it wrote."""
-    typed, options = run_overrides(directory), []
-    file = directory.parent / "multirun.yaml"
+def command(run: Run) -> str:
+    """Return the command that a run came from, without the directories that it wrote to."""
+    typed, options = run.overrides, []
+    file = run.directory.parent / "multirun.yaml"
     if file.exists():
         multirun = OmegaConf.load(file)
-        if typed in sweep_overrides(multirun):  # it is of the last of several sweeps into one place
+        # of several sweeps into one directory, the file describes the last
+        if typed in sweep_overrides(multirun):
             typed, options = list(multirun.hydra.overrides.task), ["-m"]
     kept = [override for override in typed if not override.startswith("output_dir=")]
     return shlex.join(["python", "train.py", *options, *kept])

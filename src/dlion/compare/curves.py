@@ -1,4 +1,4 @@
-"""Runs into curves: numbers for figures and tables, and nothing drawn."""
+"""From runs to curves: the numbers behind figures and tables. Nothing is drawn here."""
 
 import math
 from collections import defaultdict
@@ -11,11 +11,24 @@ import numpy as np
 from dlion.errors import UserError
 from dlion.record.runs import Run
 
-# of the run as a whole; in the order in which they tell runs apart
-_SETTINGS = (
-    *("dataset", "model", "workers", "local_steps", "participation", "precision", "nonfinite"),
-    *("local_lr", "batch_size", "steps", "epochs"),
+Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
+
+# settings of the run as a whole, in the order in which they are asked whether runs differ by them
+RUN_SETTINGS = (
+    "dataset",
+    "model",
+    "workers",
+    "local_steps",
+    "participation",
+    "precision",
+    "nonfinite",
+    "local_lr",
+    "batch_size",
+    "steps",
+    "epochs",
 )
+_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
+_NOT_COMPARED = ("_target_", "path", "loaders")  # of a group: they say where, not what
 
 
 @dataclass(frozen=True)
@@ -24,21 +37,25 @@ class Curve:
 
     Attributes:
         method: the name of the optimizer.
-        told: the settings that tell it from other curves of its method, flat.
+        settings: what may distinguish it from other curves.
+        differing: those of the settings in which the curves of its method differ, without
+            redundant ones.
+        seeds: of the runs, in the order of ``values``.
         steps: ``[T]``, the evaluations that all runs have.
         bits: ``[T]``, bits sent so far per parameter, mean over workers and runs.
         values: ``[runs, T]``, the metric.
-        paper_bits: per parameter and step, both directions, as the papers count; None if a run is
-            not finished.
+        paper_bits: bits per parameter and step, both directions, as the papers count; None if no
+            run is finished.
         sent_bytes: a worker's, per step.
         saving: how many times fewer bytes than a float32 ring all-reduce; None for one worker.
         seconds: per step.
         finished: whether all runs are.
-        settings: what may tell it from other curves, flat.
     """
 
     method: str
-    told: dict[str, Any]
+    settings: Settings
+    differing: Settings
+    seeds: list[int | None]
     steps: np.ndarray
     bits: np.ndarray
     values: np.ndarray
@@ -47,21 +64,20 @@ class Curve:
     saving: float | None
     seconds: float
     finished: bool
-    settings: dict[str, Any]
 
     @property
     def label(self) -> str:
-        """The method, and whatever else tells this curve from the others."""
+        """The method, and the settings that distinguish this curve from others of the method."""
         return " ".join(filter(None, [self.method, self.variant()]))
 
-    def variant(self, without: str | None = None) -> str:
-        """What tells it from other curves of its method, in words; ``without`` one setting."""
-        told = {key: value for key, value in self.told.items() if key != without}
-        return " ".join(f"{short(key)}={value}" for key, value in told.items())
+    def variant(self, hidden: str | None = None) -> str:
+        """Return the differing settings in words.
 
-    @property
-    def seeds(self) -> int:
-        return len(self.values)
+        Args:
+            hidden: a setting to leave out, because an axis or a panel shows it.
+        """
+        shown = {key: value for key, value in self.differing.items() if key != hidden}
+        return " ".join(f"{short_name(key)}={value}" for key, value in shown.items())
 
     @property
     def final(self) -> np.ndarray:
@@ -69,149 +85,191 @@ class Curve:
         return self.values[:, -1]
 
     def best(self, metric: str) -> np.ndarray:
-        """The metric at each run's best evaluation, ``[runs]``."""
+        """Return the metric at each run's best evaluation, ``[runs]``."""
         return self.values.max(1) if "accuracy" in metric else self.values.min(1)
 
 
-def choose_metric(runs: list[Run], asked: str | None = None) -> str:
-    """What was asked for, or ``accuracy`` where all runs have it, or ``loss``.
+def choose_metric(runs: list[Run], requested: str | None = None) -> str:
+    """Return the requested metric, or ``accuracy`` where all runs have it, or ``loss``.
 
-    ``accuracy`` and ``loss`` are those of the test; else a key of metrics.jsonl.
+    ``accuracy`` and ``loss`` are those of the test; else a metric is a key of metrics.jsonl.
 
     Raises:
         UserError: if not all runs can be compared by it.
     """
-    kinds = {"test_accuracy" in row for run in runs for row in run.metrics if "test_loss" in row}
-    if not kinds:
+    have_accuracy = {
+        "test_accuracy" in row for run in runs for row in run.metrics if "test_loss" in row
+    }
+    if not have_accuracy:
         raise UserError(
             "no run holds an evaluation yet: wait for the first, or set eval_every=STEPS"
         )
-    if asked == "loss":
+    if requested == "loss":
         return "loss"
-    if asked not in (None, "accuracy"):
+    if requested not in (None, "accuracy"):
         known = {key for run in runs for row in run.metrics for key in row}
-        if asked not in known:
+        if requested not in known:
             raise UserError(
-                f"no run has {asked}: choose accuracy, loss, {', '.join(sorted(known))}"
+                f"no run has {requested}: choose accuracy, loss, {', '.join(sorted(known))}"
             )
-        return asked
-    if len(kinds) > 1 and asked is None:
+        return requested
+    if len(have_accuracy) > 1 and requested is None:
         raise UserError("some runs have an accuracy and some only a loss: give runs of one kind")
-    if asked == "accuracy" and kinds != {True}:
+    if requested == "accuracy" and have_accuracy != {True}:
         raise UserError("these runs have no accuracy: type --metric loss")
-    return "accuracy" if kinds == {True} else "loss"
+    return "accuracy" if have_accuracy == {True} else "loss"
 
 
-def group_runs(runs: list[Run]) -> dict[tuple[str, str], list[Run]]:
-    """Runs that can be compared, by data set and model."""
-    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    for run in runs:
-        settings = _settings(run)
-        groups[settings["dataset"], settings["model"]].append(run)
-    return groups
-
-
-def column_of(metric: str) -> str:
-    """The key of a metric in metrics.jsonl."""
+def metric_key(metric: str) -> str:
+    """Return the key of a metric in metrics.jsonl."""
     return f"test_{metric}" if metric in ("accuracy", "loss") else metric
 
 
-def short(key: str) -> str:
-    """A setting's name without its group."""
+def short_name(key: str) -> str:
+    """Return the name of a setting without its group."""
     return key.rpartition(".")[2]
 
 
-def place_of(value: Any) -> tuple[float, str]:
-    """Where a setting's value stands on an axis: numbers by size, then the rest by name."""
+def sort_key(value: Any) -> tuple[float, str]:
+    """Return where a setting's value stands in order: numbers by size, then the rest by name."""
     is_number = isinstance(value, int | float)
     return (float(value) if is_number else math.inf, str(value))
 
 
-def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list[Curve]:
-    """One curve for all runs that differ only by seed, by method and then by setting.
+def settings_of(run: Run) -> Settings:
+    """Return the settings that may distinguish a run from others; the seed is none of them."""
+    config = run.config or {}
+    settings: Settings = {"optimizer.name": run.directory.name}
+    for group in _GROUPS:
+        for key, value in (config.get(group) or {}).items():
+            if key not in _NOT_COMPARED and not isinstance(value, dict):
+                settings[f"{group}.{key}"] = value
+    for group in ("model", "dataset"):
+        settings[group] = settings.pop(f"{group}.name", "?")
+    for key in RUN_SETTINGS:
+        if key in config:
+            settings.setdefault(key, config[key])
+    if run.summary is not None:
+        settings["optimizer.name"] = run.summary["optimizer"]
+        settings |= {key: run.summary[key] for key in ("model", "dataset", "workers")}
+    return settings
 
-    ``first``: settings to tell curves apart by before all others.
-    """
-    methods: dict[str, list[tuple[Run, dict[str, Any]]]] = defaultdict(list)
+
+def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
+    """Return the runs that can be compared, by a title: of one study, data set and model."""
+    groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        if any(column_of(metric) in row for row in run.metrics):
-            settings = _settings(run)
+        settings = settings_of(run)
+        study = f"{run.study}: " if run.study else ""
+        groups[f"{study}{settings['model']} on {settings['dataset']}"].append(run)
+    return groups
+
+
+def select_runs(runs: list[Run], conditions: dict[str, str]) -> list[Run]:
+    """Return the runs that have these values of settings.
+
+    Raises:
+        UserError: if there are none.
+    """
+    chosen = runs
+    for key, value in conditions.items():
+        chosen = [run for run in chosen if str(settings_of(run).get(key)) == value]
+        if not chosen:
+            values = {str(settings_of(run)[key]) for run in runs if key in settings_of(run)}
+            known = f"it is {', '.join(sorted(values))}" if values else "they have no such setting"
+            raise UserError(f"none of these runs has {key}={value}: {known}")
+    return chosen
+
+
+def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list[Curve]:
+    """Return one curve for all runs that differ only by seed, sorted by method and settings.
+
+    Args:
+        runs: those without the metric are left out.
+        metric: as :func:`choose_metric` gives it.
+        first: settings that distinguish curves before all others do.
+    """
+    methods: dict[str, list[tuple[Run, Settings]]] = defaultdict(list)
+    for run in runs:
+        if any(metric_key(metric) in row for row in run.metrics):
+            settings = settings_of(run)
             methods[settings["optimizer.name"]].append((run, settings))
     curves = []
-    for own in methods.values():
-        keys = _telling([settings for _, settings in own], first)
-        groups: dict[str, list[tuple[Run, dict[str, Any]]]] = defaultdict(list)
-        for run, settings in own:
-            groups[_at(settings, keys)].append((run, settings))
+    for pairs in methods.values():
+        keys = _differing_keys([settings for _, settings in pairs], first)
+        groups: dict[str, list[tuple[Run, Settings]]] = defaultdict(list)
+        for run, settings in pairs:
+            groups[_identity(settings, keys)].append((run, settings))
         for group in groups.values():
             settings = group[0][1]
-            told = {key: settings[key] for key in keys if key in settings}
-            curves.append(_curve([run for run, _ in group], metric, settings, told))
-    return sorted(curves, key=lambda c: (c.method, [place_of(v) for v in c.told.values()]))
+            differing = {key: settings[key] for key in keys if key in settings}
+            curves.append(_make_curve([run for run, _ in group], metric, settings, differing))
+    return sorted(
+        curves, key=lambda curve: (curve.method, [*map(sort_key, curve.differing.values())])
+    )
 
 
-def _telling(settings: list[dict[str, Any]], first: Sequence[str]) -> list[str]:
-    """The settings that tell runs of a method apart, without those that follow from others."""
-    known = sorted(set().union(*settings))
-    found: list[str] = []
-    for key in dict.fromkeys([*first, *_SETTINGS, *known]):
-        values = {repr(s[key]) for s in settings if key in s}
-        if len(values) > 1 and _classes(settings, [*found, key]) > _classes(settings, found):
-            found.append(key)
-    return found
+def _differing_keys(all_settings: list[Settings], first: Sequence[str]) -> list[str]:
+    """Return the settings in which the runs differ, without redundant ones.
+
+    A setting is redundant if those before it split the runs into the same groups already: a batch
+    size that follows from the number of workers, say.
+    """
+    known = sorted(set().union(*all_settings))
+    keys: list[str] = []
+    for key in dict.fromkeys([*first, *RUN_SETTINGS, *known]):
+        values = {repr(settings[key]) for settings in all_settings if key in settings}
+        if len(values) > 1:
+            groups_with = {_identity(settings, [*keys, key]) for settings in all_settings}
+            groups_without = {_identity(settings, keys) for settings in all_settings}
+            if len(groups_with) > len(groups_without):
+                keys.append(key)
+    return keys
 
 
-def _at(settings: dict[str, Any], keys: list[str]) -> str:
+def _identity(settings: Settings, keys: list[str]) -> str:
+    """Return a text that is equal for runs with equal values of these settings."""
     return repr([settings.get(key) for key in keys])
 
 
-def _classes(settings: list[dict[str, Any]], keys: list[str]) -> int:
-    return len({_at(each, keys) for each in settings})
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """What may tell runs apart, flat; not the seed."""
-    config = run.config or {}
-    found: dict[str, Any] = {"optimizer.name": run.directory.name}
-    for group in ("optimizer", "model", "dataset", "schedule", "faults"):
-        for key, value in (config.get(group) or {}).items():
-            if key not in ("_target_", "path", "loaders") and not isinstance(value, dict):
-                found[f"{group}.{key}"] = value
-    for key in ("model", "dataset"):
-        found[key] = found.pop(f"{key}.name", "?")
-    found |= {key: config[key] for key in _SETTINGS if key in config and key not in found}
-    if run.summary is not None:
-        found["optimizer.name"] = run.summary["optimizer"]
-        found |= {key: run.summary[key] for key in ("model", "dataset", "workers")}
-    return found
-
-
-def _curve(runs: list[Run], metric: str, settings: dict[str, Any], told: dict[str, Any]) -> Curve:
-    name = column_of(metric)
-    tables = [
-        {row["step"]: row for row in run.metrics if row.get(name) is not None} for run in runs
+def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Settings) -> Curve:
+    key = metric_key(metric)
+    evaluations = [
+        {row["step"]: row for row in run.metrics if row.get(key) is not None} for run in runs
     ]
-    common = sorted(set.intersection(*(set(table) for table in tables)))
+    common = sorted(set.intersection(*map(set, evaluations)))
     if not common:
         raise UserError(
             f"the runs like {runs[0].directory} share no evaluation: give runs with one eval_every"
         )
-    rows = [[table[step] for step in common] for table in tables]
-    first = next((run.summary for run in runs if run.summary is not None), {})
+    rows = [[by_step[step] for step in common] for by_step in evaluations]
+    last_rows = [row[-1] for row in rows]
     bits = np.array([[row["sent_bits_per_parameter"] for row in line] for line in rows]).mean(0)
     steps = np.array(common)
-    n = settings.get("workers", 1)
-    ring = 2 * (n - 1) / n * 32 * steps[-1]
     return Curve(
         method=settings["optimizer.name"],
-        told=told,
+        settings=settings,
+        differing=differing,
+        seeds=[(run.config or run.summary or {}).get("seed") for run in runs],
         steps=steps,
         bits=bits,
-        values=np.array([[row[name] for row in line] for line in rows]),
-        paper_bits=first["paper_bits_up"] + first["paper_bits_down"] if first else None,
-        sent_bytes=float(np.mean([line[-1]["sent_bytes"] for line in rows]) / steps[-1]),
-        saving=ring / bits[-1] if ring and bits[-1] else None,
-        seconds=float(np.mean([line[-1]["seconds"] for line in rows]) / steps[-1]),
+        values=np.array([[row[key] for row in line] for line in rows]),
+        paper_bits=_paper_bits(runs),
+        sent_bytes=float(np.mean([row["sent_bytes"] for row in last_rows]) / steps[-1]),
+        saving=_saving(settings.get("workers", 1), steps[-1], bits[-1]),
+        seconds=float(np.mean([row["seconds"] for row in last_rows]) / steps[-1]),
         finished=all(run.finished for run in runs),
-        settings=settings,
     )
+
+
+def _paper_bits(runs: list[Run]) -> float | None:
+    for run in runs:
+        if run.summary is not None:
+            return run.summary["paper_bits_up"] + run.summary["paper_bits_down"]
+    return None
+
+
+def _saving(workers: int, steps: int, bits: float) -> float | None:
+    """Return how many times more bits per parameter a float32 ring all-reduce would have sent."""
+    ring = 2 * (workers - 1) / workers * 32 * steps
+    return ring / bits if ring and bits else None

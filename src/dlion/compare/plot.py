@@ -1,214 +1,271 @@
-"""Draw accuracy against bandwidth: ``python -m dlion.compare.plot RUN_DIR... [-o PREFIX]``.
+"""Draw accuracy against bandwidth, or against a setting, from any recorded runs.
 
-Takes any directories with runs below them, prints a table, and writes PREFIX.png. Runs that differ
-only by their seed become one line with a band from the worst to the best. For a page to look around
-in: ``python -m dlion.compare.report``.
+Prints a table and writes PREFIX.png. Runs that differ only by their seed become one line with a
+band from the worst to the best. For a page to look around in: python -m dlion.compare.report.
 """
 
-import argparse
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlion.compare.curves import Curve, choose_metric, make_curves
+from dlion.compare.curves import Curve
+from dlion.compare.options import (
+    add_curve_options,
+    curves_of,
+    make_parser,
+    user_errors_end_the_command,
+)
 from dlion.compare.style import (
     AXES,
-    NAMED,
+    MOST_LABELS,
     SIDES,
-    ends,
-    lines_over,
-    name_of,
-    shown,
-    sides_of,
-    spread,
+    Style,
+    display_name,
+    end_values,
+    error_bar,
+    in_axis_unit,
+    label_sides,
+    lines_along,
+    log_ticks,
+    setting_values,
     styles_of,
     title_of,
-    values_of,
-    with_deviation,
 )
-from dlion.errors import UserError
-from dlion.record.runs import find_runs
+from dlion.compare.table import overview
+
+LABEL_DISTANCE = 9  # points between a marker and its name
 
 
-def draw(
-    curves: list[Curve],
-    metric: str,
-    path: Path,
-    x: str | None = None,
-    panels: str | None = None,
-    best: bool = False,
-) -> None:
-    """Write a PNG.
+@dataclass(frozen=True)
+class Figure:
+    """What a figure shows.
 
-    Args:
-        curves: what to draw.
+    Attributes:
         metric: as :func:`choose_metric` gives it.
-        path: of the file.
         x: bits | paper_bits | step | a setting; None: a panel over bits, one over paper_bits.
         panels: a setting that has a panel for each of its values.
         best: over paper_bits or a setting, each run's best evaluation instead of its last.
+    """
+
+    metric: str
+    x: str | None = None
+    panels: str | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: its curves, the x axis, and its title."""
+
+    curves: list[Curve]
+    x: str
+    title: str
+
+
+def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
+    """Write a PNG.
 
     Raises:
-        UserError: if no run has that setting.
+        UserError: if no run has a setting that the figure asks for.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    if panels is None:
-        parts = [(curves, axis, "") for axis in ([x] if x else ["bits", "paper_bits"])]
-    else:
-        parts = [
-            ([c for c in curves if c.settings.get(panels) == value], x or "bits",
-             f"{panels} = {value}")
-            for value in values_of(curves, panels)
-        ]  # fmt: skip
-    columns = min(len(parts), 2)
-    rows = math.ceil(len(parts) / columns)
-    size = (8.5, 5) if len(parts) == 1 else (12.5, 5 * rows if rows == 1 else 4.2 * rows)
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=size, layout="constrained", sharey=True, squeeze=False
+    panels = _panels(curves, figure)
+    columns = min(len(panels), 2)
+    rows = math.ceil(len(panels) / columns)
+    canvas, grid = pyplot.subplots(
+        rows,
+        columns,
+        figsize=_size(len(panels), rows),
+        layout="constrained",
+        sharey=True,
+        squeeze=False,
     )
-    for axes in grid.flat[len(parts) :]:
+    for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    named = x == "paper_bits" and panels is None and len(curves) <= NAMED
     legend: dict[str, Any] = {}
-    for place, (axes, (part, axis, title)) in enumerate(zip(grid.flat, parts, strict=False)):
-        legend = _panel(axes, part, metric, axis, panels, best, named) | legend
-        lowest = place + columns >= len(parts)
-        axes.set(title=title, xlabel=AXES.get(axis, axis) if lowest else "")
+    for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
+        legend = _draw_panel(axes, panel, figure) | legend
+        is_lowest = number + columns >= len(panels)
+        axes.set(title=panel.title, xlabel=AXES.get(panel.x, panel.x) if is_lowest else "")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    kind = "best " if best and x not in ("bits", "step") else ""
+    best = "best " if figure.best and figure.x not in ("bits", "step") else ""
     for axes in grid[:, 0]:
-        axes.set_ylabel(kind + title_of(metric))
-    low, high = min(c.values.min() for c in curves), max(c.values.max() for c in curves)
-    falls = metric not in ("accuracy", "outside_box") and 0 < 10 * low < high
-    if falls and x not in (None, "bits", "paper_bits"):
+        axes.set_ylabel(best + title_of(figure.metric))
+    if _falls_by_decades(curves, figure):
         grid[0, 0].set_yscale("log")
-    if legend:
-        seeds = max(c.seeds for c in curves)
-        note = f"worst to best of {seeds} seeds" if seeds > 1 else None
-        names = [name.replace("$", r"\$") for name in legend]
-        figure.legend(legend.values(), names, loc="outside right center", title=note,
-                      frameon=False)  # fmt: skip
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    _add_legend(canvas, legend, max(len(curve.seeds) for curve in curves))
+    canvas.savefig(path, dpi=130)
+    pyplot.close(canvas)
 
 
-def _panel(
-    axes: Any, curves: list[Curve], metric: str, x: str, panels: str | None, best: bool, named: bool
-) -> dict[str, Any]:
-    """Draw into one panel; what the legend has to name."""
-    if x in ("bits", "step"):
-        return _curves(axes, curves, metric, x, panels)
-    if x == "paper_bits":
-        return _points(axes, curves, metric, panels, best, named)
-    values, styles = values_of(curves, x), styles_of(curves, x)
-    handles = {}
-    for name, line in lines_over(curves, x).items():
-        style = styles[line[0].label]
-        places = [values.index(c.settings[x]) for c in line]
-        finals = [ends(c, metric, best) for c in line]
-        means = [float(f.mean()) for f in finals]
-        bars = np.stack([spread(f) for f in finals], 1)
-        handles[name] = axes.errorbar(
-            places, means, bars, color=style.colour, marker=style.marker, linestyle=style.line,
-            fillstyle=style.fill, capsize=3,
-        )  # fmt: skip
-    axes.set_xticks(range(len(values)), labels=[str(value) for value in values])
+def _panels(curves: list[Curve], figure: Figure) -> list[Panel]:
+    if figure.panels is None:
+        axes = [figure.x] if figure.x else ["bits", "paper_bits"]
+        return [Panel(curves, x, "") for x in axes]
+    panels = []
+    for value in setting_values(curves, figure.panels):
+        part = [curve for curve in curves if curve.settings.get(figure.panels) == value]
+        panels.append(Panel(part, figure.x or "bits", f"{figure.panels} = {value}"))
+    return panels
+
+
+def _size(panels: int, rows: int) -> tuple[float, float]:
+    """Return width and height of a figure in inches."""
+    if panels == 1:
+        return 8.5, 5
+    return 12.5, 5 if rows == 1 else 4.2 * rows
+
+
+def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
+    """Whether a metric that gets small as training goes on needs a logarithmic axis."""
+    if figure.metric in ("accuracy", "outside_box") or figure.x in (None, "bits", "paper_bits"):
+        return False
+    low = min(curve.values.min() for curve in curves)
+    high = max(curve.values.max() for curve in curves)
+    return bool(0 < 10 * low < high)
+
+
+def _add_legend(canvas: Any, handles: dict[str, Any], seeds: int) -> None:
+    if not handles:
+        return
+    names = [name.replace("$", r"\$") for name in handles]
+    note = f"worst to best of {seeds} seeds" if seeds > 1 else None
+    canvas.legend(handles.values(), names, loc="outside right center", title=note, frameon=False)
+
+
+def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
+    """Draw into one panel and return what the legend has to show, by name."""
+    if panel.x in ("bits", "step"):
+        return _draw_courses(axes, panel, figure)
+    if panel.x == "paper_bits":
+        return _draw_points(axes, panel, figure)
+    return _draw_along_setting(axes, panel, figure)
+
+
+def _draw_courses(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
+    """Draw the metric in the course of training, over bits or steps, with bands over seeds."""
+    styles, handles = styles_of(panel.curves, figure.panels), {}
+    over_bits = panel.x == "bits"
+    for curve in panel.curves:
+        style = styles[curve.label]
+        values = in_axis_unit(curve.values, figure.metric)
+        xs = curve.bits if over_bits else curve.steps
+        look = _look(style) if over_bits else _look(style) | {"marker": ""}
+        (line,) = axes.plot(xs, values.mean(0), **look, linestyle=style.line, ms=4)
+        handles[display_name(curve, figure.panels)] = line
+        axes.fill_between(xs, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0)
+    if over_bits and any(curve.bits[-1] == 0 for curve in panel.curves):
+        axes.set_xscale("symlog", linthresh=1)  # one worker sends nothing
+    elif over_bits:
+        _scale_bits(axes, [bits for curve in panel.curves for bits in curve.bits])
     return handles
 
 
-def _curves(
-    axes: Any, curves: list[Curve], metric: str, x: str, panels: str | None
-) -> dict[str, Any]:
-    styles, handles = styles_of(curves, panels), {}
-    for curve in curves:
-        style, values = styles[curve.label], shown(curve.values, metric)
-        places = curve.bits if x == "bits" else curve.steps
-        (handles[name_of(curve, panels)],) = axes.plot(
-            places, values.mean(0), color=style.colour, linestyle=style.line,
-            marker=style.marker if x == "bits" else "", fillstyle=style.fill, ms=4,
-        )  # fmt: skip
-        low, high = values.min(0), values.max(0)
-        axes.fill_between(places, low, high, color=style.colour, alpha=0.15, lw=0)
-    if x == "bits":
-        if any(c.bits[-1] == 0 for c in curves):  # one worker sends nothing
-            axes.set_xscale("symlog", linthresh=1)
-        else:
-            axes.set_xscale("log")
-    return handles
+def _scale_bits(axes: Any, bits: list[float]) -> None:
+    """Make the x axis logarithmic, with the ticks that lie between these numbers of bits."""
+    axes.set_xscale("log")
+    ticks = [tick for tick in log_ticks(bits) if min(bits) <= tick <= max(bits)]
+    if ticks:
+        axes.set_xticks(ticks, labels=[f"{tick:,.10g}" for tick in ticks])
+        axes.minorticks_off()
 
 
-def _points(
-    axes: Any, curves: list[Curve], metric: str, panels: str | None, best: bool, named: bool
-) -> dict[str, Any]:
-    styles, handles, places = styles_of(curves, panels), {}, {}
-    for curve in curves:
+def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
+    """Draw a point for each curve over its paper bits, named beside it where there is room."""
+    styles, handles, points = styles_of(panel.curves, figure.panels), {}, {}
+    for curve in panel.curves:
         if curve.paper_bits is None:
             continue
-        style, last = styles[curve.label], ends(curve, metric, best)
-        name, places[curve.label] = name_of(curve, panels), (curve.paper_bits, last.mean())
-        handles[name] = axes.errorbar(
-            curve.paper_bits, last.mean(), spread(last)[:, None], color=style.colour,
-            marker=style.marker, fillstyle=style.fill, linestyle="", ms=9, capsize=3,
-        )  # fmt: skip
-    if named:
-        for label, side in sides_of(places).items():
-            right, above = SIDES[side]
-            axes.annotate(
-                label, places[label], (9 * right, 9 * above), textcoords="offset points",
-                ha={1: "left", 0: "center", -1: "right"}[right], va="center", fontsize=9,
-                color=styles[label].colour,
-            )  # fmt: skip
+        ends = end_values(curve, figure.metric, figure.best)
+        points[curve.label] = (curve.paper_bits, ends.mean())
+        handles[display_name(curve, figure.panels)] = axes.errorbar(
+            curve.paper_bits,
+            ends.mean(),
+            error_bar(ends)[:, None],
+            **_look(styles[curve.label]),
+            linestyle="",
+            ms=9,
+            capsize=3,
+        )
+    alone = figure.x == "paper_bits" and figure.panels is None
+    if alone and len(panel.curves) <= MOST_LABELS:
+        _label_points(axes, points, styles)
         handles = {}
     axes.set_xscale("log")
     axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
     axes.minorticks_off()
     axes.margins(x=0.1)
+    if len({x for x, _ in points.values()}) == 1:  # an axis of one point would have no ticks
+        (x, _), *_ = points.values()
+        axes.set_xlim(x / 2, x * 2)
     return handles
 
 
+def _label_points(
+    axes: Any, points: dict[str, tuple[float, float]], styles: dict[str, Style]
+) -> None:
+    for label, side in label_sides(points).items():
+        right, above = SIDES[side]
+        axes.annotate(
+            label,
+            points[label],
+            (LABEL_DISTANCE * right, LABEL_DISTANCE * above),
+            textcoords="offset points",
+            ha={1: "left", 0: "center", -1: "right"}[right],
+            va="center",
+            fontsize=9,
+            color=styles[label].colour,
+        )
+
+
+def _draw_along_setting(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
+    """Draw the metric at the end over the values of a setting, equally far from each other."""
+    values, styles = setting_values(panel.curves, panel.x), styles_of(panel.curves, panel.x)
+    handles = {}
+    for name, line in lines_along(panel.curves, panel.x).items():
+        style = styles[line[0].label]
+        ends = [end_values(curve, figure.metric, figure.best) for curve in line]
+        handles[name] = axes.errorbar(
+            [values.index(curve.settings[panel.x]) for curve in line],
+            [float(end.mean()) for end in ends],
+            np.stack([error_bar(end) for end in ends], 1),
+            **_look(style),
+            linestyle=style.line,
+            capsize=3,
+        )
+    axes.set_xticks(range(len(values)), labels=[str(value) for value in values])
+    return handles
+
+
+def _look(style: Style) -> dict[str, str]:
+    """Return a style's colour and markers as arguments of matplotlib."""
+    return {"color": style.colour, "marker": style.marker, "fillstyle": style.fill}
+
+
 def print_table(curves: list[Curve], metric: str) -> None:
-    """The table on the terminal; the best value is bold."""
+    """Print the table on the terminal; the method with the best value at the end is bold."""
     from rich.console import Console
     from rich.table import Table
 
-    percent = "accuracy" in metric
+    show = ["seeds", "end", "best", "paper_bits", "sent", "saving", "time"]
+    headings, *rows = overview(curves, metric, show)
     table = Table(title=f"{title_of(metric)} and traffic")
-    columns = (
-        "method",
-        "seeds",
-        "at the end",
-        "best",
-        "paper bits",
-        "sent a step",
-        "saving",
-        "time a step",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    pick = max if percent else min
-    leader = pick(curves, key=lambda c: c.final.mean()).label
-    for curve in curves:
-        final, best = (ends(curve, metric, best) for best in (False, True))
-        form = ".2f" if percent else ".4f"
-        table.add_row(
-            name_of(curve),
-            str(curve.seeds),
-            with_deviation(final, form),
-            f"{best.mean():{form}}",
-            "" if curve.paper_bits is None else f"{curve.paper_bits:.3g}",
-            f"{curve.sent_bytes / 1e3:.4g} kB",
-            "" if curve.saving is None else f"{curve.saving:.3g}x",
-            f"{1e3 * curve.seconds:,.1f} ms",
-            style="bold" if curve.label == leader else "",
-        )
+    for heading in headings:
+        justify = "left" if heading == "method" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
+    choose = max if "accuracy" in metric else min
+    leader = choose(curves, key=lambda curve: curve.final.mean())
+    for curve, row in zip(curves, rows, strict=True):
+        table.add_row(*row, style="bold" if curve is leader else "")
     console = Console(width=None if sys.stdout.isatty() else 500)
     console.print(table)
     console.print(
@@ -218,11 +275,10 @@ def print_table(curves: list[Curve], metric: str) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m dlion.compare.plot", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser("plot", __doc__, "outputs -o curves")
+    add_curve_options(parser)
     parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
-    parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
     parser.add_argument(
         "--x",
         help="bits (sent so far), paper_bits (a step), step, or a setting such as workers; without:"
@@ -231,26 +287,13 @@ def main() -> None:
     parser.add_argument(
         "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"
     )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
-    )
-    options = parser.parse_args()
-    try:
-        runs = find_runs(options.runs)
-        metric = choose_metric(runs, options.metric)
-        asked = [key for key in (options.panels, options.x) if key and key not in AXES]
-        curves = make_curves(runs, metric, asked)
-        for key in asked:
-            values_of(curves, key)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    options = parser.parse_args(arguments)
+    with user_errors_end_the_command():
+        curves, metric = curves_of(options, options.panels, options.x)
     print_table(curves, metric)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     path = options.output.with_name(options.output.name.removesuffix(".png") + ".png")
-    draw(curves, metric, path, options.x, options.panels, options.best)
+    draw(curves, Figure(metric, options.x, options.panels, options.best), path)
     print(path)
 
 

@@ -1,4 +1,4 @@
-"""How curves look and what they are called, in every kind of figure."""
+"""How curves look and what they are called, in every kind of figure and table."""
 
 import math
 from collections import defaultdict
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlion.compare.curves import Curve, place_of
+from dlion.compare.curves import Curve, sort_key
 from dlion.errors import UserError
 
 
 class Style(NamedTuple):
-    """How a curve is drawn; the words are matplotlib's."""
+    """How a curve is drawn, in matplotlib's words."""
 
     colour: str
     marker: str
@@ -19,7 +19,7 @@ class Style(NamedTuple):
     fill: str
 
 
-# colour (Okabe and Ito's, told apart by the colour-blind) and marker of each method
+# colour (Okabe and Ito's palette, which the colour-blind can read) and marker of each method
 _METHODS = {
     "g_adamw": ("#555555", "s"),
     "g_lion": ("#000000", "o"),
@@ -48,107 +48,167 @@ AXES = {
     "paper_bits": "bits per parameter and step, both ways (papers' count)",
     "step": "step",
 }
+MOST_LABELS = 14  # up to so many points have their names beside them, more have a legend
 SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
-NAMED = 14  # so many points have their names beside them instead of a legend
+
+# of a figure's width and height: what a label beside a point takes
+_LABEL_GAP = (0.03, 0.05)
+_LETTER_WIDTH = 0.014
+_LINE_HEIGHT = 0.04
+_MARKER_WIDTH = 0.04
 
 
-def styles_of(curves: list[Curve], without: str | None = None) -> dict[str, Style]:
-    """By the curve's label: a colour for each method, a line for each setting.
+def styles_of(curves: list[Curve], hidden: str | None = None) -> dict[str, Style]:
+    """Return the style of each curve, by its label.
 
-    Curves of one method have a colour for each setting. ``without`` one that is told otherwise.
+    Methods differ by colour, the settings of a method by line and fill. Curves of a single method
+    differ by colour.
+
+    Args:
+        curves: all that share a figure.
+        hidden: a setting that the figure shows otherwise, on an axis or as panels.
     """
-    methods = list(dict.fromkeys(c.method for c in curves))
-    variants = list(dict.fromkeys(v for c in curves if (v := c.variant(without))))
-    colours = dict(zip(methods, _COLOURS * len(methods), strict=False))
+    methods = list(dict.fromkeys(curve.method for curve in curves))
+    variants = list(dict.fromkeys(filter(None, (curve.variant(hidden) for curve in curves))))
+    other_colours = dict(zip(methods, _COLOURS * len(methods), strict=False))
     styles = {}
-    for c in curves:
-        colour, marker = _METHODS.get(c.method, (colours[c.method], "o"))
-        number = variants[::-1].index(v) if (v := c.variant(without)) else 0  # the last is solid
+    for curve in curves:
+        variant = curve.variant(hidden)
+        number = variants[::-1].index(variant) if variant else 0  # the last is solid
+        colour, marker = _METHODS.get(curve.method, (other_colours[curve.method], "o"))
         if len(methods) == 1 and len(variants) > 1:
-            styles[c.label] = Style(_COLOURS[number % len(_COLOURS)], marker, "solid", "full")
+            colour = _COLOURS[number % len(_COLOURS)]
+            styles[curve.label] = Style(colour, marker, "solid", "full")
         else:
-            styles[c.label] = Style(colour, marker, _LINES[number % 4], _FILLS[number % 4])
+            styles[curve.label] = Style(colour, marker, _LINES[number % 4], _FILLS[number % 4])
     return styles
 
 
-def shown(values: np.ndarray, metric: str) -> np.ndarray:
-    """In the unit of the axis."""
+def in_axis_unit(values: np.ndarray, metric: str) -> np.ndarray:
+    """Return values of a metric in the unit of its axis: accuracies in per cent."""
     return values * (100 if "accuracy" in metric else 1)
 
 
-def ends(curve: Curve, metric: str, best: bool) -> np.ndarray:
-    """The last or the best evaluation of each run, ``[runs]``, in the unit of the axis."""
-    return shown(curve.best(metric) if best else curve.final, metric)
+def end_values(curve: Curve, metric: str, best: bool = False) -> np.ndarray:
+    """Return the last, or the best, evaluation of each run, ``[runs]``, in the axis' unit."""
+    return in_axis_unit(curve.best(metric) if best else curve.final, metric)
 
 
-def spread(values: np.ndarray) -> np.ndarray:
-    """From the mean down to the lowest and up to the highest, ``[2]``."""
+def error_bar(values: np.ndarray) -> np.ndarray:
+    """Return how far the lowest and the highest value are from the mean, ``[2]``."""
     return np.array([values.mean() - values.min(), values.max() - values.mean()])
 
 
-def with_deviation(values: np.ndarray, form: str) -> str:
-    """The mean, and the standard deviation of more than one, in digits like ``.2f``."""
+def number_format(metric: str) -> str:
+    """Return the format of a metric's values in tables, in the unit of its axis."""
+    return ".2f" if "accuracy" in metric else ".4f"
+
+
+def mean_and_deviation(values: np.ndarray, form: str, sign: str = "") -> str:
+    """Return the mean and, of several values, the standard deviation.
+
+    Args:
+        values: of the runs.
+        form: of a number, such as ``.2f``.
+        sign: ``+`` to show the mean's sign even if it is positive.
+    """
     deviation = f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
-    return f"{values.mean():{form}}{deviation}"
+    return f"{values.mean():{sign}{form}}{deviation}"
 
 
 def title_of(metric: str) -> str:
+    """Return what a metric is called on an axis."""
     return TITLES.get(metric, metric)
 
 
-def name_of(curve: Curve, without: str | None = None) -> str:
-    name = " ".join(filter(None, [curve.method, curve.variant(without)]))
+def display_name(curve: Curve, hidden: str | None = None) -> str:
+    """Return a curve's name for legends and tables, without a setting that is shown otherwise."""
+    name = " ".join(filter(None, [curve.method, curve.variant(hidden)]))
     return name + ("" if curve.finished else " (not finished)")
 
 
-def lines_over(curves: list[Curve], x: str) -> dict[str, list[Curve]]:
-    """The curves that differ by the setting x alone, by name, in the order of x."""
+def lines_along(curves: list[Curve], setting: str) -> dict[str, list[Curve]]:
+    """Return the curves that differ by one setting alone: by name, in the order of the setting."""
     lines: dict[str, list[Curve]] = defaultdict(list)
     for curve in curves:
-        if x in curve.settings:
-            lines[name_of(curve, x)].append(curve)
+        if setting in curve.settings:
+            lines[display_name(curve, setting)].append(curve)
     return {
-        name: sorted(line, key=lambda curve: place_of(curve.settings[x]))
+        name: sorted(line, key=lambda curve: sort_key(curve.settings[setting]))
         for name, line in lines.items()
     }
 
 
-def values_of(curves: list[Curve], key: str) -> list[Any]:
-    """What a setting is in these curves, in order.
+def setting_values(curves: list[Curve], setting: str) -> list[Any]:
+    """Return the values that a setting has in these curves, in order.
 
     Raises:
         UserError: if they have no such setting.
     """
-    if not any(key in c.settings for c in curves):
-        known = sorted(set().union(*(c.settings for c in curves)))
-        raise UserError(f"{key} is no setting of these runs: choose {', '.join(known)}")
-    found = {place_of(c.settings[key]): c.settings[key] for c in curves if key in c.settings}
-    return [found[place] for place in sorted(found)]
+    values = [curve.settings[setting] for curve in curves if setting in curve.settings]
+    if not values:
+        known = sorted(set().union(*(curve.settings for curve in curves)))
+        raise UserError(f"{setting} is no setting of these runs: choose {', '.join(known)}")
+    distinct = {sort_key(value): value for value in values}
+    return [distinct[key] for key in sorted(distinct)]
 
 
-def sides_of(points: dict[str, tuple[float, float]]) -> dict[str, str]:
-    """Where a point's name has room beside it: right, left, above or below.
+def log_ticks(values: list[float]) -> list[float]:
+    """Return ticks of a logarithmic axis: decades, and 2 and 5 between them where there are few."""
+    low, high = min(values, default=1), max(values, default=1)
+    digits = (1,) if high / low > 100 else (1, 2, 5)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [digit * 10.0**decade for decade in decades for digit in digits]
 
-    ``points``: on a logarithmic and a linear axis.
+
+class _Label(NamedTuple):
+    """A text or a marker in a figure of width and height 1: its middle, and half its width."""
+
+    x: float
+    y: float
+    half_width: float
+
+    def overlaps(self, other: "_Label") -> bool:
+        near = abs(self.x - other.x) < self.half_width + other.half_width
+        return near and abs(self.y - other.y) < _LINE_HEIGHT
+
+
+def label_sides(points: dict[str, tuple[float, float]]) -> dict[str, str]:
+    """Return for each point the side where its name has room: right, left, above or below.
+
+    Args:
+        points: by name, on a logarithmic x and a linear y axis.
     """
     if not points:
         return {}
+    markers = _markers(points)
+    taken = list(markers.values())
+    sides = {}
+    for name in sorted(points, key=lambda name: -points[name][1]):
+        labels = {side: _label_beside(markers[name], name, side) for side in SIDES}
+        overlaps = {
+            side: sum(label.overlaps(other) for other in taken) for side, label in labels.items()
+        }
+        sides[name] = min(overlaps, key=lambda side: overlaps[side])
+        taken.append(labels[sides[name]])
+    return sides
+
+
+def _markers(points: dict[str, tuple[float, float]]) -> dict[str, _Label]:
+    """Return where the points' markers are in the figure."""
     xs = {name: math.log(x) for name, (x, _) in points.items()}
     ys = {name: y for name, (_, y) in points.items()}
-    width = max(*xs.values(), min(xs.values()) + 1e-9) - min(xs.values())
-    height = max(*ys.values(), min(ys.values()) + 1e-9) - min(ys.values())
-    taken = [(xs[name] / width, ys[name] / height, 0.02) for name in points]
-    sides = {}
-    for name in sorted(points, key=lambda name: -ys[name]):
-        half = 0.007 * len(name)  # of the name's length, as a part of the width
-        free = {}
-        for side, (right, above) in SIDES.items():
-            x = xs[name] / width + right * (half + 0.03)
-            y = ys[name] / height + above * 0.05
-            free[side] = (
-                (x, y, half),
-                sum(abs(x - u) < half + other and abs(y - v) < 0.04 for u, v, other in taken),
-            )
-        sides[name] = min(free, key=lambda side: free[side][1])
-        taken.append(free[sides[name]][0])
-    return sides
+    width = max(max(xs.values()) - min(xs.values()), 1e-9)
+    height = max(max(ys.values()) - min(ys.values()), 1e-9)
+    half = _MARKER_WIDTH / 2
+    return {name: _Label(xs[name] / width, ys[name] / height, half) for name in points}
+
+
+def _label_beside(marker: _Label, name: str, side: str) -> _Label:
+    right, above = SIDES[side]
+    half_width = _LETTER_WIDTH / 2 * len(name)
+    return _Label(
+        marker.x + right * (half_width + _LABEL_GAP[0]),
+        marker.y + above * _LABEL_GAP[1],
+        half_width,
+    )

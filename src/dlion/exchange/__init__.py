@@ -1,15 +1,10 @@
 """Exchanges carry messages between workers and combine them. They know nothing of optimizers."""
 
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
-from dlion.exchange.direct_send import (
-    TIES,
-    DenseMean,
-    DirectSend,
-    Exchange,
-    LevelSum,
-    SparseMean,
-    TernarySum,
-)
+from dlion.exchange.direct_send import DenseMean, DirectSend, Exchange
+from dlion.exchange.sparse import SparseMean
+from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
+from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Vote, WeightedVote
 
 __all__ = [
     "TIES",
@@ -17,9 +12,13 @@ __all__ = [
     "DenseMean",
     "DirectSend",
     "Exchange",
-    "LevelSum",
+    "LevelExchange",
+    "LevelMean",
+    "ScaledTernaryMean",
     "SparseMean",
-    "TernarySum",
+    "TernaryMean",
     "Traffic",
+    "Vote",
+    "WeightedVote",
     "sum_in_order",
 ]

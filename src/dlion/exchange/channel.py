@@ -104,7 +104,8 @@ class Channel:
         w, (k, *shape) = self.workers, part.shape
         s = part[0].nbytes
         sent = part.contiguous().view(torch.uint8).view(k, s)
-        self._count(k * (w.count - 1) * s, k * (w.count - 1) * s, k * s * (w.processes - 1))
+        others = w.count - 1
+        self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
         if w.processes == 1:
             return part
         if not self._gloo and not sent.is_cuda:

@@ -10,328 +10,142 @@ answer does not depend on how workers are spread over processes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from dlion import kernels
-from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel, sum_in_order
-from dlion.streams import stream
-from dlion.wire import Float32, Level, Sign, Sparse, Ternary, Wire
-
-AGREEMENT = 0.75  # of every worker with the outcome, before anything is known
-TIES = ("zero", "plus", "alternate", "random", "previous")
+from dlion.wire import Float32, Wire
 
 
 class Exchange(ABC):
     """Messages of the local workers in, one combined answer out.
 
+    An exchange knows nothing of optimizers. A subclass says how local workers' messages are written
+    (its ``encode``), how an owner combines them, and how the answer is read.
+
+    Args:
+        channel: the collectives.
+        numel: number of parameters; they are cut into n slices, padded to the up wire's group.
+        up: the wire towards the owner of a slice.
+        down: the wire back, for a number of senders.
+        header_bytes: bytes that go with each message, a multiple of 8.
+        device: of the messages.
+
     Attributes:
-        up, down: the wires towards the owner of a slice and back.
-        numel: parameters per slice times n, at least the number asked for: what messages must hold.
+        up, down: the wires, for the senders of the latest messages.
+        senders: how many workers sent the latest messages, at first n.
         slice: parameters owned by one worker.
-        headers: ``[m, header_bytes]`` uint8, the headers that came with the latest messages, of
-            the m workers that spoke (``channel.attend``).
-        state: tensors that a checkpoint must keep (empty for most exchanges).
+        numel: parameters in all slices, what messages must hold.
+        headers: uint8 ``[m, header_bytes]``, those of the latest messages, by sender.
+        answer: the packed answers of the n owners, uint8, until the next :meth:`run`.
+        state: tensors ``[k, ...]`` that a checkpoint must keep (empty for most exchanges).
     """
 
-    def __init__(self, channel: Channel, numel: int, header_bytes: int = 0) -> None:
-        n = channel.workers.count
-        self.channel, self.header_bytes = channel, header_bytes
-        self.up, self.down = self.wires(n)
-        self.slice = -(-numel // (n * self.up.group)) * self.up.group
-        self.numel = n * self.slice
-        self.headers: Tensor
-        self.state: dict[str, Tensor] = {}
-
-    @abstractmethod
-    def wires(self, n: int) -> tuple[Wire, Wire]:
-        """Towards the owner of a slice and back, for n workers."""
-
-    @abstractmethod
-    def post(self, i: int, values: Tensor) -> None:
-        """Put the message of local worker i, ``[numel]`` values of the up wire, in the outbox."""
-
-    @abstractmethod
-    def post_header(self, i: int, header: Tensor) -> None:
-        """What goes with each of its parts: uint8 ``[header_bytes]``."""
-
-    @abstractmethod
-    def deliver(self, step: int) -> list[Tensor]:
-        """Exchange what was posted. Returns the packed answers of the n owners.
-
-        They are valid until the next delivery.
-        """
-
-    @abstractmethod
-    def read(self, answers: list[Tensor]) -> Tensor:
-        """Unpack answers: float32 ``[numel]``."""
-
-    def __call__(self, step: int) -> Tensor:
-        """Exchange what was posted and unpack the answer, float32 ``[numel]``."""
-        return self.read(self.deliver(step))
-
-
-class DirectSend(Exchange):
-    """The exchange of fixed-size messages; subclasses say how an owner combines them.
-
-    Buffers are made once, on ``device``; those of the answers anew where their wire changes.
-
-    Attributes:
-        voices: how many workers spoke last, at first n.
-    """
+    headers: Tensor
+    answer: Sequence[Tensor] | Tensor
 
     def __init__(
         self,
         channel: Channel,
         numel: int,
+        up: Wire,
+        down: Callable[[int], Wire],
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(channel, numel, header_bytes)
-        w = channel.workers
-        self.voices = w.count
-        k, n, row = w.local, w.count, self.up.nbytes(self.slice) + header_bytes
+        n = channel.workers.count
+        self.channel, self.header_bytes, self.device = channel, header_bytes, device
+        self.up, self.down, self._down = up, down(n), down
+        self.senders = n
+        self.slice = -(-numel // (n * up.group)) * up.group
+        self.numel = n * self.slice
+        self.state: dict[str, Tensor] = {}
 
-        def make(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.uint8, device=device)
+    @abstractmethod
+    def encode_header(self, local: int, header: Tensor) -> None:
+        """Write what goes with each part of a local worker's message: uint8 ``[header_bytes]``."""
 
-        self._outbox = make(k, n, row)
-        self._inbox = make(n, k, row) if w.processes > 1 else None
-        self._answers = make(k, self.down.nbytes(self.slice))
-        self._everyones = make(n, self.down.nbytes(self.slice)) if w.processes > 1 else None
+    @abstractmethod
+    def run(self, step: int) -> None:
+        """Exchange the messages of the local participants and keep the ``answer``."""
 
-    def outbox(self, i: int) -> Tensor:
-        """The message of local worker i before it leaves: uint8 ``[n, up bytes + header]``."""
-        return self._outbox[i]
+    @abstractmethod
+    def decode(self) -> Tensor:
+        """Unpack the answer: float32 ``[numel]``."""
 
-    def post(self, i: int, values: Tensor) -> None:
-        n, size = self.channel.workers.count, self.up.nbytes(self.slice)
-        self._outbox[i, :, :size] = self.up.encode(values.view(n, self.slice))
 
-    def post_header(self, i: int, header: Tensor) -> None:
-        self._outbox[i, :, self.up.nbytes(self.slice) :] = header
+class DirectSend(Exchange):
+    """The exchange of messages of one size; subclasses say how an owner combines them.
 
-    def deliver(self, step: int) -> list[Tensor]:
+    Buffers are made once; those of the answers again whenever their wire changes.
+    """
+
+    answer: Tensor
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        up: Wire,
+        down: Callable[[int], Wire],
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(channel, numel, up, down, header_bytes, device)
+        w, size = channel.workers, up.nbytes(self.slice)
+        row = size + header_bytes
+        self._outbox = self._buffer(w.local, w.count, row)
+        self._messages, self._message_headers = self._outbox.split([size, header_bytes], dim=-1)
+        self._inbox = self._buffer(w.count, w.local, row) if w.processes > 1 else None
+        self._make_answers()
+
+    def encode(self, local: int, values: Tensor) -> None:
+        """Write the message of a local worker, ``[numel]`` values of the up wire."""
+        self._messages[local] = self.up.encode(values.view(-1, self.slice))
+
+    def encode_header(self, local: int, header: Tensor) -> None:
+        self._message_headers[local] = header
+
+    def run(self, step: int) -> None:
         channel, outbox = self.channel, self._outbox
-        self.hear(len(channel.participants))
+        self._resize(len(channel.participants))
         if len(channel.local_participants) < len(outbox):
             outbox = outbox[channel.local_participants]
         received = channel.scatter(outbox, self._inbox)
-        self.headers = received[:, 0, self.up.nbytes(self.slice) :]
+        messages, headers = received.split([self._messages.shape[-1], self.header_bytes], dim=-1)
+        self.headers = headers[:, 0]
         with channel.timer("vote", beside=True):
-            for j, answer in enumerate(self._answers):
-                self.combine(received, j, step, answer)
-        return [channel.gather(self._answers, self._everyones)]
-
-    def hear(self, voices: int) -> None:
-        """Prepare for messages of so many workers: the answer's wire may depend on it."""
-        if voices == self.voices:
-            return
-        w, self.voices = self.channel.workers, voices
-        self.up, self.down = self.wires(voices)
-        size = self.down.nbytes(self.slice)
-        if self._answers.shape[1] != size:
-            self._answers = self._answers.new_zeros(w.local, size)
-            self._everyones = self._answers.new_zeros(w.count, size) if w.processes > 1 else None
+            for owner, answer in enumerate(self._answers):
+                self.combine(messages[:, owner], owner, step, answer)
+        self.answer = channel.gather(self._answers, self._everyones)
 
     @abstractmethod
-    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
-        """The work of local owner j: ``received[:, j]``, headers last -> packed ``answer``."""
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        """Do the work of a local owner: uint8 ``[m, up bytes]`` -> packed ``answer``."""
+
+    def _resize(self, senders: int) -> None:
+        """Prepare for messages of so many workers: the answer's wire may depend on it."""
+        if senders == self.senders:
+            return
+        before = self.down.nbytes(self.slice)
+        self.senders, self.down = senders, self._down(senders)
+        if self.down.nbytes(self.slice) != before:
+            self._make_answers()
+
+    def _make_answers(self) -> None:
+        w, size = self.channel.workers, self.down.nbytes(self.slice)
+        self._answers = self._buffer(w.local, size)
+        self._everyones = self._buffer(w.count, size) if w.processes > 1 else None
+
+    def _buffer(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
 
 class DenseMean(DirectSend):
     """The mean of float32 messages, added in the order of the workers."""
 
-    def wires(self, n: int) -> tuple[Wire, Wire]:
-        return Float32(), Float32()
-
-    def values(self, i: int) -> Tensor:
-        """The values in the message of local worker i before it leaves: float32 ``[n, slice]``."""
-        return self._outbox[i].view(torch.float32)[:, : self.slice]
-
-    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
-        rows = received[:, j].view(torch.float32)[:, : self.slice]
-        total = sum_in_order(rows, answer.view(torch.float32))
-        total /= len(rows)
-
-    def read(self, answers: list[Tensor]) -> Tensor:
-        return answers[0].view(torch.float32).flatten()
-
-
-class LevelSum(DirectSend):
-    """The sum of small integers ``0 .. levels - 1``, bit-sliced, or the sign of what it says.
-
-    A value v stands for ``v - (levels - 1) / 2``: with two levels the message is a vote, with an
-    odd number the middle level abstains.
-
-    ``answer="level"`` sends the sum back in ``ceil(log2(n (levels - 1) + 1))`` bits; the answer is
-    the mean, scaled to [-1, 1]. ``answer="sign"`` sends back its sign; ``ties`` says what a sum of
-    exactly zero becomes, which only happens where ``n (levels - 1)`` is even:
-
-    - ``previous``: the owner's last answer (+1 at first); it keeps one bit per owned parameter.
-    - ``zero``: no change. An answer then has three values and costs 1.6 bits instead of 1.
-    - ``plus``: +1. Biased: coordinates that nobody knows about drift.
-    - ``alternate``: +1 on even steps, -1 on odd ones.
-    - ``random``: a fair coin from the owner's stream.
-
-    All but ``zero`` cost 1 bit down. ``previous`` learns fastest (results/ties).
-
-    ``weighted`` (two levels, answer ``sign``, not ``zero``) weighs each worker's votes by the log
-    odds that it agrees with the outcome: ``log(p / (1 - p))``, at least 0, of its running agreement
-    p, over about 100 steps and the parameters (``spans``) in a slice. The owner of a slice keeps it
-    for that slice, so nothing more travels. It is the optimal rule for independent voters of known
-    competence (Nitzan and Paroush 1982).
-    """
-
-    def __init__(
-        self,
-        channel: Channel,
-        numel: int,
-        levels: int = 2,
-        answer: str = "sign",
-        ties: str = "previous",
-        seed: int = 0,
-        weighted: bool = False,
-        spans: Sequence[tuple[int, int]] | None = None,
-        header_bytes: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.levels, self.answer, self.ties, self.seed = levels, answer, ties, seed
-        self.weighted = weighted
-        super().__init__(channel, numel, header_bytes, device)
-        self.words = self.slice // 64
-        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
-        k, n = channel.workers.local, channel.workers.count
-        if answer == "sign" and ties == "previous":
-            self.state["previous"] = self._masks.new_full((k, self.words), -1)
-        if weighted:
-            real = torch.zeros(self.numel, device=device)
-            for start, stop in spans or [(0, numel)]:
-                real[start:stop] = 1  # the gaps between parameters are nobody's opinion
-            self._real = real.view(n, self.slice)[list(channel.workers.ids)]
-            self.state["agreement"] = torch.full((k, n), AGREEMENT, device=device)
-
-    @property
-    def largest(self) -> int:
-        """The largest sum."""
-        return self.voices * (self.levels - 1)
-
-    @property
-    def can_tie(self) -> bool:
-        return self.largest % 2 == 0
-
-    def wires(self, n: int) -> tuple[Wire, Wire]:
-        up, largest = Sign() if self.levels == 2 else Level(self.levels), n * (self.levels - 1)
-        if self.answer == "level":
-            return up, Level(largest + 1)
-        return up, Ternary() if self.ties == "zero" and largest % 2 == 0 else Sign()
-
-    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
-        if self.weighted:
-            self._weigh(received, j, step, answer)
-            return
-        row = received.shape[-1] // 8
-        rows = received.view(self.voices, -1).view(torch.int64)
-        use = kernels.choose(received)
-        message = (rows, j * row, self.words, int(self.up.bits), self.levels - 1)
-        if self.answer == "level":
-            use.sum_planes(*message, answer.view(torch.int64))
-            return
-        positive, tie = self._masks
-        use.compare_sum(*message, self.largest // 2, positive, tie)
-        if isinstance(self.down, Ternary):
-            use.pack_votes(positive, tie, answer)
-            return
-        self._decide(positive, tie, j, step, answer)
-
-    def _weigh(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
-        """The vote of :class:`LevelSum`'s ``weighted``: slower, as every bit is unpacked."""
-        agreement = self.state["agreement"][j]
-        odds = agreement[self.channel.participants].clamp(0.5, 0.999)
-        total, size = 0.0, self.up.nbytes(self.slice)
-        votes = self.up.decode(received[:, j, :size].contiguous(), self.slice).mul(2.0).sub_(1)
-        for vote, weight in zip(votes, (odds / (1 - odds)).log(), strict=True):
-            total = total + weight * vote
-        positive, tie = (
-            self.up.encode(mask.to(torch.uint8)).view(torch.int64)
-            for mask in (total > 0, total == 0)
-        )
-        self._decide(positive, tie, j, step, answer)
-        outcome = self.up.decode(answer, self.slice).mul(2.0).sub_(1)
-        real = self._real[j]
-        if not real.any():
-            return
-        agreed = (votes == outcome).to(torch.float32) @ real / real.sum()
-        agreement[self.channel.participants] = agreement[self.channel.participants].lerp(
-            agreed, 0.01
-        )
-
-    def _decide(self, positive: Tensor, tie: Tensor, j: int, step: int, answer: Tensor) -> None:
-        if self.can_tie or self.weighted:
-            self._break_ties(positive, tie, j, step)
-        if "previous" in self.state:
-            self.state["previous"][j] = positive
-        answer.view(torch.int64).copy_(positive)
-
-    def _break_ties(self, positive: Tensor, tie: Tensor, j: int, step: int) -> None:
-        """Add to the mask of positive sums the ties that become +1."""
-        if self.ties == "random":
-            worker = self.channel.workers.ids[j]
-            owner = stream(self.seed, "ties", worker, step, device=tie.device)
-            tie &= torch.empty_like(tie).random_(-(2**63), None, generator=owner)
-        elif self.ties == "previous":
-            tie &= self.state["previous"][j]
-        elif self.ties == "alternate" and step % 2:
-            return
-        positive |= tie
-
-    def read(self, answers: list[Tensor]) -> Tensor:
-        values = self.down.decode(answers[0], self.slice).to(torch.float32).flatten()
-        if self.answer == "level":
-            return values.mul_(2 / self.largest).sub_(1)
-        return values if isinstance(self.down, Ternary) else values.mul_(2).sub_(1)
-
-    def apply(self, params: Tensor, answers: list[Tensor], lr: float, weight_decay: float) -> None:
-        """``x <- (1 - lr wd) x - lr a`` from the packed answers a, unpacking on the fly."""
-        packed, use = answers[0], kernels.choose(params)
-        if isinstance(self.down, Ternary):
-            use.apply_trits(params, packed, self.slice, lr, weight_decay)
-        elif self.answer == "level":
-            use.apply_levels(params, packed.view(torch.int64), self.largest, lr, weight_decay)
-        else:
-            use.apply_signs(params, packed.view(torch.int64), lr, weight_decay)
-
-
-class TernarySum(DirectSend):
-    """The mean of ``{-1, 0, 1}``: 1.6 bits up, the sum in ``ceil(log2(2 n + 1))`` bits down."""
-
-    def wires(self, n: int) -> tuple[Wire, Wire]:
-        return Ternary(), Level(2 * n + 1)
-
-    def combine(self, received: Tensor, j: int, step: int, answer: Tensor) -> None:
-        messages = received[:, j, : self.up.nbytes(self.slice)]
-        total = self.up.decode(messages, self.slice).sum(0, dtype=torch.int32)
-        answer.copy_(self.down.encode(total.add_(len(messages))))
-
-    def read(self, answers: list[Tensor]) -> Tensor:
-        n = self.voices
-        sums = self.down.decode(answers[0], self.slice)
-        return sums.sub_(n).to(torch.float32).div_(n).flatten()
-
-
-class SparseMean(Exchange):
-    """The mean of sparse messages: entries (index, value), absent ones count as zero.
-
-    Sizes differ, so a header of 4 bytes per slice, the number of entries, travels before each
-    message. The owner answers with the union of the entries or with float32 for all, whichever is
-    smaller (-1 entries in the header).
-    """
-
-    down: Sparse
-
     def __init__(
         self,
         channel: Channel,
@@ -339,88 +153,15 @@ class SparseMean(Exchange):
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(channel, numel, header_bytes)
-        self.dense = Float32()
-        self.device = device
-        self._total = torch.zeros(self.slice, device=device)
-        self._values = torch.zeros(channel.workers.count, self.slice, device=device)
-        self._posts: dict[int, tuple[list[Tensor], Tensor]] = {}
-        self._post_headers: dict[int, Tensor] = {}
-        self._counts: list[int] = []
+        super().__init__(channel, numel, Float32(), lambda _: Float32(), header_bytes, device)
 
-    def wires(self, n: int) -> tuple[Wire, Wire]:
-        return Sparse(), Sparse()
+    def message(self, local: int) -> Tensor:
+        """The values in the message of a local worker, to be written: float32 ``[n, slice]``."""
+        return self._messages[local].view(torch.float32)
 
-    def post(  # type: ignore[override]
-        self, i: int, indices: Tensor, values: Tensor
-    ) -> None:
-        """Put the entries ``[m]`` of local worker i in the outbox; indices ascend."""
-        n = self.channel.workers.count
-        edges = torch.arange(n + 1, device=indices.device) * self.slice
-        counts = torch.searchsorted(indices, edges).diff()
-        packed = self.up.encode(indices % self.slice, values)
-        self._posts[i] = (list(packed.split((8 * counts).tolist())), counts)
-
-    def post_header(self, i: int, header: Tensor) -> None:
-        self._post_headers[i] = header
-
-    def deliver(self, step: int) -> list[Tensor]:
-        w = self.channel.workers
-        received = self._scatter([self._posts.pop(i) for i in self.channel.local_participants])
-        with self.channel.timer("vote", beside=True):
-            pairs = [self._combine([row[j] for row in received]) for j in range(w.local)]
-        answers, counts = [answer for answer, _ in pairs], [count for _, count in pairs]
-        header = torch.tensor(counts, dtype=torch.int32, device=self.device).view(torch.uint8)
-        told = self.channel.gather(header.view(w.local, 4)).view(torch.int32).flatten().tolist()
-        dense = self.dense.nbytes(self.slice)
-        sizes = [dense if count < 0 else self.down.nbytes(count) for count in told]
-        self._counts = told
-        return self.channel.gather_ragged(answers, sizes)
-
-    def _scatter(self, posts: list[tuple[list[Tensor], Tensor]]) -> list[list[Tensor]]:
-        """Send the counts with the headers, then the entries they announce."""
-        n = self.channel.workers.count
-        announce = torch.zeros(
-            len(posts), n, 4 + self.header_bytes, dtype=torch.uint8, device=self.device
-        )
-        for row, i, (_, counts) in zip(
-            announce, self.channel.local_participants, posts, strict=True
-        ):
-            row[:, :4] = counts.to(torch.int32).view(-1, 1).view(torch.uint8)
-            if self.header_bytes:
-                row[:, 4:] = self._post_headers[i]
-        told = self.channel.scatter(announce)
-        self.headers = told[:, 0, 4:]
-        counts = told[..., :4].contiguous().view(torch.int32).squeeze(-1).to(torch.int64)
-        if counts.numel() and not 0 <= counts.min() <= counts.max() <= self.slice:
-            raise TrainingFailed("a worker announced more entries than there are parameters")
-        sizes = 8 * counts
-        return self.channel.scatter_ragged([parts for parts, _ in posts], sizes)
-
-    def _combine(self, messages: list[Tensor]) -> tuple[Tensor, int]:
-        """The packed answer about one slice, and its number of entries (-1: all of them)."""
-        total = self._total.zero_()
-        for message in messages:
-            indices, values = self._entries(self.up, message, message.numel() // 8)
-            total[indices] += values  # no index occurs twice in one message
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        total = sum_in_order(messages.view(torch.float32), answer.view(torch.float32))
         total /= len(messages)
-        indices = total.nonzero().squeeze(-1)
-        if self.down.nbytes(indices.numel()) < self.dense.nbytes(self.slice):
-            return self.down.encode(indices, total[indices]), indices.numel()
-        return self.dense.encode(total).clone(), -1
 
-    def read(self, answers: list[Tensor]) -> Tensor:
-        result = self._values.zero_()
-        for row, answer, count in zip(result, answers, self._counts, strict=True):
-            if count < 0:
-                row.copy_(self.dense.decode(answer, self.slice))
-            else:
-                indices, values = self._entries(self.down, answer, count)
-                row[indices] = values
-        return result.flatten()
-
-    def _entries(self, wire: Sparse, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        indices, values = wire.decode(packed, count)
-        if count and not 0 <= indices.min() <= indices.max() < self.slice:
-            raise TrainingFailed("a worker sent entries of parameters that there are not")
-        return indices, values
+    def decode(self) -> Tensor:
+        return self.answer.view(torch.float32).flatten()

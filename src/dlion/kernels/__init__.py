@@ -1,8 +1,17 @@
 """The passes over memory that a step of distributed Lion consists of, fused.
 
-Each function exists as plain torch (:mod:`.reference`, the specification, for every device and
-dtype), for CPUs (:mod:`.numba_cpu`) and for CUDA (:mod:`.triton_cuda`); the arguments decide which
-runs. ``DLION_KERNELS=reference`` in the environment always takes the reference.
+Each pass exists in plain torch (:mod:`.reference`, the specification, for every device and dtype),
+for CPUs (:mod:`.numba_cpu`) and for CUDA (:mod:`.triton_cuda`); device and dtype decide which of
+them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference.
+
+All give the same bits: each product and each sum is rounded to float32 by itself (there is no fused
+multiply-add), bfloat16 gradients are widened first, and bfloat16 parameters are rounded once, to
+nearest even, at the end. Only :func:`measure` adds in an order of its own.
+
+A message consists of 64-bit words in n rows, one for the owner of each slice of ``64 * words``
+elements, so that element e belongs to row ``e // (64 * words)``. An integer of p bits takes p
+planes of ``words`` words, plane b holding bit b (:mod:`dlion.wire.packing`). Messages may be views
+of longer rows, in which a header follows: only the words of a plane must lie side by side.
 """
 
 import importlib.util
@@ -16,14 +25,162 @@ from torch import Tensor
 from dlion.kernels import reference
 
 
-def choose(*tensors: Tensor) -> ModuleType:
-    """The fastest module that takes the given vectors, of values or of messages."""
-    if not all(t.dtype in _DTYPES and t.is_contiguous() for t in tensors):
-        return reference
-    return _compiled(tensors[0].device.type)
+def encode_signs(
+    message: Tensor,
+    start: int,
+    momentum: Tensor,
+    grad: Tensor,
+    beta1: float,
+    beta2: float,
+    positive: bool,
+) -> None:
+    """Update a worker's momentum and write the signs of its Lion direction, in one pass.
+
+    The direction is ``u = b1 m + (1 - b1) g`` with the old momentum; ``m <- b2 m + (1 - b2) g``.
+
+    Args:
+        message: int64 ``[n, 1, words]``.
+        start: where these parameters start in the bucket, a multiple of 64. Bits up to the next
+            multiple of 64 after their end become zero.
+        momentum: float32 ``[m]``, updated in place.
+        grad: ``[m]``.
+        positive: whether 0, -0.0 and NaN, for which one bit has no room, say +1.
+    """
+    module = choose(momentum, grad)
+    module.encode_signs(message, start, momentum, grad, beta1, beta2, positive)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+def measure(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
+    """Return the scale of a parameter's direction u: float32, one element.
+
+    ``l1`` is the mean of ``|u|``, ``max`` its maximum, ``geometric`` its geometric mean over the
+    entries that are not zero, or 1 without any. Sums are in float64. The result is NaN if any entry
+    is NaN, and 0 if there are no entries.
+    """
+    module = choose(momentum, grad) if momentum.numel() else reference
+    return module.measure(momentum, grad, beta1, scale)
+
+
+def encode_levels(
+    message: Tensor,
+    start: int,
+    momentum: Tensor,
+    grad: Tensor,
+    beta1: float,
+    beta2: float,
+    multiplier: Tensor,
+    largest: int,
+) -> None:
+    """Update the momentum and write ``clip(round(u * multiplier), -largest, largest) + largest``.
+
+    Halves round to even; NaN says the middle level, which abstains.
+
+    Args:
+        message: int64 ``[n, planes, words]``, with the planes that ``2 * largest`` needs.
+        start, momentum, grad: as for :func:`encode_signs`.
+        multiplier: float32, one element, on the device of the gradient.
+        largest: at most 127.
+    """
+    module = choose(momentum, grad)
+    module.encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest)
+
+
+def sum_planes(rows: Tensor, largest: int, out: Tensor) -> None:
+    """Add n messages, ``[n, planes, words]``, without unpacking them.
+
+    Args:
+        rows: int64, integers from 0 to ``largest`` each.
+        out: int64 ``[q, words]``, the planes of the sum, ``q = (n * largest).bit_length()``.
+    """
+    _compiled(rows.device.type).sum_planes(rows, largest, out)
+
+
+def compare_sum(rows: Tensor, largest: int, constant: int, greater: Tensor, equal: Tensor) -> None:
+    """Add n messages as :func:`sum_planes` does and compare the sums with a constant.
+
+    Args:
+        greater, equal: the results, a bit for each sum: int64 ``[words]``.
+    """
+    _compiled(rows.device.type).compare_sum(rows, largest, constant, greater, equal)
+
+
+def pack_votes(greater: Tensor, equal: Tensor, out: Tensor) -> None:
+    """Pack masks as trits: 1 where ``greater``, 0 where ``equal``, else -1.
+
+    Args:
+        greater, equal: int64 ``[words]``; no bit is set in both.
+        out: uint8 ``[ceil(64 * words / 5)]``.
+    """
+    _compiled(greater.device.type).pack_votes(greater, equal, out)
+
+
+def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
+    """``x <- (1 - lr wd) x - lr a``, in place: descent with decoupled weight decay.
+
+    The arithmetic is in float32 for parameters of fewer bits, and in float64 for those of float64.
+
+    Args:
+        answer: float32 ``[m]``.
+    """
+    reference.descend(params, answer, lr, weight_decay)
+
+
+def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:
+    """Decode votes ``[n, words]`` and :func:`descend` on ``[m]`` parameters, in one pass."""
+    choose(params, length=params.numel()).apply_signs(params, answers, lr, weight_decay)
+
+
+def apply_levels(
+    params: Tensor, answers: Tensor, largest: int, lr: float, weight_decay: float
+) -> None:
+    """Decode sums v, 0 to ``largest``, and :func:`descend` on ``2 v / largest - 1``, in one pass.
+
+    Args:
+        answers: int64 ``[n, planes, words]``, with the planes that ``largest`` needs.
+    """
+    module = choose(params, length=params.numel())
+    module.apply_levels(params, answers, largest, lr, weight_decay)
+
+
+def apply_trits(
+    params: Tensor, answers: Tensor, length: int, lr: float, weight_decay: float
+) -> None:
+    """Decode trits and :func:`descend` on them, in one pass.
+
+    Args:
+        answers: uint8 ``[n, ceil(length / 5)]``.
+        length: the number of values in a row.
+    """
+    module = choose(params, length=params.numel() | length)
+    module.apply_trits(params, answers, length, lr, weight_decay)
+
+
+def lion(
+    params: Tensor,
+    momentum: Tensor,
+    grad: Tensor,
+    beta1: float,
+    beta2: float,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Take a step of Lion itself in one pass: :func:`descend` on ``sign(u)``, the new momentum.
+
+    ``u`` and the momentum are those of :func:`encode_signs`; the sign of 0 and of NaN is 0.
+    """
+    module = choose(params, momentum, grad)
+    module.lion(params, momentum, grad, beta1, beta2, lr, weight_decay)
+
+
+def choose(*vectors: Tensor, length: int = 0) -> ModuleType:
+    """Return the fastest module that takes the vectors.
+
+    Compiled kernels decode whole words, so a ``length`` that is no multiple of 64 is not for them.
+    """
+    for vector in vectors:
+        if vector.dtype not in (torch.float32, torch.bfloat16) or not vector.is_contiguous():
+            return reference
+    return reference if length % 64 else _compiled(vectors[0].device.type)
 
 
 @cache

@@ -13,20 +13,20 @@ from dlion import models
 from dlion.config import make
 from dlion.data import Data, Sharding
 from dlion.errors import UserError
-from dlion.launch.environment import Place, restarted
+from dlion.launch.environment import RankInfo, restarted
 from dlion.launch.network import check_possible
 from dlion.machine import cores
 from dlion.optim.base import NONFINITE
 from dlion.record.runs import holds_run
-from dlion.training.byzantine import ATTACKS
 from dlion.training.checkpoint import Checkpoint, find, identity
+from dlion.training.faults import ATTACKS
 from dlion.training.job import Job
 from dlion.training.precision import PRECISIONS
 from dlion.units import parse_rate
 from dlion.workers import Workers
 
 
-def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
+def check(config: DictConfig, output_dir: Path, place: RankInfo | None) -> Job:
     """Check all of a configuration.
 
     Raises:
@@ -68,18 +68,16 @@ def check(config: DictConfig, output_dir: Path, place: Place | None) -> Job:
     steps = config.steps or -(-epochs // config.local_steps)
     _check_method(config, data, device)
     return Job(
-        config,
-        processes,
-        config.workers // processes,
-        device,
-        backend,
-        steps,
-        data,
-        sharding,
-        output_dir,
-        _rate(config, backend, place),
-        _resume(config, output_dir, steps),
-        config.stop_after,
+        config=config,
+        workers=Workers(processes=processes, local=config.workers // processes),
+        device=device,
+        backend=backend,
+        steps=steps,
+        data=data,
+        sharding=sharding,
+        output_dir=output_dir,
+        rate=_rate(config, backend, place),
+        resume=_resume(config, output_dir, steps),
     )
 
 
@@ -106,7 +104,7 @@ def resuming(config: DictConfig, output_dir: Path) -> str | None:
 
 def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
     """The checkpoint to go on from; later ones that cannot be used are named."""
-    found, complaints = find(directory, identity(config, config.workers))
+    found, complaints = find(directory, identity(config))
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
     return found
@@ -215,7 +213,7 @@ def _device(asked: str | None) -> str:
     return asked
 
 
-def _rate(config: DictConfig, backend: str, place: Place | None) -> int | None:
+def _rate(config: DictConfig, backend: str, place: RankInfo | None) -> int | None:
     """Bits per second of the emulated links, None for the machine's own network."""
     if config.network.rate is None:
         return None
@@ -234,7 +232,7 @@ def _rate(config: DictConfig, backend: str, place: Place | None) -> int | None:
     return rate
 
 
-def _processes(config: DictConfig, device: str, place: Place | None) -> int:
+def _processes(config: DictConfig, device: str, place: RankInfo | None) -> int:
     if place is None:
         if config.processes is not None:
             return config.processes

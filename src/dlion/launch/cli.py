@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.check import check_numbers, check_output, holds_another
-from dlion.launch.environment import detect
+from dlion.launch.environment import is_first
 from dlion.record.runs import holds_run, record_config, record_failure
 
 
@@ -36,8 +36,7 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         arguments = sys.argv[1:] = _name_recipe(sys.argv[1:], conf)
         if not any(a.startswith("-") and a not in ("-m", "--multirun") for a in arguments):
             _check_command_line(arguments, conf)
-        place = detect()
-        if place is not None and place.rank > 0:
+        if not is_first():
             # one process keeps the records; the others must not write where it does
             sys.argv += ["hydra.run.dir=.", "hydra/job_logging=disabled"]
         os.environ["HYDRA_FULL_ERROR"] = "1"  # what is raised comes here instead of being printed
@@ -66,8 +65,7 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     """
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
-    place = detect()
-    if place is not None and place.rank > 0 and hydra.mode == RunMode.RUN:
+    if not is_first() and hydra.mode == RunMode.RUN:
         output_dir = Path(config.output_dir)  # Hydra itself was told to write nothing, see run
     try:
         return launch(config, output_dir)
@@ -119,8 +117,7 @@ def _name_recipe(arguments: list[str], conf: Path) -> list[str]:
 
 
 def _leave(reason: Any, code: int) -> None:
-    place = detect()
-    if place is None or place.rank == 0 or code == 1:
+    if is_first() or code == 1:
         print(reason if code == 75 else f"error: {reason}", file=sys.stderr)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""Where this process stands: started by torchrun, by SLURM, or alone."""
+"""What torchrun or SLURM says about this process, and how it joins the others of its run."""
 
 import os
 import re
@@ -10,114 +10,172 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dlion.errors import UserError
+
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process among those that somebody else started.
+class RankInfo:
+    """This process among those that torchrun or SLURM started.
 
     Attributes:
-        rank, processes: its number and how many there are.
-        local_rank: its number on this machine.
-        local_processes: how many there are on this machine (under SLURM: on the step's first one).
         source: ``torchrun`` or ``slurm``.
+        rank: number of this process in the run.
+        processes: number of processes in the run.
+        local_rank: number of this process on its machine.
+        local_processes: number of processes on this machine (SLURM: on the step's first machine).
+        one_machine: whether all processes are on one machine.
+        address, port: where the processes meet, if the launcher did not say it itself.
     """
 
+    source: str
     rank: int
     processes: int
     local_rank: int
     local_processes: int
-    source: str
+    one_machine: bool
+    address: str | None = None
+    port: int | None = None
+
+    def export(self) -> None:
+        """Set the variables that :func:`join_process_group` reads, as torchrun would.
+
+        What stays on one machine stays on loopback, unless GLOO_SOCKET_IFNAME names an interface.
+
+        Raises:
+            UserError: if nothing says where the processes meet.
+        """
+        env = os.environ
+        if self.address is None and "MASTER_ADDR" not in env:
+            raise UserError(
+                f"{self.source} does not say where the processes meet: set MASTER_ADDR to the first"
+                " machine's name and MASTER_PORT to a free port"
+            )
+        env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.processes)
+        env["LOCAL_RANK"] = str(self.local_rank)
+        if self.address is not None:
+            env.setdefault("MASTER_ADDR", self.address)
+        if self.port is not None:
+            env.setdefault("MASTER_PORT", str(self.port))
+        if self.one_machine:
+            env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
-def detect() -> Place | None:
-    """The place of this process, or None if train.py is to start the processes itself.
+def detect() -> RankInfo | None:
+    """Return what started this process among others, or None: train.py starts processes itself.
 
-    torchrun is told by RANK and WORLD_SIZE. SLURM by a step of more than one task: SLURM_PROCID and
-    SLURM_NTASKS alone are set in batch scripts too.
+    Raises:
+        UserError: if a variable is missing or is not a number.
     """
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
-        local = int(env.get("LOCAL_WORLD_SIZE") or processes)
-        return Place(rank, processes, int(env.get("LOCAL_RANK", rank)), local, "torchrun")
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "SLURM_STEP_ID" in env and tasks > 1:
-        first = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # of 8(x4) or 8,4
-        local = int(first[0]) if first else tasks
-        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), local, "slurm")
-    return None
+    return _torchrun(os.environ) or _slurm(os.environ)
 
 
-def set_rendezvous(place: Place) -> None:
-    """Fill in MASTER_ADDR and MASTER_PORT where the launcher did not, and torchrun's names.
-
-    What stays on one machine stays on loopback, unless GLOO_SOCKET_IFNAME names an interface.
-    """
-    env = os.environ
-    env["RANK"], env["WORLD_SIZE"] = str(place.rank), str(place.processes)
-    env["LOCAL_RANK"] = str(place.local_rank)
-    one_node = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
-    if place.source == "slurm":
-        one_node = env.get("SLURM_STEP_NUM_NODES", "1") == "1"
-        # a port of the job's own: steps of several jobs may share a machine
-        job = 100 * int(env.get("SLURM_JOB_ID", 0)) + int(env["SLURM_STEP_ID"])
-        env.setdefault("MASTER_PORT", str(20000 + job % 20000))
-        env.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else _first_host())
-    if one_node:
-        env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+def is_first() -> bool:
+    """Whether this process keeps the records and prints what concerns all."""
+    try:
+        started = detect()
+    except UserError:  # each process that cannot tell says so
+        return True
+    return started is None or started.rank == 0
 
 
 def restarted() -> bool:
-    """Whether SLURM or torchrun runs this for another time, as the last one was cut off."""
+    """Whether SLURM or torchrun starts this another time, after the last time was cut off."""
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    return any(int(os.environ.get(name, "0")) > 0 for name in names)
+    return any(_number(os.environ, name, 0) > 0 for name in names)
+
+
+def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    rank, processes = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    return RankInfo(
+        source="torchrun",
+        rank=rank,
+        processes=processes,
+        local_rank=_number(env, "LOCAL_RANK", rank),
+        local_processes=_number(env, "LOCAL_WORLD_SIZE", processes),
+        one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> RankInfo | None:
+    """Read a SLURM step of several tasks; a batch script, which is none, has SLURM_PROCID too."""
+    processes = _number(env, "SLURM_STEP_NUM_TASKS", 1)
+    if "SLURM_STEP_ID" not in env or processes == 1:
+        return None
+    per_machine = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x4) or 8,4
+    one_machine = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
+    # a port of the step's own, as steps of several jobs may share a machine
+    step = 100 * _number(env, "SLURM_JOB_ID", 0) + _number(env, "SLURM_STEP_ID")
+    return RankInfo(
+        source="slurm",
+        rank=_number(env, "SLURM_PROCID"),
+        processes=processes,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_processes=int(per_machine[0]) if per_machine else processes,
+        one_machine=one_machine,
+        address="127.0.0.1" if one_machine else _first_host(env.get("SLURM_STEP_NODELIST", "")),
+        port=20000 + step % 20000,
+    )
+
+
+def _first_host(hosts: str) -> str | None:
+    """Return the first name in a SLURM node list such as ``gpu[03-05,7],login1``."""
+    first = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts)
+    return first[1] + (first[2] or "") if first else None
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name) or default
+    try:
+        return int(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise UserError(
+            f"the environment says {name}={value}, which must be a number: start the processes with"
+            " torchrun or srun, or unset it"
+        ) from None
 
 
 def join_process_group(backend: str, timeout: float = 600) -> None:
     """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
     env = os.environ
-    where, rank, processes = env.get("DLION_RENDEZVOUS", "env://"), env["RANK"], env["WORLD_SIZE"]
+    method = env.get("DLION_RENDEZVOUS", "env://")  # file://... from dlion.launch.local
+    rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
     limit = timedelta(seconds=timeout)
-    if where == "env://" and _is_host(env):
+    if method == "env://" and _hosts_store(env):
         store = _loopback_store(env, limit)
     else:
-        store, *_ = next(dist.rendezvous(where, int(rank), int(processes), timeout=limit))
+        store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
     store.set_timeout(limit)
     # torchrun keeps its store for the next attempt, with the addresses of processes that died
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"attempt-{attempt}", store),
-        rank=int(rank),
-        world_size=int(processes),
+        rank=rank,
+        world_size=processes,
         timeout=limit,
     )
 
 
-def _is_host(env: Mapping[str, str]) -> bool:
-    """Whether this process serves the rendezvous, and for this machine alone."""
-    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return env["RANK"] == "0" and not served and env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
+def _hosts_store(env: Mapping[str, str]) -> bool:
+    """Whether this process hosts the store in which all meet, and for this machine alone."""
+    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    local = env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
+    return env["RANK"] == "0" and local and not agent_hosts
 
 
 def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
-    """As torch's own, which listens on all interfaces; the socket is the store's from now on."""
-    listener = socket.create_server(("127.0.0.1", int(env["MASTER_PORT"])), backlog=1024)
+    """Host a store on loopback alone; torch's own listens on all interfaces."""
+    port = int(env["MASTER_PORT"])
+    listener = socket.create_server(("127.0.0.1", port), backlog=1024)
     return dist.TCPStore(
         "127.0.0.1",
-        int(env["MASTER_PORT"]),
+        port,
         int(env["WORLD_SIZE"]),
         is_master=True,
         timeout=timeout,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener.detach(),  # the socket is the store's from now on
     )
-
-
-def _first_host() -> str:
-    """The first name in a SLURM node list such as ``gpu[03-05,7],login1``."""
-    nodes = os.environ["SLURM_STEP_NODELIST"]
-    head = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    assert head is not None
-    return head[1] + (head[2] or "")

@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, and end them all when one fails.
+"""Starts the processes of a run on this machine, and ends them all when one fails.
 
 Processes are forked where possible: they start in a tenth of a second and share the loaded data.
 A fork is safe only while its parent has no threads of its own, so nothing here starts one; the
@@ -20,21 +20,23 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessContext, start_processes
 from torch.multiprocessing.spawn import ProcessException
 
-from dlion.errors import RunFailed, Stopped, TrainingFailed
+from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.training.signals import SIGNALS, SignalNotice
 
-# seconds: a worker that lost a peer waits, so that the peer's own failure is the one reported
+# seconds that a process that lost a peer waits, so that the peer's own failure is the one reported
 PATIENCE = 2.0
-logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # tells of every kill
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
+_SENTENCES = (TrainingFailed, UserError)  # their messages are enough
 _LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.IGNORECASE)
 
 
@@ -51,53 +53,60 @@ def run_processes(
         Stopped: if ``work`` raised it. SIGTERM is handed on to the processes, which may do so.
         KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all are ended.
     """
-    with SignalNotice() as notice, tempfile.TemporaryDirectory(prefix="dlion-") as directory:
+    children: list[BaseProcess] = []
+    signals: list[int] = []
+
+    def hand_on(number: int) -> None:
+        if number in signals:  # whoever sends it twice does not want to wait
+            raise KeyboardInterrupt
+        signals.append(number)
+        for child in children:
+            child.terminate()
+
+    with SignalNotice(hand_on) as notice, tempfile.TemporaryDirectory(prefix="dlion-") as name:
+        directory = Path(name)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         context = start_processes(
             _work,
-            args=(os.getpid(), processes, Path(directory), network, work, args),
+            args=(os.getpid(), processes, directory, network, work, args),
             nprocs=processes,
             join=False,
             start_method="fork" if sys.platform == "linux" else "spawn",
         )
-        told: list[int] = []
-
-        def tell(number: int) -> None:
-            if number in told:  # whoever says it twice does not want to wait
-                raise KeyboardInterrupt
-            told.append(number)
-            for process in context.processes:
-                process.terminate()
-
-        notice.tell = tell
+        children += context.processes
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            ended, stopped = False, []
-            while not ended:
-                connection.wait(context.sentinels.keys())
-                stopped = [i for i, p in enumerate(context.processes) if _is_stopped(p.pid)]
-                ended = context.join(grace_period=0)  # after a failure nobody else can do more
-        except ProcessException as error:
-            signal_name = getattr(error, "signal_name", None)
-            if signal_name == "SIGINT":  # Ctrl-C reaches the workers too
-                raise KeyboardInterrupt from None
-            if signal_name == "SIGTERM" and notice.came is not None:
-                raise Stopped(None, notice.came) from None  # it had not begun to train
-            raise RunFailed(
-                _reason(error, Path(directory), stopped), notice.came is not None
-            ) from None
+            _wait(context, directory, notice)
         finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
-        outcome = json.loads(_outcome_file(Path(directory), 0).read_text())
+            for child in children:
+                child.kill()
+                child.join()
+        outcome = json.loads(_outcome_file(directory, 0).read_text())
     if "stopped_after" in outcome:
-        raise Stopped(outcome["stopped_after"], notice.came)
+        raise Stopped(outcome["stopped_after"], notice.first)
     return outcome["result"]
 
 
+def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> None:
+    """Wait until all processes have ended well, or one has not, and raise what that means."""
+    ended, suspended = False, []
+    try:
+        while not ended:
+            connection.wait(context.sentinels.keys())
+            suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
+            ended = context.join(grace_period=0)  # after a failure nobody else can do more
+    except ProcessException as error:
+        signal_name = getattr(error, "signal_name", None)
+        if signal_name == "SIGINT":  # Ctrl-C reaches the workers too
+            raise KeyboardInterrupt from None
+        if signal_name == "SIGTERM" and notice.first is not None:
+            raise Stopped(None, notice.first) from None  # it had not begun to train
+        reason = _reason(error.error_index, signal_name, suspended, directory)
+        raise RunFailed(reason, leaving=notice.first is not None) from None
+
+
 def _outcome_file(directory: Path, rank: int) -> Path:
-    """Where process ``rank`` writes how it ended, as a JSON object of one of three shapes.
+    """Return the file in which process ``rank`` says how it ended, as JSON of one of three shapes.
 
     ``{"result": what work returned}``, ``{"stopped_after": step}`` or ``{"failed": a sentence,
     "lost_peer": whether the others are to blame}``. A killed process leaves none.
@@ -105,25 +114,24 @@ def _outcome_file(directory: Path, rank: int) -> Path:
     return directory / f"outcome-{rank}.json"
 
 
-def _reason(error: ProcessException, directory: Path, stopped: list[int]) -> str:
-    """Why a run failed, in one sentence: a process that waited is not the one to blame."""
-    rank, file = error.error_index, _outcome_file(directory, error.error_index)
+def _reason(rank: int, signal_name: str | None, suspended: list[int], directory: Path) -> str:
+    """Say in one sentence why process ``rank`` failed; one that only waited is not to blame."""
+    file = _outcome_file(directory, rank)
     if not file.exists():
-        if signal_name := getattr(error, "signal_name", None):
-            return f"process {rank} was killed by {signal_name}"
-        return f"process {rank} ended early"
-    outcome = json.loads(file.read_text())
-    if outcome["lost_peer"] and stopped:
-        return f"process {stopped[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
-    if outcome["lost_peer"]:  # one that has died is the first that the launcher hears of
+        how = f"was killed by {signal_name}" if signal_name else "ended early"
+        return f"process {rank} {how}"
+    failure = json.loads(file.read_text())
+    if failure["lost_peer"] and suspended:
+        return f"process {suspended[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
+    if failure["lost_peer"]:  # one that had died would have been seen first
         return (
             f"process {rank} failed: it has lost the others, who are still there: for longer than"
-            f" timeout= one of them hangs, or a link is cut ({outcome['failed']})"
+            f" timeout= one of them hangs, or a link is cut ({failure['failed']})"
         )
-    return f"process {rank} failed: {outcome['failed']}"
+    return f"process {rank} failed: {failure['failed']}"
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_suspended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
@@ -132,7 +140,7 @@ def _is_stopped(pid: int) -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in here, as SIGINT does, so that things are put away."""
+    """Let SIGTERM raise KeyboardInterrupt in here, as SIGINT does, so that contexts are left."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -153,7 +161,7 @@ def _work(
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # the launcher's handlers were inherited; a worker told to end before it trains just ends
+    # the launcher's handlers were inherited; until it trains, a process just ends
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # a whole SLURM step may get them
@@ -191,26 +199,26 @@ def report_failure(work: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         if isinstance(error, dist.DistBackendError) or _lost_peer(error):
             time.sleep(PATIENCE)
-        elif not isinstance(error, TrainingFailed):
+        elif not isinstance(error, _SENTENCES):
             print(f"process {os.environ['RANK']}:", file=sys.stderr)
             traceback.print_exc()
         raise
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Whether a collective waited in vain (gloo raises a plain RuntimeError, told by its text)."""
+    """Whether a collective waited in vain; gloo's plain RuntimeError is known by its text alone."""
     return _LOST.search(str(error)) is not None
 
 
 def _sentence(error: Exception) -> str:
-    """The last line of an error, after its type unless it was written to be read."""
-    if isinstance(error, TrainingFailed):
+    """Return the last line of an error, with its type unless it was written to be read."""
+    if isinstance(error, _SENTENCES):
         return str(error)
     return traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process should the launcher be killed."""
+    """Let the kernel end this process if the launcher is killed."""
     if sys.platform != "linux":
         return
     pr_set_pdeathsig = 1

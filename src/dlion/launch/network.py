@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from dlion.errors import UserError
-from dlion.exchange.nic import INTERFACE
 
+INTERFACE = "eth0"  # the name of every process's link, in its own namespace
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
 _QUEUE = 1_000_000  # bytes that may wait at a port
@@ -29,10 +29,10 @@ _CONGESTION_CONTROL = "cubic"
 
 
 def check_possible() -> None:
-    """Whether this machine can emulate a network.
+    """Refuse a machine that cannot emulate a network.
 
     Raises:
-        UserError: with the reason why not.
+        UserError: saying what it lacks.
     """
     if sys.platform != "linux":
         raise UserError("an emulated network needs Linux: type network=none")
@@ -47,10 +47,14 @@ def check_possible() -> None:
 
 
 class Network:
-    """Namespaces for so many processes, there while the context is entered.
+    """Network namespaces for the processes of a run, which exist while the context is entered.
 
-    Their names tell the launcher's process id and start time, so that what a killed launcher left
+    Their names hold the launcher's process id and start time, so that what a killed launcher left
     is recognised, and removed, when the next one starts.
+
+    Args:
+        processes: how many there are.
+        rate: of each link, in bits per second.
     """
 
     def __init__(self, processes: int, rate: int):
@@ -75,11 +79,11 @@ class Network:
         self._remove()
 
     def namespace(self, rank: int) -> str:
-        """The name of a process's namespace."""
+        """Return the name of a process's namespace."""
         return f"{self._prefix}{rank}"
 
     def enter(self, rank: int) -> None:
-        """Move this process, from now on, into its namespace (before it has any socket)."""
+        """Move this process into its namespace; it must not have a socket yet."""
         with (_NAMESPACES / self.namespace(rank)).open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 error = ctypes.get_errno()
@@ -87,7 +91,7 @@ class Network:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def set_rate(self, rate: int) -> None:
-        """Change the speed of all links, bits per second."""
+        """Change the rate of all links, in bits per second."""
         self.rate = rate
         burst = max(rate // 8 // 250, 16384)  # bytes: what may pass between two timer ticks
         for rank in range(self.processes):
@@ -140,7 +144,7 @@ def _delete(names: Iterable[str]) -> None:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none of that id."""
+    """Return when a process started, in clock ticks since boot; 0 if there is none of that id."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except OSError:

@@ -1,4 +1,4 @@
-"""Check a configuration and run it, here or as one of the processes that somebody started."""
+"""Checks a configuration and runs it, in processes of its own or as one that others started."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
 from dlion.launch.check import check, latest_checkpoint, resuming
-from dlion.launch.environment import detect, join_process_group, set_rendezvous
+from dlion.launch.environment import detect, join_process_group
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
 from dlion.record.runs import load_run, record_config
@@ -22,81 +22,93 @@ from dlion.workers import Workers
 
 
 def launch(config: DictConfig, output_dir: Path) -> float | None:
-    """Train as configured. Returns the test accuracy, or the test loss where there is none.
+    """Train as configured; return the test accuracy, or the test loss where there is none.
 
     Raises:
         UserError: before any process starts, about a wrong value.
-        RunFailed: if a process failed.
+        RunFailed: if a process failed more often than ``max_restarts`` allows.
         Stopped: if it ended before its last step, as ``stop_after`` or a signal asked.
     """
-    place = detect()
+    started = detect()
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
-    if resuming(config, output_dir) == "auto" and (done := _result(output_dir)) is not None:
+    if resuming(config, output_dir) == "auto" and (result := _result(output_dir)) is not None:
         print(f"{output_dir} is finished; nothing is left to do")
-        return done
-    job = check(config, output_dir, place)
-    if place is None or place.rank == 0:
+        return result
+    job = check(config, output_dir, started)
+    if started is None or started.rank == 0:
         record_config(output_dir, config)
-    if place is not None:
-        set_rendezvous(place)
+    if started is not None:
+        started.export()
         return report_failure(work, job)
-    for attempt in range(config.max_restarts + 1):
+    return _run_with_restarts(job)
+
+
+def _run_with_restarts(job: Job) -> float | None:
+    """Run all processes; after a failure run them again from the latest checkpoint."""
+    config, restarts = job.config, 0
+    while True:
         try:
             return _run(job)
         except RunFailed as error:
-            if (done := _result(output_dir)) is not None:  # all that failed was to hang up
-                return done
-            if attempt == config.max_restarts or error.leaving:
+            if (result := _result(job.output_dir)) is not None:  # it failed after its last step
+                return result
+            if restarts == config.max_restarts or error.leaving:
                 raise
-            print(f"{error}; restart {attempt + 1} of {config.max_restarts}", file=sys.stderr)
-            job = replace(job, resume=latest_checkpoint(config, output_dir) or job.resume)
-    raise AssertionError
-
-
-def _result(output_dir: Path) -> float | None:
-    """Of a run that is finished."""
-    done = load_run(output_dir).summary
-    if done is None:
-        return None
-    return done["test_loss"] if done["test_accuracy"] is None else done["test_accuracy"]
+            restarts += 1
+            print(f"{error}; restart {restarts} of {config.max_restarts}", file=sys.stderr)
+            job = replace(job, resume=latest_checkpoint(config, job.output_dir) or job.resume)
 
 
 def _run(job: Job) -> float | None:
+    processes = job.workers.processes
     if job.rate is None:
-        return run_processes(job.processes, work, job)
-    with interruptible(), Network(job.processes, job.rate) as network:
-        return run_processes(job.processes, work, job, network=network)
+        return run_processes(processes, work, job)
+    with interruptible(), Network(processes, job.rate) as network:
+        return run_processes(processes, work, job, network=network)
+
+
+def _result(output_dir: Path) -> float | None:
+    """Return the result of a run, as :func:`launch` does, or None if it is not finished."""
+    summary = load_run(output_dir).summary
+    if summary is None:
+        return None
+    return summary["test_loss"] if summary["test_accuracy"] is None else summary["test_accuracy"]
 
 
 def work(job: Job) -> float | None:
-    """One process of a run, told who it is by torchrun's variables; returns what train does."""
+    """Train in one process of a run, which torchrun's variables number."""
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     join_process_group(job.backend, job.config.timeout)
     try:
         _check_same(job)
-        # a directory named after the time may be another one elsewhere
-        job = replace(job, output_dir=Path(_from_first(str(job.output_dir), job.device)))
-        return train(job, Workers.current(job.local, timeout=job.config.timeout))
+        # a directory that is named after the time may have another name in each process
+        output_dir = Path(_from_first(str(job.output_dir), job.device))
+        workers = Workers.current(job.workers.local, timeout=job.config.timeout)
+        return train(replace(job, output_dir=output_dir, workers=workers))
     finally:
         dist.destroy_process_group()
 
 
 def _check_same(job: Job) -> None:
-    """Whether all processes were told to do the same; messages would not fit otherwise."""
-    facts = {**identity(job.config, job.config.workers), "steps": job.steps}
-    first = json.loads(_from_first(json.dumps(facts), job.device))
-    odd = [key for key, value in facts.items() if first.get(key) != value]
-    if odd:
+    """Compare the settings of all processes, whose messages would not fit otherwise.
+
+    Raises:
+        TrainingFailed: naming the settings that differ from those of process 0.
+    """
+    settings = {**identity(job.config), "steps": job.steps}
+    first = json.loads(_from_first(json.dumps(settings), job.device))
+    different = [name for name, value in settings.items() if first.get(name) != value]
+    if different:
         raise TrainingFailed(
-            f"process {dist.get_rank()} was started with another {', '.join(odd)} than process 0:"
-            " give all the same command"
+            f"process {dist.get_rank()} was started with another {', '.join(different)} than"
+            " process 0: give all the same command"
         )
 
 
 def _from_first(text: str, device: str) -> str:
-    """What process 0 gives."""
+    """Return the text that process 0 gives."""
     size = torch.tensor([len(text.encode())], device=device)
     dist.broadcast(size, 0)
     content = torch.zeros(int(size), dtype=torch.uint8)

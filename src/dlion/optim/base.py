@@ -1,21 +1,25 @@
-"""The walk that every method shares: collect gradients, speak, exchange, update."""
+"""The walk that every method shares: collect gradients, encode, exchange, update."""
 
-import itertools
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from dlion.errors import TrainingFailed
-from dlion.exchange import Channel, Exchange, Traffic
-from dlion.optim.bucket import Bucket
+from dlion.exchange import Channel
+from dlion.optim.bucket import Bucket, InFlight
+from dlion.optim.checks import check_alike, check_hyperparameters
+from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
 from dlion.workers import Workers
+
+NONFINITE = ("stop", "skip")
 
 
 class Common(TypedDict, total=False):
@@ -28,10 +32,7 @@ class Common(TypedDict, total=False):
     nonfinite: str | None
 
 
-NONFINITE = ("stop", "skip")
-
-
-class DistributedOptimizer(torch.optim.Optimizer, ABC):
+class DistributedOptimizer(BucketedOptimizer):
     """A ``torch.optim.Optimizer`` whose workers exchange packed messages instead of gradients.
 
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
@@ -42,16 +43,23 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         optimizer.step()
         optimizer.zero_grad()
 
-    Creating it copies the parameters of process 0 to all and moves them into flat buffers. Gradient
-    accumulation, parameter groups, LR schedulers, autocast and ``state_dict`` work as usual. The
-    state differs from worker to worker: save it on every rank, not on rank 0 alone.
+    Creating it copies the parameters of process 0 to all and moves the trained ones into flat
+    buffers. Gradient accumulation, parameter groups, LR schedulers, autocast and ``state_dict``
+    work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
+    alone.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
-    residuals count it as zero everywhere: what they held back must still be sent.)
+    residuals count it as zero everywhere: what they held back must still be sent.) A frozen
+    parameter is neither sent nor given state; it may be unfrozen between steps. One that is frozen
+    later keeps its state and its bits in the messages, and is not updated.
+
+    Under ``torch.amp.GradScaler`` an overflow on one worker skips the step on all. That takes one
+    more small collective a step, ``overlap=False`` and one worker a process; each process keeps a
+    scale of its own.
 
     Args:
         params: parameters, named parameters, or parameter groups.
@@ -61,8 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         overlap: let messages leave during the (last virtual worker's) backward pass, bucket by
             bucket, each as soon as its gradients and the bucket before it are there; give
             ``bucket_cap_mb`` too. Then what changes gradients between ``backward()`` and
-            ``step()``, clipping say, comes too late, and all but the last of several backward
-            passes per step must run in :meth:`no_sync`. The result is the same to the bit.
+            ``step()``, clipping say, comes too late and is refused, and all but the last of several
+            backward passes per step must run in :meth:`no_sync`. The result is the same to the bit.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
             one bucket a group.
@@ -77,14 +85,20 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             ``flagged`` is true on all.
         skipped: steps of local workers in which a gradient was skipped.
 
-    Subclasses fill in the method: the names of their state, the exchange, what a worker says and
-    what is done with the answer.
+    Raises:
+        TrainingFailed: if processes were given other parameters or settings.
+        TypeError: for parameters that are not real floating-point numbers.
+        RuntimeError: for parameters of a DistributedDataParallel.
+
+    Subclasses fill in the method: the names of their state, the exchange, what a worker sends and
+    what is done with the answer. They set their attributes before they call this constructor, which
+    makes the exchanges; all public ones must be equal on all processes.
     """
 
-    own_state: ClassVar[list[str]] = []
-    shared_state: ClassVar[list[str]] = []
-    # error feedback must not be taken back once sent, so methods with residuals always speak
+    # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
 
     def __init__(
         self,
@@ -96,31 +110,28 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket_cap_mb: float | None = None,
         nonfinite: str | None = None,
     ):
-        _check(defaults)
+        check_hyperparameters(defaults)
         if nonfinite not in (None, *NONFINITE):
             raise ValueError(f"nonfinite={nonfinite} is unknown: choose stop, skip or null (None)")
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
-        self.workers = workers or Workers.current()
-        if overlap:
-            self.workers = self.workers.with_own_group()  # others may talk during the backward pass
+        given = workers or Workers.current()
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
-        self.channel = Channel(self.workers)
-        self.buckets: list[Bucket] = []
-        self._exchanges: list[Exchange] = []
+        self.nonfinite = nonfinite
+        check_alike(Channel(given), {"settings": self._settings()})
+        # others may talk during the backward pass
+        own = given.with_own_group() if overlap else given
+        self.flag = self.flagged = False
+        self.skipped = 0
+        self._thread = ExchangeThread(overlap)
         self._collected: set[int] = set()
-        self._missing: list[list[int]] = []  # of each bucket, what nobody has a gradient for
-        self._waiting: list[int] = []  # parameters of each bucket whose gradient is not there yet
         self._sent = 0  # buckets whose messages have left
         self._synchronising = True
-        self._thread = ExchangeThread(overlap)
-        self.nonfinite, self.skipped = nonfinite, 0
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
-        self.flag = self.flagged = False
-        self._flags: list[bool] = []  # of each bucket
-        self._norms: list[dict[int, Tensor]] = []  # of each bucket and worker, to be looked at
-        super().__init__(params, {**defaults, "steps": 0})
-        self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
+        self._hooks: list[RemovableHandle] = []
+        group = own.group if own is not given else None
+        weakref.finalize(self, _close, self._thread, self._hooks, group).atexit = False
+        super().__init__(params, defaults, Channel(own), bucket_cap_mb)
+
+    # ------------------------------------------------------------------ what a method fills in
 
     @property
     @abstractmethod
@@ -128,106 +139,71 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Bits per parameter and step, worker to server and back, as the papers count them."""
 
     @abstractmethod
-    def make_exchange(self, bucket: Bucket) -> Exchange:
-        """The exchange for a bucket of ``bucket.numel`` parameters."""
+    def encode(self, bucket: Bucket, local: int) -> None:
+        """Write a local worker's message from its gradients and its own state."""
+
+    @abstractmethod
+    def update(self, bucket: Bucket) -> None:
+        """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
+
+    def after_step(self, bucket: Bucket) -> None:
+        """Do what workers do together after all updates (averaging momenta, say)."""
 
     def prepare(self) -> None:
         """Compile what the first step needs, so that processes forked later inherit it."""
 
-    @abstractmethod
-    def speak(self, bucket: Bucket, exchange: Any, i: int, step: int) -> None:
-        """Post what local worker i says, from its gradients (``bucket``) and its own state."""
+    # ------------------------------------------------------------------ a step
 
-    def agree(self, bucket: Bucket, exchange: Any, step: int) -> None:
-        """Anything workers must agree on before messages travel (a shared scale, say)."""
-
-    @abstractmethod
-    def update(self, bucket: Bucket, exchange: Any, answers: list[Tensor], step: int) -> None:
-        """Apply the packed answers of ``exchange`` to ``bucket.params``."""
-
-    def finish(self, bucket: Bucket, step: int) -> None:
-        """Anything workers do together after the update (synchronise momentum, say)."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check(group)
-        names = group.get("param_names") or [""] * len(group["params"])
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, param in enumerate(group["params"]):
-            kinds.setdefault((param.dtype, param.device), []).append(index)
-        for indices in kinds.values():
-            for part in self._cut(indices, group["params"]):
-                self._add_bucket([group["params"][i] for i in part], [names[i] for i in part])
-
-    def _cut(self, indices: list[int], params: list[Tensor]) -> list[list[int]]:
-        """Parameters by bucket, in the order in which a backward pass is done with them.
-
-        The first bucket is a quarter as large, so that messages start early, and each at most half
-        of what is left, so that little is left to send when the backward pass is over.
-        """
-        if self.bucket_cap_mb is None:
-            return [indices]
-        cap, parts, order = self.bucket_cap_mb * 1e6, [], indices[::-1]
-        while order:
-            sizes = [4 * params[i].numel() for i in order]
-            room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
-            count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
-            parts.append(order[:count])
-            order = order[count:]
-        return parts
-
-    def _add_bucket(self, tensors: list[torch.nn.Parameter], names: list[str]) -> None:
-        bucket = Bucket(tensors, names, self.param_groups[-1])
-        exchange = self.make_exchange(bucket)
-        bucket.allocate(exchange.numel, self.workers.local, self.own_state, self.shared_state)
-        self.channel.broadcast(bucket.params)
-        if self.overlap:
-            ready = partial(_call, weakref.WeakMethod(self._ready), len(self.buckets))
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.register_post_accumulate_grad_hook(ready)
-        self.buckets.append(bucket)
-        self._exchanges.append(exchange)
-        self._missing.append([])
-        self._flags.append(False)
-        self._norms.append({})
-        self._waiting.append(_trainable(bucket))
-        self._publish_state(bucket)
-
-    def set_participants(self, participants: Sequence[int] | None) -> None:
-        """Which workers take part from the next step on, ascending; None: all.
-
-        The others say nothing, their state stays as it is, and they are not to be collected; they
-        get the answer like all, and what they own of the exchange they do (under TernGrad they
-        also say 4 bytes a parameter tensor). All processes must name the same workers.
-
-        Raises:
-            ValueError: if there are none, or unknown ones.
-            RuntimeError: in the middle of a step.
-        """
-        known = None if participants is None else sorted(set(participants))
-        if known is not None and not (known and known[0] >= 0 and known[-1] < self.workers.count):
-            raise ValueError(
-                f"set_participants({list(participants or ())}): give at least one of the {self.workers.count}"
-                " workers"
-            )
-        if self._collected or self._sent:
-            raise RuntimeError("set_participants() in the middle of a step")
-        self.channel.set_participants(known)
-
-    def collect(self, worker: int) -> None:
-        """Take the gradients of local worker ``worker`` (0 to local - 1) from the parameters.
+    def collect(self, local: int) -> None:
+        """Take the gradients of local worker ``local`` (0 to ``workers.local`` - 1).
 
         Raises:
             RuntimeError: if they were taken before in this step, or it takes no part in it.
         """
-        if worker not in self.channel.local_participants:
-            raise RuntimeError(f"virtual worker {worker} does not take part in this step")
-        if worker in self._collected:
-            raise RuntimeError(f"virtual worker {worker} was collected twice in one step")
-        self._take(worker)
-        self.zero_grad()
+        if local not in self.channel.local_participants:
+            raise RuntimeError(f"virtual worker {local} does not take part in this step")
+        if local in self._collected:
+            raise RuntimeError(f"virtual worker {local} was collected twice in one step")
+        self._encode_unsent(local)
+        super().zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Exchange messages and update the parameters, identically on every worker.
+
+        All processes must call it equally often. Returns the loss of ``closure``, if given.
+
+        Raises:
+            RuntimeError: with several virtual workers, if :meth:`collect` was not called for each;
+                if gradients were changed after their messages had left.
+            TrainingFailed: if another process is in another step, or has ended.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._overflowed():
+            return loss
+        local = self.channel.local_participants
+        if local and self._collected == set(local[:-1]):
+            self._encode_unsent(local[-1])
+        if self._collected != set(local):
+            missing = sorted(set(local) - self._collected)
+            raise RuntimeError(f"step() before collect() of virtual workers {missing}")
+        for bucket in self.buckets[self._sent :]:
+            self._send(bucket)
+        for bucket in self.buckets:
+            with self.channel.timer("wait"):
+                self._wait(bucket)
+            bucket.adopt()
+            flats = (bucket.params, *bucket.shared.values())
+            kept = bucket.untouched(bucket.flight.present, *flats)
+            with self.channel.timer("apply"), kept:
+                self.update(bucket)
+        for bucket in self.buckets:
+            self.after_step(bucket)
+        self._end_step()
+        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -238,214 +214,168 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         finally:
             self._synchronising = True
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange messages and update the parameters, identically on every worker.
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. With ``overlap``, after a backward pass that failed, try it again then.
 
-        All processes must call it equally often. Returns the loss of ``closure``, if given.
+        What had left by then stays said: the gradients of the failed pass count for these buckets.
+        """
+        super().zero_grad(set_to_none)
+        for bucket in self.buckets:
+            bucket.flight.waiting = None
+            bucket.flight.restarted = bucket.flight.sent
+
+    def set_participants(self, workers: Sequence[int] | None) -> None:
+        """Say which workers take part from the next step on, ascending; None: all.
+
+        Absent workers send nothing and keep their state; they still receive the update and still
+        combine the slice they own (under TernGrad they also send 4 bytes a parameter tensor). They
+        are not to be collected. All processes must name the same workers.
 
         Raises:
-            RuntimeError: with several virtual workers, if :meth:`collect` was not called for each.
+            ValueError: if there are none, or unknown ones.
+            RuntimeError: in the middle of a step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        here = self.channel.local_participants
-        if self._collected == set(here[:-1]) and here:
-            self._take(here[-1])
-        if self._collected != set(here):
-            missing = sorted(set(here) - self._collected)
-            raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        while self._sent < len(self.buckets):
-            self._send()
-        pairs = zip(self.buckets, self._exchanges, strict=True)
-        for place, (bucket, exchange) in enumerate(pairs):
-            with self.channel.timer("wait"):
-                answers = self._thread.receive(place)
-            bucket.adopt()
-            step = bucket.group["steps"]
-            kept = bucket.untouched(self._missing[place], bucket.params, *bucket.shared.values())
-            with self.channel.timer("apply"), kept:
-                self.update(bucket, exchange, answers, step)
-        for bucket in self.buckets:
-            self.finish(bucket, bucket.group["steps"])
-        for group in self.param_groups:
-            group["steps"] += 1
-        self.flagged = any(self._flags)
+        known = None if workers is None else sorted(set(workers))
+        if known is not None and not (known and known[0] >= 0 and known[-1] < self.workers.count):
+            raise ValueError(
+                f"set_participants({list(workers or ())}): give at least one of the"
+                f" {self.workers.count} workers"
+            )
+        if self._collected or self._sent:
+            raise RuntimeError("set_participants() in the middle of a step")
+        self.channel.set_participants(known)
+
+    def _encode_unsent(self, local: int) -> None:
+        """Encode a local worker's messages of all buckets that have not left yet."""
+        if not self._collected:
+            self._include_unfrozen()
+        self._collected.add(local)
+        for bucket in self.buckets[: self._sent]:
+            bucket.check_unchanged()
+        for bucket in self.buckets[self._sent :]:
+            self._encode(bucket, local)
+
+    @torch.no_grad()
+    def _gradient_is_ready(self, bucket: Bucket, _: Tensor) -> None:
+        """After a gradient has been accumulated: send what is complete, in the buckets' order."""
+        local, flight = self.channel.local_participants, bucket.flight
+        if not local or not self._synchronising or self._collected - {local[-1]} != set(local[:-1]):
+            return
+        if flight.sent and flight.restarted:
+            return
+        if flight.waiting is None:
+            flight.waiting = sum(slot.tensor.requires_grad for slot in bucket.slots)
+        flight.waiting -= 1
+        if flight.waiting < 0:
+            raise RuntimeError(
+                "a second backward pass in one step, after messages have left: run all but the last"
+                " backward pass of a step in `with optimizer.no_sync():`, call zero_grad() first if"
+                " it is another try, or create the optimizer with overlap=False"
+            )
+        while self._sent < len(self.buckets) and self.buckets[self._sent].flight.waiting == 0:
+            complete = self.buckets[self._sent]
+            self._encode(complete, local[-1])
+            complete.note_gradients()
+            self._send(complete)
+
+    @torch.no_grad()
+    def _encode(self, bucket: Bucket, local: int) -> None:
+        if self.nonfinite is not None:
+            self._look_at_gradients(bucket, local)
+        present = bucket.present()
+        if not self.skips_missing:
+            present = [slot.tensor.requires_grad for slot in bucket.slots]
+        kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
+        with self.channel.timer("encode"), kept:
+            self.encode(bucket, local)
+        header = bucket.header.encode(bucket.step, present, self.flag)
+        bucket.exchange.encode_header(local, header.to(bucket.device))
+
+    def _look_at_gradients(self, bucket: Bucket, local: int) -> None:
+        """Drop gradients that are not finite, or measure them for the exchange to look at."""
+        norms = bucket.norms()
+        if self.nonfinite == "stop":
+            bucket.flight.norms[local] = norms
+            return
+        for slot, finite in zip(bucket.slots, norms.isfinite().tolist(), strict=True):
+            if not finite:
+                slot.tensor.grad = None
+                self._skipping.add(local)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Let the messages of the next bucket leave."""
+        bucket.flight.sent = True
+        self._sent += 1
+        self._thread.submit(bucket)
+
+    def _wait(self, bucket: Bucket) -> None:
+        try:
+            self._thread.wait(bucket)
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the exchange of step {bucket.step + 1} broke off ({error}): another process has"
+                " ended, hangs, or called step() less often than this one"
+            ) from error
+
+    def _end_step(self) -> None:
+        self.flagged = any(bucket.flight.flag for bucket in self.buckets)
         self.skipped += len(self._skipping)
         self._skipping.clear()
         self._collected.clear()
         self._sent = 0
-        self._waiting = [_trainable(bucket) for bucket in self.buckets]
-        return loss
-
-    def _take(self, worker: int) -> None:
-        """Let a local worker speak, about all buckets that have not left yet."""
-        self._collected.add(worker)
-        for place in range(self._sent, len(self.buckets)):
-            self._speak(place, worker)
-
-    @torch.no_grad()
-    def _ready(self, place: int, _: Tensor) -> None:
-        """After a gradient has been accumulated: send what is complete, in the buckets' order."""
-        here = self.channel.local_participants
-        if not self._synchronising or self._collected - {here[-1]} != set(here[:-1]):
-            return
-        last = here[-1]
-        self._waiting[place] -= 1
-        if self._waiting[place] < 0:
-            raise RuntimeError(
-                "a second backward pass in one step, after messages have left: run all but the last"
-                " backward pass of a step in `with optimizer.no_sync():`, or create the optimizer"
-                " with overlap=False"
-            )
-        while self._sent < len(self.buckets) and self._waiting[self._sent] == 0:
-            self._speak(self._sent, last)
-            self._send()
-
-    def _speak(self, place: int, i: int) -> None:
-        bucket, exchange = self.buckets[place], self._exchanges[place]
-        if self.nonfinite is not None:
-            self._look_at(place, i)
-        present = bucket.present()
-        if not self.skips_missing:
-            present = tuple(tensor.requires_grad for tensor in bucket.tensors)
-        missing = [] if all(present) else [t for t, there in enumerate(present) if not there]
-        kept = bucket.untouched(missing, *(rows[i] for rows in bucket.own.values()))
-        with self.channel.timer("encode"), kept:
-            self.speak(bucket, exchange, i, bucket.group["steps"])
-        exchange.post_header(i, bucket.header(present, self.flag))
-
-    def _look_at(self, place: int, i: int) -> None:
-        """Drop gradients that are not finite, or measure them for :meth:`_check_finite`."""
-        bucket = self.buckets[place]
-        norms = bucket.norms()
-        if self.nonfinite == "stop":
-            self._norms[place][i] = norms
-            return
-        for tensor, good in zip(bucket.tensors, norms.isfinite().tolist(), strict=True):
-            if not good:
-                tensor.grad = None
-                self._skipping.add(i)
-
-    def _check_finite(self, place: int) -> None:
-        """Raise what was seen in gradients; late, as looking makes a GPU's host wait."""
-        bucket = self.buckets[place]
-        for i, norms in self._norms[place].items():
-            if not norms.isfinite().all():
-                index = int((~norms.isfinite()).nonzero()[0])
-                name = bucket.names[index] or f"parameter {index} of bucket {place}"
-                raise TrainingFailed(
-                    f"the gradient of {name} is not finite on worker {self.workers.ids[i]} in step"
-                    f" {bucket.group['steps'] + 1}: lower the learning rate, or leave such"
-                    " gradients out with nonfinite=skip"
-                )
-        self._norms[place].clear()
-
-    def _send(self) -> None:
-        """Send the messages of the next bucket."""
-        place = self._sent
-        bucket, exchange = self.buckets[place], self._exchanges[place]
-        step = bucket.group["steps"]
-
-        def exchanged() -> list[Tensor]:
-            self._check_finite(place)
-            self.agree(bucket, exchange, step)
-            answers = exchange.deliver(step)
-            self._missing[place], self._flags[place] = bucket.read_headers(exchange.headers)
-            return answers
-
-        self._thread.send(place, bucket.device, exchanged)
-        self._sent += 1
-
-    def _publish_state(self, bucket: Bucket) -> None:
-        """Show the flat state as ``self.state[param][name]``, as views."""
-        for name, rows in bucket.own.items():
-            for tensor, (start, stop) in zip(bucket.tensors, bucket.spans, strict=True):
-                self.state[tensor][name] = rows[:, start:stop].view(-1, *tensor.shape)
-        for name, flat in bucket.shared.items():
-            for tensor, view in zip(bucket.tensors, bucket.views(flat), strict=True):
-                self.state[tensor][name] = view
-
-    def worker_state(self, i: int) -> dict[str, Tensor]:
-        """What belongs to local worker i alone, as views by name: the same for every spread."""
-        views = {}
-        for place, (bucket, exchange) in enumerate(zip(self.buckets, self._exchanges, strict=True)):
-            views |= {f"{place}.{name}": rows[i] for name, rows in bucket.own.items()}
-            views |= {f"{place}.exchange.{name}": rows[i] for name, rows in exchange.state.items()}
-        return views
-
-    def common_state(self) -> dict[str, Tensor]:
-        """Parameters and state that are equal on all workers, as views by name."""
-        views = {}
-        for place, bucket in enumerate(self.buckets):
-            views[f"{place}.parameters"] = bucket.params
-            views |= {f"{place}.{name}": flat for name, flat in bucket.shared.items()}
-        return views
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch, with a leading dimension, the local workers, for per-worker state."""
-        state = super().state_dict()
-        state["exchanges"] = [exchange.state for exchange in self._exchanges]
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a saved state in; it must come from the same spread of workers."""
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group in self.param_groups:
+            group["steps"] += 1
         for bucket in self.buckets:
-            bucket.group = next(
-                g for g in self.param_groups if any(p is bucket.tensors[0] for p in g["params"])
+            bucket.flight = InFlight()
+
+    def _overflowed(self) -> bool:
+        """Whether a GradScaler found an overflow on any worker; if not, unscale the gradients."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if self.overlap or self.workers.local > 1:
+            raise RuntimeError(
+                "under a GradScaler messages must not be made of scaled gradients: create the"
+                " optimizer with overlap=False and one worker a process"
             )
-            self._publish_state(bucket)
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, saved in state_dict["state"].items():
-            for name, value in saved.items():
-                view = self.state[params[index]][name]
-                if view.shape != value.shape:
-                    raise ValueError(
-                        f"saved {name} of parameter {index} has shape {tuple(value.shape)}, this"
-                        f" optimizer holds {tuple(view.shape)}: load it with as many virtual"
-                        " workers per process as it was saved with"
-                    )
-                view.copy_(value)
-        kept = state_dict["exchanges"]
-        held = [exchange.state for exchange in self._exchanges]
-        if [_shapes(state) for state in kept] != [_shapes(state) for state in held]:
-            raise ValueError(
-                "the saved state of the exchanges does not fit: load it with the bucket_cap_mb,"
-                " ties and spread of workers that it was saved with"
-            )
-        for exchange, saved in zip(self._exchanges, kept, strict=True):
-            for name, value in saved.items():
-                exchange.state[name].copy_(value)
+        mine = torch.tensor([[bool(found)]], device=self.param_groups[0]["params"][0].device)
+        if self.channel.gather(mine).any():
+            return True
+        if self.grad_scale is not None:
+            tensors = (tensor for group in self.param_groups for tensor in group["params"])
+            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            torch._foreach_mul_(grads, 1 / self.grad_scale.item())
+        return False
+
+    def _settings(self) -> dict[str, Any]:
+        """The public attributes that say what this optimizer does."""
+        plain = (int, float, str, bool, list, tuple, type(None))
+        facts = {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, plain)}
+        return {"method": type(self).__name__, **facts}
+
+    def _watch(self, bucket: Bucket) -> None:
+        if self.overlap:
+            ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
+            tensors = (slot.tensor for slot in bucket.slots)
+            self._hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
 
 
-def _call(method: weakref.WeakMethod, place: int, tensor: Tensor) -> None:
+def _call(method: weakref.WeakMethod, bucket: Bucket, tensor: Tensor) -> None:
     """Call the method of an optimizer, if there still is one."""
     alive = method()
     if alive is not None:
-        alive(place, tensor)
+        alive(bucket, tensor)
 
 
-def _trainable(bucket: Bucket) -> int:
-    return sum(tensor.requires_grad for tensor in bucket.tensors)
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in state.items()}
-
-
-def _check(group: dict[str, Any]) -> None:
-    """Refuse hyperparameters outside their range."""
-    ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
-    for name, (low, high) in ranges.items():
-        value = group.get(name)
-        if value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"{name}={value} is not a number")
-        if value is not None and not (low <= value and (high is None or value < high)):
-            limit = f"at least {low}" if high is None else f"in [{low}, {high})"
-            raise ValueError(f"{name}={value} is out of range: it must be {limit}")
-    for beta in group.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas={tuple(group['betas'])} is out of range: each is in [0, 1)")
+def _close(
+    thread: ExchangeThread, hooks: list[RemovableHandle], group: dist.ProcessGroup | None
+) -> None:
+    """Give back the hooks, the thread and the sockets of an optimizer that nobody uses any more."""
+    for hook in hooks:
+        hook.remove()
+    thread.close()
+    if group is not None and dist.is_initialized():
+        with suppress(ValueError):  # it was destroyed with all others
+            dist.destroy_process_group(group)

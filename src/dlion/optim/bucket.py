@@ -1,79 +1,176 @@
-"""Parameters and per-worker gradients as flat buffers: one message, one exchange, one update."""
+"""Parameters as one long vector, with all that belongs to them during a step."""
 
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dlion.wire import packing
+from dlion.errors import TrainingFailed
+from dlion.exchange import Exchange
+from dlion.wire import Header
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
+
+
+class Slot(NamedTuple):
+    """The place of a parameter in a bucket.
+
+    Attributes:
+        tensor, name: the parameter and its name (``""`` where unnamed).
+        start, stop: its elements in a flat buffer.
+        order: its dimensions as they lie in memory, outermost first; None if that is their order.
+    """
+
+    tensor: torch.nn.Parameter
+    name: str
+    start: int
+    stop: int
+    order: tuple[int, ...] | None
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """Return values in the parameter's shape as a vector, in the parameter's memory order."""
+        return (values if self.order is None else values.permute(self.order)).flatten()
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient as a vector in the parameter's memory order, None without one."""
+        grad = self.tensor.grad
+        if grad is not None and grad.is_sparse:
+            raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
+        return None if grad is None else self.flatten(grad)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
+        part, shape = flat[..., self.start : self.stop], self.tensor.shape
+        if self.order is None:
+            return part.view((*part.shape[:-1], *shape))
+        leading = range(part.dim() - 1)
+        part = part.unflatten(-1, [shape[dim] for dim in self.order])
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return part.permute(*leading, *(len(leading) + dim for dim in back))
 
 
 class Piece(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
 
-    tensor: torch.nn.Parameter
+    slot: Slot
     start: int
     stop: int
     view: Tensor
+
+
+class StateNames(Protocol):
+    """What a method calls its state."""
+
+    own_state: ClassVar[list[str]]
+    shared_state: ClassVar[list[str]]
+    counters: ClassVar[list[str]]
+
+
+@dataclass
+class InFlight:
+    """What one step of a bucket has to remember until it is over.
+
+    Attributes:
+        waiting: trained parameters whose gradient is not there yet; None before the first is.
+        sent: whether the messages have left.
+        restarted: whether zero_grad() has given up the backward pass that they were made in.
+        norms: the norms of local workers' gradients, ``[T]`` each, still to be looked at.
+        gradients: those that messages were made of, with their versions.
+        present: whether some worker has a gradient, for each parameter.
+        flag: whether some worker's flag is set.
+    """
+
+    waiting: int | None = None
+    sent: bool = False
+    restarted: bool = False
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    gradients: list[tuple[Slot, Tensor, int]] = field(default_factory=list)
+    present: list[bool] = field(default_factory=list)
+    flag: bool = False
 
 
 class Bucket:
     """Parameters of one group, dtype and device, laid out one after the other.
 
     Parameters become views into ``params``, so that an update is a few operations on one long
-    vector. Each starts at a multiple of 64; the gaps are zero in gradients and never read back.
+    vector. Each starts at a multiple of 64. The gaps between them, and the end, are zero in
+    gradients; ``mask`` tells them apart where that is not enough.
 
     Attributes:
-        tensors, names: the parameters and what they are called (``""`` where unnamed).
+        index: its number among the buckets of the optimizer.
         group: the optimizer's parameter group; hyperparameters are read from it at every step.
-        spans: ``(start, stop)`` of each parameter.
+        slots: the parameters and where they are.
         numel: elements, gaps included.
+        exchange: carries the messages about these parameters and holds the answer.
         params: ``[padded]``, in the parameters' dtype.
         own: per-worker state, name -> float32 ``[k, padded]``. Never leaves its worker.
         shared: state that is equal everywhere, name -> float32 ``[padded]``.
+        counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
+        flight: what the present step has to remember.
     """
 
-    def __init__(self, tensors: list[torch.nn.Parameter], names: list[str], group: dict):
-        self.tensors, self.names, self.group = tensors, names, group
-        self.device = tensors[0].device
-        self.spans: list[tuple[int, int]] = []
+    exchange: Any  # the kind that the method made
+
+    def __init__(
+        self, index: int, tensors: list[torch.nn.Parameter], names: list[str], group: dict[str, Any]
+    ):
+        self.index, self.group = index, group
+        self.device, self.dtype = tensors[0].device, tensors[0].dtype
+        self.slots: list[Slot] = []
         start = 0
-        for tensor in tensors:
-            self.spans.append((start, start + tensor.numel()))
+        for tensor, name in zip(tensors, names, strict=True):
+            stop = start + tensor.numel()
+            self.slots.append(Slot(tensor, name, start, stop, _memory_order(tensor)))
             start += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
         self.numel = start
-        self._row: tuple[Tensor, list[Piece]] | None = None
-        self._headers: dict[tuple[tuple[bool, ...], bool], Tensor] = {}
+        self.header = Header(len(tensors))
+        self.flight = InFlight()
+        self._pieces: dict[int, list[Piece]] = {}
+        self._row: Tensor | None = None
 
-    def allocate(self, padded: int, local: int, own: list[str], shared: list[str]) -> None:
-        """Make the buffers and move the parameters in."""
-        first = self.tensors[0]
-        self.params = torch.zeros(padded, dtype=first.dtype, device=self.device)
-        self.own = {name: torch.zeros(local, padded, device=self.device) for name in own}
-        self.shared = {name: torch.zeros(padded, device=self.device) for name in shared}
-        self._param_views = self.views(self.params)
+    def allocate(self, exchange: Exchange, names: StateNames) -> None:
+        """Make the buffers that go with an exchange and move the parameters in."""
+        local, padded, device = exchange.channel.workers.local, exchange.numel, self.device
+        self.exchange = exchange
+        self.params = torch.zeros(padded, dtype=self.dtype, device=device)
+        self.own = {name: torch.zeros(local, padded, device=device) for name in names.own_state}
+        self.shared = {name: torch.zeros(padded, device=device) for name in names.shared_state}
+        self.counters = {name: torch.zeros(len(self.slots)) for name in names.counters}
+        self._views = [_standalone(slot.view(self.params), slot) for slot in self.slots]
         self.adopt()
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """``[padded]`` -> a view for each parameter, in its shape."""
-        return [
-            flat[start:stop].view(tensor.shape)
-            for tensor, (start, stop) in zip(self.tensors, self.spans, strict=True)
-        ]
+    @property
+    def step(self) -> int:
+        """The number of steps that its parameter group has taken."""
+        return self.group["steps"]
 
-    def spread(self, values: Tensor) -> Tensor:
-        """One value a parameter, ``[T]`` -> ``[padded]``, the same for all its elements."""
-        starts = [start for start, _ in self.spans] + [len(self.params)]
-        sizes = torch.tensor(starts, device=self.device).diff()
-        return values.repeat_interleave(sizes, output_size=len(self.params))
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """``(start, stop)`` of each parameter."""
+        return [(slot.start, slot.stop) for slot in self.slots]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter with the gap behind it."""
+        edges = [*(slot.start for slot in self.slots), self.numel]
+        return [stop - start for start, stop in itertools.pairwise(edges)]
+
+    @property
+    def mask(self) -> Tensor:
+        """True for elements of parameters, False for gaps: bool ``[numel]``."""
+        mask = torch.zeros(self.numel, dtype=torch.bool, device=self.device)
+        for slot in self.slots:
+            mask[slot.start : slot.stop] = True
+        return mask
 
     def adopt(self) -> None:
         """Point parameters back into the buffer, should anyone have replaced their storage."""
-        for tensor, view in zip(self.tensors, self._param_views, strict=True):
+        for slot, view in zip(self.slots, self._views, strict=True):
+            tensor = slot.tensor
             if tensor.data_ptr() != view.data_ptr():
                 if tensor.device != view.device or tensor.dtype != view.dtype:
                     raise RuntimeError(
@@ -83,93 +180,149 @@ class Bucket:
                 view.copy_(tensor.data)
                 tensor.data = view
 
-    def cut(self, rows: Tensor) -> list[Piece]:
-        """Where the parameters lie in ``rows``, ``[n, slice]``, a flat buffer cut into slices."""
-        size = rows.shape[1]
-        pieces = []
-        for tensor, (start, stop) in zip(self.tensors, self.spans, strict=True):
-            at = start
-            while at < stop:
-                row, column = divmod(at, size)
-                end = min(stop, at + size - column)
-                view = rows[row, column : column + end - at]
-                pieces.append(Piece(tensor, at - start, end - start, view))
-                at = end
-        return pieces
+    def copy_gradients(self, rows: Tensor) -> None:
+        """Copy the latest gradients into a message, float32 ``[n, slice]``; zero without one."""
+        pieces = self._pieces.get(rows.data_ptr())
+        if pieces is None:
+            pieces = self._pieces[rows.data_ptr()] = list(self._cut(rows))
+        views, parts = [], []
+        for slot, start, stop, view in pieces:
+            grad = slot.gradient()
+            if grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                parts.append(grad[start:stop])
+        if parts:
+            torch._foreach_copy_(views, parts)
 
     def gradients(self) -> Tensor:
-        """The latest gradients in one vector, float32 ``[padded]``; the next call overwrites it."""
+        """Return the latest gradients, float32 ``[padded]``; the next call overwrites it."""
         if self._row is None:
-            row = torch.zeros(len(self.params), device=self.device)
-            self._row = row, self.cut(row.unsqueeze(0))
-        row, pieces = self._row
-        copy_gradients(pieces)
-        return row
+            self._row = torch.zeros(1, len(self.params), device=self.device)
+        self.copy_gradients(self._row)
+        return self._row[0]
 
-    def present(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient."""
-        return tuple(tensor.grad is not None for tensor in self.tensors)
+    def present(self) -> list[bool]:
+        """Whether each parameter has a gradient."""
+        return [slot.tensor.grad is not None for slot in self.slots]
 
     def norms(self) -> Tensor:
-        """The norm of each gradient, ``[T]``, 0 where there is none."""
-        norms = torch.zeros(len(self.tensors), device=self.device)
-        there = [i for i, tensor in enumerate(self.tensors) if tensor.grad is not None]
-        if there:
-            found = torch._foreach_norm([dense(self.tensors[i].grad) for i in there])
-            norms[there] = torch.stack(found).to(torch.float32)
+        """Return the norm of each gradient, ``[T]``, 0 where there is none."""
+        norms = torch.zeros(len(self.slots), device=self.device)
+        present = [index for index, here in enumerate(self.present()) if here]
+        if present:
+            grads = [self.slots[index].gradient() for index in present]
+            norms[present] = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
         return norms
 
-    @property
-    def header_bytes(self) -> int:
-        """One bit a parameter (is its gradient there?) and a flag, in whole words."""
-        return 8 * -(-(len(self.tensors) + 1) // 64)
+    def count(self, name: str) -> list[tuple[int, slice]]:
+        """Count a step for every parameter that some worker has a gradient for.
 
-    def header(self, present: tuple[bool, ...], flag: bool = False) -> Tensor:
-        """The header of a worker's messages, uint8 ``[header_bytes]``."""
-        known = self._headers.get((present, flag))
-        if known is None:
-            bits = torch.zeros(8 * self.header_bytes, dtype=torch.bool)
-            bits[: len(present) + 1] = torch.tensor((*present, flag))
-            known = self._headers[present, flag] = packing.pack_bits(bits).to(self.device)
-        return known
-
-    def read_headers(self, headers: Tensor) -> tuple[list[int], bool]:
-        """What all headers ``[n, header_bytes]`` say together.
-
-        Returns:
-            The parameters, by index, that no worker has a gradient for, and whether any flag is up.
+        Returns the counts, each with the elements that it holds for; absent parameters are left
+        out where counts differ.
         """
-        usual = self.header((True,) * len(self.tensors))
-        if torch.equal(headers, usual.expand_as(headers)):
-            return [], False
-        *present, flag = packing.unpack_bits(headers.cpu(), len(self.tensors) + 1).any(0).tolist()
-        return [i for i, there in enumerate(present) if not there], flag
+        counter, present = self.counters[name], torch.tensor(self.flight.present)
+        counter += present
+        counts = set(counter[present].tolist())
+        if len(counts) <= 1:
+            return [(int(count), slice(None)) for count in counts]
+        return [
+            (int(count), slice(slot.start, slot.stop))
+            for slot, count, here in zip(self.slots, counter.tolist(), present, strict=True)
+            if here
+        ]
+
+    def note_gradients(self) -> None:
+        """Remember the gradients that messages were made of, for :meth:`check_unchanged`."""
+        for slot in self.slots:
+            grad = slot.tensor.grad
+            if grad is not None:
+                self.flight.gradients.append((slot, grad, grad._version))
+
+    def check_unchanged(self) -> None:
+        """Refuse gradients that were changed after their messages had left."""
+        for slot, grad, version in [] if self.flight.restarted else self.flight.gradients:
+            if slot.tensor.grad is not grad or grad._version != version:
+                raise RuntimeError(
+                    f"the gradient of {slot.name or 'a parameter'} was changed between backward()"
+                    " and step(), when it had been sent: clip or scale gradients with overlap=False"
+                )
+
+    def run_exchange(self) -> None:
+        """Exchange the messages of this step, on whichever thread; then read their headers.
+
+        Raises:
+            TrainingFailed: if a local gradient is not finite and that is to end training, or if
+                workers are in different steps.
+        """
+        self._check_finite()
+        self.exchange.run(self.step)
+        headers = self.header.decode(self.exchange.headers)
+        for sender, step in zip(self.exchange.channel.participants, headers.steps, strict=True):
+            if step != self.step & 0xFFFFFFFF:
+                here = self.exchange.channel.workers.ids[0]
+                raise TrainingFailed(
+                    f"worker {sender} is in step {step + 1}, worker {here} in step {self.step + 1}:"
+                    " all processes must load the same state and call step() equally often"
+                )
+        self.flight.present, self.flight.flag = headers.present, headers.flag
+
+    def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
+        """Keep the part of absent parameters in flat buffers as it was."""
+        return nullcontext() if all(present) else self._restored(present, *flats)
 
     @contextmanager
-    def untouched(self, indices: list[int], *flats: Tensor) -> Iterator[None]:
-        """Keep the given parameters' part of flat buffers as it was."""
-        parts = [flat[slice(*self.spans[i])] for i in indices for flat in flats]
-        kept = [part.clone() for part in parts]
+    def _restored(self, present: list[bool], *flats: Tensor) -> Iterator[None]:
+        absent = [slot for slot, here in zip(self.slots, present, strict=True) if not here]
+        parts = [flat[slot.start : slot.stop] for slot in absent for flat in flats]
+        before = [part.clone() for part in parts]
         yield
-        for part, old in zip(parts, kept, strict=True):
+        for part, old in zip(parts, before, strict=True):
             part.copy_(old)
 
+    def _cut(self, rows: Tensor) -> Iterator[Piece]:
+        """Where the parameters lie in ``rows``, ``[n, slice]``, a flat buffer cut into slices."""
+        size = rows.shape[1]
+        for slot in self.slots:
+            at = slot.start
+            while at < slot.stop:
+                row, column = divmod(at, size)
+                end = min(slot.stop, at + size - column)
+                view = rows[row, column : column + end - at]
+                yield Piece(slot, at - slot.start, end - slot.start, view)
+                at = end
 
-def copy_gradients(pieces: list[Piece]) -> None:
-    """Copy the gradients to their places, zero where there is none."""
-    views, parts = [], []
-    for tensor, start, stop, view in pieces:
-        if tensor.grad is None:
-            view.zero_()
-        else:
-            views.append(view)
-            parts.append(dense(tensor.grad).flatten()[start:stop])
-    if parts:
-        torch._foreach_copy_(views, parts)
+    def _check_finite(self) -> None:
+        """Raise what was seen in gradients; late, as looking makes a GPU's host wait."""
+        for local, norms in self.flight.norms.items():
+            finite = norms.isfinite()
+            if not finite.all():
+                index = int((~finite).nonzero()[0])
+                name = self.slots[index].name or f"parameter {index} of bucket {self.index}"
+                worker = self.exchange.channel.workers.ids[local]
+                raise TrainingFailed(
+                    f"the gradient of {name} is not finite on worker {worker} in step"
+                    f" {self.step + 1}: lower the learning rate, or leave such gradients out with"
+                    " nonfinite=skip"
+                )
 
 
-def dense(grad: Tensor) -> Tensor:
-    """The gradient, if it is one that can be flattened."""
-    if grad.is_sparse:
-        raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-    return grad
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of a dense tensor's dimensions in memory, None if it is contiguous or has gaps."""
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _standalone(view: Tensor, slot: Slot) -> Tensor:
+    """The same memory behind a storage of its own.
+
+    What saves tensors writes whole storages, and asks which tensors share one; a parameter is to
+    look as it did before.
+    """
+    if view.device.type not in ("cpu", "cuda"):
+        return view
+    alone = torch.from_dlpack(slot.flatten(view))
+    return slot._replace(start=0, stop=alone.numel()).view(alone)

@@ -1,4 +1,4 @@
-"""Rules: what a worker says. Pure functions on one worker's flat float32 vectors.
+"""Rules: what a worker sends. Pure functions on one worker's flat float32 vectors.
 
 ``spans`` are the ``(start, stop)`` of the parameters in the vector.
 """
@@ -23,27 +23,18 @@ def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor
     for start, stop in spans:
         part = clipped[start:stop]
         if factor and part.numel() > 1:
-            bound = (factor * part.std(correction=0)).item()
-            if math.isfinite(bound):
-                part.clamp_(-bound, bound)
+            bound = factor * part.std(correction=0)
+            bound = bound.where(bound.isfinite(), torch.inf)
+            torch.clamp(part, -bound, bound, out=part)
         scales.append(part.abs().max() if part.numel() else part.new_zeros(()))
     return clipped, torch.stack(scales)
-
-
-def ternarise(grad: Tensor, scales: Tensor, generator: torch.Generator) -> Tensor:
-    """TernGrad: ``sign(g)`` with probability ``|g| / s``, else 0, so that s times it is unbiased.
-
-    ``scales`` holds s for every entry. NaN says 0; a scale of 0 says 0. Returns int8.
-    """
-    coins = torch.rand(grad.shape, generator=generator, device=grad.device)
-    return (grad.sign() * (coins * scales < grad.abs())).nan_to_num_(0.0).to(torch.int8)
 
 
 def largest_entries(values: Tensor, spans: Spans, density: float) -> Tensor:
     """Indices, ascending, of the ``ceil(density * size)`` largest magnitudes of each parameter.
 
     Exact, so that the size of a message is known; NaN counts as larger than everything (it is
-    said, not hidden).
+    sent, not hidden).
     """
     chosen = []
     for start, stop in spans:

@@ -1,13 +1,11 @@
-"""Methods whose workers say only their largest entries: Gradient Dropping and DGC."""
+"""Methods whose workers send only their largest entries: Gradient Dropping and DGC."""
 
 import math
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-from torch import Tensor
-
+from dlion import kernels
 from dlion.exchange import SparseMean
-from dlion.kernels.reference import descend
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.rules import largest_entries
@@ -37,7 +35,7 @@ class SparseOptimizer(DistributedOptimizer):
         return 32 * self.density, 32
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:
-        return SparseMean(self.channel, bucket.numel, bucket.header_bytes, bucket.device)
+        return SparseMean(self.channel, bucket.numel, bucket.header.nbytes, bucket.device)
 
 
 class GradDrop(SparseOptimizer):
@@ -47,6 +45,9 @@ class GradDrop(SparseOptimizer):
     sent and removed from r_i. Everyone: SGD with momentum on the mean.
     Source: Aji and Heafield 2017 (arXiv 1704.05021), with exact instead of sampled thresholds and
     without a residual on the way back.
+
+    When not to use it: with many workers, as the answer is the union of all entries: at 4 % and
+    n = 32 it is nearly dense. :class:`DGC` corrects the momentum of late entries, this does not.
 
     Args:
         lr, momentum, weight_decay: of SGD; the decay is decoupled.
@@ -68,25 +69,15 @@ class GradDrop(SparseOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, **common)
 
-    def speak(self, bucket: Bucket, exchange: SparseMean, i: int, step: int) -> None:
-        residual = bucket.own["residual"][i].add_(bucket.gradients())
+    def encode(self, bucket: Bucket, local: int) -> None:
+        residual = bucket.own["residual"][local].add_(bucket.gradients())
         indices = largest_entries(residual, bucket.spans, self.density)
         values = residual[indices]
         residual[indices] = 0
-        exchange.post(i, indices, values)
+        bucket.exchange.encode(local, indices, values)
 
-    def update(
-        self, bucket: Bucket, exchange: SparseMean, answers: list[Tensor], step: int
-    ) -> None:
-        group = bucket.group
-        momentum_descent(
-            bucket.params,
-            bucket.shared["momentum_buffer"],
-            exchange.read(answers),
-            group["lr"],
-            group["momentum"],
-            group["weight_decay"],
-        )
+    def update(self, bucket: Bucket) -> None:
+        momentum_descent(bucket, bucket.exchange.decode())
 
 
 class DGC(SparseOptimizer):
@@ -97,6 +88,9 @@ class DGC(SparseOptimizer):
     removed from v_i and u_i (momentum factor masking). Everyone: plain SGD on the mean.
     Source: Lin et al. 2018 (arXiv 1712.01887), Algorithms 1 and 2, with exact instead of sampled
     thresholds; vectors are sparsified like matrices.
+
+    When not to use it: with many workers (see :class:`GradDrop`), or where two vectors of state a
+    worker are too much memory. At a density of 0.1 % it sends less than one bit a parameter.
 
     Args:
         lr, momentum, weight_decay: of SGD; the decay is decoupled.
@@ -128,24 +122,22 @@ class DGC(SparseOptimizer):
                 " buckets here: give bucket_cap_mb=null (None) and one group of parameters"
             )
 
-    def speak(self, bucket: Bucket, exchange: SparseMean, i: int, step: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         grad = bucket.gradients()
         if self.clip_norm is not None:
             bound = self.clip_norm / math.sqrt(self.workers.count)
             grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
-        velocity = bucket.own["velocity"][i].mul_(bucket.group["momentum"]).add_(grad)
-        accumulated = bucket.own["accumulated"][i].add_(velocity)
-        indices = largest_entries(accumulated, bucket.spans, self._density(step))
+        velocity = bucket.own["velocity"][local].mul_(bucket.group["momentum"]).add_(grad)
+        accumulated = bucket.own["accumulated"][local].add_(velocity)
+        indices = largest_entries(accumulated, bucket.spans, self._density(bucket.step))
         values = accumulated[indices]
         accumulated[indices] = 0
         velocity[indices] = 0
-        exchange.post(i, indices, values)
+        bucket.exchange.encode(local, indices, values)
 
-    def update(
-        self, bucket: Bucket, exchange: SparseMean, answers: list[Tensor], step: int
-    ) -> None:
-        group = bucket.group
-        descend(bucket.params, exchange.read(answers), group["lr"], group["weight_decay"])
+    def update(self, bucket: Bucket) -> None:
+        group, mean = bucket.group, bucket.exchange.decode()
+        kernels.descend(bucket.params, mean, group["lr"], group["weight_decay"])
 
     def _density(self, step: int) -> float:
         if step >= self.warmup_steps:

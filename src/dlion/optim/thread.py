@@ -1,74 +1,68 @@
 """Runs exchanges beside the backward pass, one after the other."""
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from torch import Tensor
 
-Exchanged = Callable[[], list[Tensor]]
+from dlion.optim.bucket import Bucket
 
 
 class ExchangeThread:
-    """Carries out exchanges in the order they are sent, on a thread of its own if they overlap.
+    """Runs the exchanges of buckets in the order they are submitted.
 
-    One thread, first in first out: collectives must be issued in the same order on every process.
-    On CUDA that thread works on a stream of its own, which waits for the gradients and which the
-    update waits for.
+    With ``overlap`` they run on a thread of its own, first in first out, as collectives must be
+    issued in the same order on every process. On CUDA that thread works on a stream of its own,
+    which waits for the gradients and which the update waits for. Without ``overlap`` an exchange
+    runs when it is waited for.
     """
 
     def __init__(self, overlap: bool):
         self.overlap = overlap
-        self._thread: ThreadPoolExecutor | None = None
+        self._executor: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._jobs: dict[int, Future[list[Tensor]] | Exchanged] = {}
-        self._done: dict[int, torch.cuda.Event] = {}
+        self._running: dict[Bucket, Future[torch.cuda.Event | None]] = {}
 
-    def send(self, place: int, device: torch.device, exchanged: Exchanged) -> None:
-        """Begin the exchange of a bucket on ``device`` (without overlap: note it)."""
+    def submit(self, bucket: Bucket) -> None:
+        """Begin the exchange of a bucket whose messages are complete."""
         if not self.overlap:
-            self._jobs[place] = exchanged
             return
-        if self._thread is None:
+        if self._executor is None:
             threads = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(
+            self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=torch.set_num_threads, initargs=(threads,)
             )
-        ready = torch.cuda.Event() if device.type == "cuda" else None
+        ready = torch.cuda.Event() if bucket.device.type == "cuda" else None
         if ready is not None:
-            ready.record(torch.cuda.current_stream(device))
-        self._jobs[place] = self._thread.submit(self._carry, place, device, exchanged, ready)
+            ready.record(torch.cuda.current_stream(bucket.device))
+        self._running[bucket] = self._executor.submit(self._run, bucket, ready)
 
-    def receive(self, place: int) -> list[Tensor]:
-        """The answers of an exchange, when they are there."""
-        job = self._jobs.pop(place)
-        if not isinstance(job, Future):
-            return job()
-        answers = job.result()
-        done = self._done.pop(place, None)
+    def wait(self, bucket: Bucket) -> None:
+        """Return when the exchange of a submitted bucket is over; raise what it raised."""
+        if not self.overlap:
+            bucket.run_exchange()
+            return
+        done = self._running.pop(bucket).result()
         if done is not None:
-            stream = torch.cuda.current_stream(answers[0].device)
+            stream = torch.cuda.current_stream(bucket.device)
             done.wait(stream)
-            for answer in answers:
+            for answer in bucket.exchange.answer:
                 answer.record_stream(stream)
-        return answers
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
 
     @torch.no_grad()
-    def _carry(
-        self,
-        place: int,
-        device: torch.device,
-        exchanged: Exchanged,
-        ready: torch.cuda.Event | None,
-    ) -> list[Tensor]:
+    def _run(self, bucket: Bucket, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         if ready is None:
-            return exchanged()
+            bucket.run_exchange()
+            return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            self._stream = torch.cuda.Stream(bucket.device)
+        with torch.cuda.device(bucket.device), torch.cuda.stream(self._stream):
             ready.wait()
-            answers = exchanged()
+            bucket.run_exchange()
             done = torch.cuda.Event()
             done.record()
-        self._done[place] = done
-        return answers
+        return done

@@ -2,17 +2,18 @@
 
 import math
 
+import torch
 from torch import Tensor
 
-from dlion.kernels.reference import descend
+from dlion import kernels
+from dlion.optim.bucket import Bucket
 
 
-def momentum_descent(
-    params: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float, weight_decay: float
-) -> None:
+def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
-    buffer.mul_(momentum).add_(answer)
-    descend(params, buffer.clone(), lr, weight_decay)
+    group, buffer = bucket.group, bucket.shared["momentum_buffer"]
+    buffer.mul_(group["momentum"]).add_(answer)
+    kernels.descend(bucket.params, buffer, group["lr"], group["weight_decay"])
 
 
 def adamw(
@@ -31,7 +32,8 @@ def adamw(
     exp_avg.lerp_(answer, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(answer, answer, value=1 - beta2)
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-    x = params.float()  # in bfloat16, 1 - lr wd would be 1
+    wide = params.dtype in (torch.float32, torch.float64)
+    x = params if wide else params.float()  # in bfloat16, 1 - lr wd would be 1
     x.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
     if x is not params:
         params.copy_(x)

@@ -1,4 +1,4 @@
-"""Where a run is shown while it goes on. A logger may break; the run never notices."""
+"""Loggers show a run while it goes on. A logger may break; the run goes on without it."""
 
 import netrc
 import os
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
-MODES = ("auto", "online", "offline", "disabled")
 _SECRET = re.compile(r"(^|_)(key|token|password|secret)s?($|_)", re.IGNORECASE)
-_REACH = 2.0  # seconds to wait for the server before going offline
+_CONNECT_TIMEOUT = 2.0  # seconds to wait for the server before going offline
 
 
 class Logger(Protocol):
@@ -27,7 +26,7 @@ class Logger(Protocol):
 
 
 class NoLogger:
-    """Shows nothing."""
+    """Does nothing."""
 
     def log(self, row: dict[str, Any]) -> None:
         pass
@@ -37,13 +36,13 @@ class NoLogger:
 
 
 def make_logger(node: Any, config: dict[str, Any], directory: Path, online: bool = True) -> Logger:
-    """The logger of a config node.
+    """Return the logger that a config node describes.
 
     Args:
         node: ``name: none``, or ``name: wandb`` with project, entity, group, tags and mode.
         config: the resolved configuration, to be shown with the run.
         directory: of the run.
-        online: False where there is no way to a server.
+        online: False where no server can be reached, as on an emulated network.
     """
     if node.name == "none" or node.mode == "disabled":
         return NoLogger()
@@ -51,18 +50,19 @@ def make_logger(node: Any, config: dict[str, Any], directory: Path, online: bool
 
 
 class WandbLogger:
-    """Weights & Biases: loss and accuracy against steps and against bits sent.
+    """Logs loss and accuracy to Weights & Biases, against steps and against bits sent.
 
     The dashboard draws ``test_vs_bits/*`` over ``sent_bits_per_parameter`` by itself. Bits are
     those a worker sent so far, divided by the number of parameters, so that models of different
     size can share an axis.
 
-    With ``mode=auto`` the run is online only if there is a key and the server answers; WANDB_MODE
-    in the environment decides first. Whatever goes wrong becomes one warning.
+    With ``mode=auto`` WANDB_MODE in the environment decides; without it, the run is online only if
+    there is a key and the server answers. Whatever goes wrong becomes one warning.
     """
 
     def __init__(self, node: Any, config: dict[str, Any], directory: Path, online: bool = True):
         self._run: Any = None
+        self._sync_command: str | None = None
         mode = node.mode
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE") or ("online" if can_sync() else "offline")
@@ -80,7 +80,7 @@ class WandbLogger:
             entity=node.entity,
             group=node.group,
             tags=list(node.tags),
-            name=_name(config),
+            name=_display_name(config),
             config=_without_secrets(config),
             dir=str(directory),
             id=_run_id(directory),
@@ -103,9 +103,12 @@ class WandbLogger:
             define(f"test_vs_bits/{name}", step_metric="sent_bits_per_parameter", summary=best)
         define("train/loss", step_metric="step")
         define("sent_gigabytes", step_metric="step")
-        self._sync = None if mode == "online" else f"wandb sync {Path(self._run.dir).parent}"
+        if mode != "online":
+            self._sync_command = f"wandb sync {Path(self._run.dir).parent}"
 
     def log(self, row: dict[str, Any]) -> None:
+        if self._run is None:
+            return
         values = {
             "step": row["step"],
             "epoch": row["epoch"],
@@ -116,16 +119,20 @@ class WandbLogger:
         }
         for name in ("loss", "accuracy"):
             if f"test_{name}" in row:
-                values[f"test/{name}"] = values[f"test_vs_bits/{name}"] = row[f"test_{name}"]
-        if self._run is not None:
-            self._safely(lambda: self._run.log(values))
+                values |= {
+                    f"{axis}/{name}": row[f"test_{name}"] for axis in ("test", "test_vs_bits")
+                }
+        self._safely(lambda: self._run.log(values))
 
     def finish(self, summary: dict[str, Any]) -> None:
         if self._run is None:
             return
-        self._safely(lambda: self._run.summary.update({f"run/{k}": v for k, v in summary.items()}))
-        if self._run is not None and self._safely(self._end) and self._sync:
-            print(f"recorded offline; to see it in Weights & Biases: {self._sync}", flush=True)
+        values = {f"run/{key}": value for key, value in summary.items()}
+        logged = self._safely(lambda: self._run.summary.update(values)) and self._safely(self._end)
+        if logged and self._sync_command:
+            print(
+                f"recorded offline; to see it in Weights & Biases: {self._sync_command}", flush=True
+            )
 
     def _end(self) -> None:
         import wandb
@@ -134,7 +141,7 @@ class WandbLogger:
         wandb.teardown()  # finish() alone returns before the offline file is written
 
     def _safely(self, action: Callable[[], Any]) -> bool:
-        """Whether it worked; if not, nothing more is logged."""
+        """Return whether an action worked; if not, say so, and log nothing more."""
         try:
             action()
         except Exception as error:
@@ -145,12 +152,12 @@ class WandbLogger:
         return True
 
 
-def _name(config: dict[str, Any]) -> str:
+def _display_name(config: dict[str, Any]) -> str:
     return f"{config['optimizer']['name']}-n{config['workers']}-s{config['seed']}"
 
 
 def _run_id(directory: Path) -> str:
-    """The same id for the same directory, whenever it is asked for."""
+    """Return the id of the run in a directory, which a run that is resumed keeps."""
     file = directory / "wandb_id"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:8])
@@ -158,14 +165,14 @@ def _run_id(directory: Path) -> str:
 
 
 def can_sync() -> bool:
-    """Whether there is a key for the server and the server answers."""
+    """Whether there is a key for the server, and the server answers."""
     server = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     host = server.hostname or ""
     if not os.environ.get("WANDB_API_KEY") and not _in_netrc(host):
         return False
     port = server.port or (443 if server.scheme == "https" else 80)
     try:
-        socket.create_connection((host, port), timeout=_REACH).close()
+        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT).close()
     except OSError:
         return False
     return True
@@ -179,7 +186,7 @@ def _in_netrc(host: str) -> bool:
 
 
 def _without_secrets(node: Any) -> Any:
-    """The configuration without values whose names say that they are secret."""
+    """Return the configuration without the values whose names say that they are secret."""
     if isinstance(node, dict):
         return {k: _without_secrets(v) for k, v in node.items() if not _SECRET.search(str(k))}
     return [_without_secrets(v) for v in node] if isinstance(node, list) else node

@@ -14,7 +14,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What a summary tells of its origin; ``device``: cpu or cuda, where the run computes."""
+    """Return what a summary says of its origin.
+
+    Args:
+        device: where the run computes, cpu or cuda.
+    """
     return {
         "commit": commit(),
         "machine": machine(device),
@@ -23,9 +27,9 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def commit(directory: Path = PACKAGE) -> str | None:
-    """The git commit of a directory's files, ``+changes`` if they are not those of the commit.
+    """Return the git commit of a directory's files, with ``+changes`` if they were changed since.
 
-    None without git, and for files that no repository keeps (an installed package).
+    It is None without git, and for files that no repository keeps (an installed package).
     """
     if shutil.which("git") is None:
         return None
@@ -35,8 +39,8 @@ def commit(directory: Path = PACKAGE) -> str | None:
     return head + ("+changes" if _git(directory, "status", "--porcelain", "--", ".") else "")
 
 
-def _git(directory: Path, *command: str) -> str | None:
-    """What git says, None if it refuses. It takes no lock: somebody may be committing."""
-    whole = ["git", "--no-optional-locks", "-C", str(directory), *command]
-    done = subprocess.run(whole, capture_output=True, text=True)
+def _git(directory: Path, *arguments: str) -> str | None:
+    """Return what git prints, None if it fails. It takes no lock: a commit may be under way."""
+    command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None

@@ -1,6 +1,7 @@
-"""The record of a run: metrics.jsonl, a line per measurement, and at the end summary.json.
+"""The record of a run: how it is written while the run goes on, and how it is read again.
 
-If it fails instead, failure.txt says why.
+A run has a directory. ``metrics.jsonl`` has a line per measurement, ``summary.json`` is written at
+the end; if the run fails instead, ``failure.txt`` says why. ``.hydra`` has the configuration.
 """
 
 import contextlib
@@ -8,20 +9,25 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from dlion.errors import UserError
 from dlion.files import write_atomically
+from dlion.record.configs import resolve
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
-CONFIG = ".hydra/config.yaml"
+CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: they become null."""
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with None for NaN and infinity, which JSON does not have."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -32,34 +38,40 @@ class RunRecord:
     """Writes the record of one run. The one place where a run is recorded."""
 
     def __init__(self, directory: Path, resumed_at: int | None = None):
-        """``resumed_at``: keep the rows up to that step, and what is written goes behind them."""
+        """Open the record.
+
+        Args:
+            directory: of the run; it is made if it does not exist.
+            resumed_at: the step at which the run goes on. Rows of later steps, which are about to
+                be measured again, are dropped.
+        """
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         (directory / FAILURE).unlink(missing_ok=True)
         if (directory / METRICS).exists():
-            kept = [r for r in load_run(directory).metrics if r["step"] <= (resumed_at or 0)]
-            lines = "".join(json.dumps(_finite(row)) + "\n" for row in kept)
+            rows = [row for row in _read_rows(directory) if row["step"] <= (resumed_at or 0)]
+            lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
             write_atomically(directory / METRICS, lines)
         self._metrics = (directory / METRICS).open("a", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
         """Add one measurement; it is on disk, in the operating system's hands, on return."""
-        self._metrics.write(json.dumps(_finite(row)) + "\n")
+        self._metrics.write(json.dumps(finite(row)) + "\n")
         self._metrics.flush()
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json: all of it or, whatever happens, nothing."""
         self._metrics.close()
-        write_atomically(self.directory / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
+        write_atomically(self.directory / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
 
 
 def record_config(directory: Path, config: Any) -> None:
-    """Write what was asked of Hydra to ``.hydra``, as it would do itself.
+    """Write what Hydra was asked for to ``.hydra``, in the files that Hydra itself would write.
 
-    It would do so before anybody can look whether another run is there, whose settings were lost.
+    Hydra would write them before anybody can look whether another run is in that directory, and
+    that run's settings would be lost.
     """
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
 
     hydra = HydraConfig.instance().cfg
     folder = (directory / CONFIG).parent
@@ -70,7 +82,10 @@ def record_config(directory: Path, config: Any) -> None:
 
 
 def record_failure(directory: Path, reason: str) -> None:
-    """Note why a run failed, if nobody has (of several processes, the first knows best)."""
+    """Write why a run failed, unless it is written already.
+
+    Several processes may fail one after the other; the first one knows the cause.
+    """
     with contextlib.suppress(OSError):  # a full disk, which is then the reason
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / FAILURE).exists():
@@ -82,20 +97,24 @@ class Run:
     """A recorded run.
 
     Attributes:
-        directory: where it is.
+        directory: where it is; for a packed run, the file and the run's name behind it.
         metrics: the rows, oldest first.
         summary: None while the run is not finished.
         config: the resolved configuration, None where it is not known.
         failure: why it failed, None if it is not known to have failed.
         silence: seconds since its last line, or since it began without one.
+        overrides: what was typed; in a sweep, one value for each key.
+        study: of a packed run, the name of the directory that holds the packed file.
     """
 
     directory: Path
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
     config: dict[str, Any] | None
-    failure: str | None
-    silence: float
+    failure: str | None = None
+    silence: float = math.inf
+    overrides: list[str] = field(default_factory=list)
+    study: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -117,92 +136,63 @@ def holds_run(directory: Path) -> bool:
 
 
 def load_run(directory: Path) -> Run:
-    """Read a run. A last line that was being written when the run died is left out.
+    """Read the run in a directory. A last line that was cut off when the run died is left out.
 
     Raises:
         UserError: if its summary or configuration is damaged.
     """
-    metrics, rows = [], directory / METRICS
-    for line in rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []:
+    summary, config = None, None
+    overrides: list[str] = []
+    if (file := directory / SUMMARY).exists():
+        with _named_if_damaged(file):
+            summary = json.loads(file.read_text("utf-8"))
+    if (file := directory / CONFIG).exists():
+        with _named_if_damaged(file):
+            recorded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+            config = resolve(recorded) if isinstance(recorded, dict) else None
+    if (file := directory / OVERRIDES).exists():
+        with _named_if_damaged(file):
+            overrides = [str(override) for override in OmegaConf.load(file)]
+    failure = directory / FAILURE
+    return Run(
+        directory=directory,
+        metrics=_read_rows(directory),
+        summary=summary,
+        config=config,
+        failure=failure.read_text("utf-8").strip() if failure.exists() else None,
+        silence=_silence(directory),
+        overrides=overrides,
+    )
+
+
+def _read_rows(directory: Path) -> list[dict[str, Any]]:
+    """Read the rows of a run up to the first line that is not whole."""
+    rows: list[dict[str, Any]] = []
+    file = directory / METRICS
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
         try:
-            metrics.append(json.loads(line))
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    summary_file, config_file = directory / SUMMARY, directory / CONFIG
-    with _named_if_damaged(summary_file):
-        summary = json.loads(summary_file.read_text("utf-8")) if summary_file.exists() else None
-    with _named_if_damaged(config_file):
-        config = _load_config(config_file)
-    failure, latest = directory / FAILURE, rows if rows.exists() else config_file
-    return Run(
-        directory,
-        metrics,
-        summary,
-        config,
-        failure.read_text("utf-8").strip() if failure.exists() else None,
-        time.time() - latest.stat().st_mtime if latest.exists() else math.inf,
-    )
+    return rows
+
+
+def _silence(directory: Path) -> float:
+    """Return the seconds since the last line of a run, or since it was configured."""
+    for name in (METRICS, CONFIG):
+        if (directory / name).exists():
+            return time.time() - (directory / name).stat().st_mtime
+    return math.inf
 
 
 @contextlib.contextmanager
 def _named_if_damaged(file: Path) -> Iterator[None]:
-    """Our own files are written at once: what cannot be read was edited, or copied in part."""
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    """Name the file that cannot be read.
 
+    Runs write whole files or none: a file that cannot be read was edited, or copied in part.
+    """
     try:
         yield
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file} is damaged ({reason}): copy it again, or leave it out") from error
-
-
-def _load_config(file: Path) -> dict[str, Any] | None:
-    """The configuration, with what it looks up in itself: a recipe's rate, say."""
-    if not file.exists():
-        return None
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from omegaconf.resolvers import oc
-
-    loaded = OmegaConf.load(file)
-    if not isinstance(loaded, DictConfig):
-        return None
-    config = OmegaConf.to_container(loaded, resolve=False)
-    OmegaConf.clear_resolver("oc.env")  # a run may be anybody's: it does not read our environment
-    try:
-        for group in config:
-            with contextlib.suppress(OmegaConfBaseException):  # what needs a running Hydra stays
-                if OmegaConf.is_config(loaded[group]):
-                    config[group] = OmegaConf.to_container(loaded[group], resolve=True)
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env)
-    return config
-
-
-def directories_with(path: Path, *files: str) -> set[Path]:
-    """The directories at or below ``path`` from which one of these files can be reached by name.
-
-    Raises:
-        UserError: if the path is not a directory.
-    """
-    if not path.is_dir():
-        raise UserError(f"{path} is not a directory: give the output directories of runs")
-    return {
-        found.parents[len(Path(name).parts) - 1] for name in files for found in path.rglob(name)
-    }
-
-
-def find_runs(paths: list[Path]) -> list[Run]:
-    """All runs at or below the given directories, sorted by directory.
-
-    Raises:
-        UserError: if a path does not exist or holds no run.
-    """
-    directories: set[Path] = set()
-    for path in paths:
-        found = directories_with(path, METRICS, FAILURE)
-        if not found:
-            raise UserError(f"{path} holds no run: give a directory with a {METRICS} below it")
-        directories |= found
-    return [load_run(directory) for directory in sorted(directories)]

@@ -1,14 +1,14 @@
 """Checkpoints: all that a run needs to go on to the bit, on any spread of its workers.
 
     checkpoint/step-00000400/
-        state.json                what run it is, how far, and size and SHA-256 of the other files
+        state.json                the run's identity and progress, size and SHA-256 of the files
         common.safetensors        parameters, and optimizer state that is equal everywhere
         worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
-                                  BatchNorm statistics
+                                  BatchNorm statistics and its losses since the latest metrics
 
 State is copied, which takes as much memory again, and written while training goes on. A directory
 gets its name when all is in it and on the disk. Files are read as tensors and JSON: no content is
-ever executed. Random draws depend on seed, worker and step, so there is none to save.
+ever executed. Random draws depend on seed, worker and step alone: there is no generator to save.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import torch
+from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,12 +31,23 @@ from torch import Tensor
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
 from dlion.files import write_atomically
-from dlion.optim import DistributedOptimizer
 
-_DECISIVE = (
-    *("batch_size", "accumulate", "precision", "seed", "bucket_cap_mb", "threads", "nonfinite"),
-    *("participation", "local_steps", "local_lr"),
+# what must be equal in two runs for their bits to be; where they run may differ
+_DECISIVE_SETTINGS = (
+    "workers",
+    "batch_size",
+    "accumulate",
+    "precision",
+    "seed",
+    "bucket_cap_mb",
+    "threads",
+    "nonfinite",
+    "participation",
+    "local_steps",
+    "local_lr",
 )
+_DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
+_NOT_DECISIVE = {"dataset": ("source", "path", "loaders")}  # where data lies, and how it is loaded
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 
@@ -45,15 +56,16 @@ class Progress:
     """How far a run is: totals over all workers, since its first step.
 
     Attributes:
-        step: done.
-        since: the step of the latest row of metrics.
+        step: number of steps done.
+        last_row: the step of the latest row of metrics.
         seconds: of training.
-        sent_bytes, received_bytes, nic_bytes: of all workers or interfaces together.
+        sent_bytes, received_bytes: of all workers together.
+        nic_bytes: of all network interfaces together.
         skipped: steps of workers in which a gradient was left out, as it was not finite.
     """
 
     step: int = 0
-    since: int = 0
+    last_row: int = 0
     seconds: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -69,15 +81,14 @@ class Checkpoint:
     progress: Progress
 
 
-def identity(config: Any, workers: int) -> dict[str, Any]:
-    """What must be equal for a run to go on to the bit; where it runs may change."""
-    keys = ("optimizer", "model", "dataset", "schedule")
-    facts = {key: {k: v for k, v in config[key].items() if k != "source"} for key in keys}
-    facts["dataset"] = {k: v for k, v in facts["dataset"].items() if k not in ("path", "loaders")}
-    for key in _DECISIVE:
-        facts[key] = config[key]
-    facts["faults"] = dict(config.faults)
-    return json.loads(json.dumps({**facts, "workers": workers}, default=list))
+def identity(config: DictConfig) -> dict[str, Any]:
+    """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
+    settings = {name: config[name] for name in _DECISIVE_SETTINGS}
+    for group in _DECISIVE_GROUPS:
+        left_out = _NOT_DECISIVE.get(group, ())
+        values = OmegaConf.to_container(config[group], resolve=True)
+        settings[group] = {key: v for key, v in values.items() if key not in left_out}
+    return json.loads(json.dumps(settings))
 
 
 class Checkpoints:
@@ -86,61 +97,58 @@ class Checkpoints:
     Args:
         directory: of the run.
         run: its :func:`identity`.
-        keep: how many to keep, the latest ones.
-        timeout: seconds that process 0 waits for the other processes' parts.
-        more: state of local worker i besides the optimizer's, as views by name.
+        control: of the run's workers.
+        common_state: returns the state that is equal everywhere, as views by name.
+        worker_state: returns the state of a local worker, as views by name.
+        keep: how many checkpoints to keep, the latest ones.
+        timeout: seconds that process 0 waits for the files of the other processes.
     """
 
     def __init__(
         self,
         directory: Path,
         run: dict[str, Any],
-        keep: int,
-        optimizer: DistributedOptimizer,
-        more: Callable[[int], dict[str, Tensor]],
+        *,
         control: Channel,
+        common_state: Callable[[], dict[str, Tensor]],
+        worker_state: Callable[[int], dict[str, Tensor]],
+        keep: int,
         timeout: float,
     ):
-        self.directory, self.run, self.keep = directory / FOLDER, run, keep
-        self.optimizer, self.more, self.control = optimizer, more, control
-        self.timeout = timeout
+        self.directory, self.run, self.workers = directory / FOLDER, run, control.workers
+        self.common_state, self.worker_state = common_state, worker_state
+        self.keep, self.timeout = keep, timeout
         self._written: Future[None] | None = None
-        if control.workers.rank == 0:
-            for begun in self.directory.glob("step-*.part"):  # by a process that died
-                shutil.rmtree(begun, ignore_errors=True)
+        if self.workers.rank == 0:
+            for unfinished in self.directory.glob("step-*.part"):  # by a process that died
+                shutil.rmtree(unfinished, ignore_errors=True)
         control.barrier()
 
-    def save(self, progress: Progress, losses: Tensor) -> None:
+    def save(self, progress: Progress) -> None:
         """Begin to write a checkpoint; every process calls it after the same step.
-
-        Args:
-            losses: ``[k]``, sums since the latest row of metrics.
 
         Raises:
             TrainingFailed: if the one before it could not be written.
         """
         self.wait()
-        files = {
-            _name(worker): self._own(i) | {"losses": losses[i : i + 1]}
-            for i, worker in enumerate(self.control.workers.ids)
-        }
-        if self.control.workers.rank == 0:
-            files[COMMON] = self.optimizer.common_state()
+        files = {_file_of(w): self.worker_state(i) for i, w in enumerate(self.workers.ids)}
+        if self.workers.rank == 0:
+            files[COMMON] = self.common_state()
         copies = {
             file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
             for file, tensors in files.items()
         }
         self._written = written = Future()
-        # a process that fails does not wait for it: others' parts may never come
+        # a daemon, as a process that fails must not wait: the others' files may never come
         Thread(target=_run, args=(written, self._write, progress, copies), daemon=True).start()
 
-    def look(self) -> None:
-        """Raise what went wrong in writing, without waiting for it."""
+    def raise_failure(self) -> None:
+        """Raise what went wrong in writing so far, without waiting for the rest."""
         if self._written is not None and self._written.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until this process has written its part; process 0: all have."""
+        """Wait until this process has written its files; process 0 waits for those of all."""
         if self._written is not None:
             self._written.result()
             self._written = None
@@ -163,12 +171,12 @@ class Checkpoints:
             ) from error
 
     def _complete(self, part: Path, final: Path, progress: Progress) -> None:
-        """When all workers' files are there: list them, and give the directory its name."""
-        files, until = {}, time.monotonic() + self.timeout
-        for name in (COMMON, *map(_name, range(self.control.workers.count))):
+        """Wait for all workers' files, list them in state.json, and give the directory its name."""
+        files, deadline = {}, time.monotonic() + self.timeout
+        for name in (COMMON, *map(_file_of, range(self.workers.count))):
             receipt = part / f"{name}.json"
             while not receipt.exists():
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise OSError(
                         f"{name} did not come in {self.timeout} s; do all processes see {part}?"
                     )
@@ -184,33 +192,26 @@ class Checkpoints:
         for old in _directories(self.directory)[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def load(self, checkpoint: Checkpoint) -> tuple[Progress, Tensor]:
-        """Put everything back. Returns the progress and the losses ``[k]``."""
-        _copy(load_file(checkpoint.directory / COMMON), self.optimizer.common_state())
-        losses = torch.zeros(self.control.workers.local, dtype=torch.float64)
-        for i, worker in enumerate(self.control.workers.ids):
-            tensors = load_file(checkpoint.directory / _name(worker))
-            losses[i] = tensors.pop("losses")[0]
-            _copy(tensors, self._own(i))
-        for group in self.optimizer.param_groups:
-            group["steps"] = checkpoint.progress.step
-        return checkpoint.progress, losses
-
-    def _own(self, i: int) -> dict[str, Tensor]:
-        return self.optimizer.worker_state(i) | self.more(i)
+    def load(self, checkpoint: Checkpoint) -> Progress:
+        """Put all state back; return how far the run was."""
+        _copy(load_file(checkpoint.directory / COMMON), self.common_state())
+        for i, worker in enumerate(self.workers.ids):
+            _copy(load_file(checkpoint.directory / _file_of(worker)), self.worker_state(i))
+        return checkpoint.progress
 
 
 def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[str]]:
-    """The latest good checkpoint of a run, and a sentence about each later one that is not.
+    """Return the latest good checkpoint of a run, and a sentence about each later one that is not.
 
     Args:
         directory: of the run, or of one checkpoint.
+        run: the run's :func:`identity`.
 
     Raises:
         UserError: if there are checkpoints and none is good.
     """
-    one = (directory / STATE).exists() or directory.name.startswith("step-")
-    candidates = [directory] if one else _directories(directory / FOLDER)
+    is_checkpoint = (directory / STATE).exists() or directory.name.startswith("step-")
+    candidates = [directory] if is_checkpoint else _directories(directory / FOLDER)
     complaints = []
     for candidate in candidates:
         try:
@@ -226,19 +227,24 @@ def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[
 
 
 def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
-    """Check a checkpoint, down to the last byte."""
+    """Check a checkpoint, down to the last byte.
+
+    Raises:
+        OSError: if a file is missing.
+        ValueError: saying what is damaged, or that it is of another run.
+    """
     try:
         state = json.loads((directory / STATE).read_text("utf-8"))
-        of, files = dict(state["run"]), {name: (*row,) for name, row in state["files"].items()}
-        progress = Progress(**state["progress"])
-        if not all(len(row) == 2 for row in files.values()) or progress.step < 1:
+        saved_run, progress = dict(state["run"]), Progress(**state["progress"])
+        files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
+        if progress.step < 1:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{STATE} is damaged") from error
-    if of != run:
-        odd = sorted(key for key in run if of.get(key) != run[key])
-        raise ValueError(f"it is of another run, with another {', '.join(odd) or 'setting'}")
-    if set(files) != {COMMON, *(_name(worker) for worker in range(run["workers"]))}:
+    if saved_run != run:
+        different = sorted(key for key in run if saved_run.get(key) != run[key])
+        raise ValueError(f"it is of another run, with another {', '.join(different) or 'setting'}")
+    if set(files) != {COMMON, *map(_file_of, range(run["workers"]))}:
         raise ValueError("its list of files is not that of its workers")
     for name, (size, digest) in files.items():
         file = directory / name
@@ -251,12 +257,12 @@ def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
 
 
 def _directories(folder: Path) -> list[Path]:
-    """Complete checkpoints, the latest first."""
+    """Return the complete checkpoints, the latest first."""
     found = (p for p in folder.glob("step-*") if p.is_dir() and p.suffix != ".part")
     return sorted(found, reverse=True)
 
 
-def _name(worker: int) -> str:
+def _file_of(worker: int) -> str:
     return f"worker-{worker:05}.safetensors"
 
 
@@ -277,7 +283,7 @@ def _run(result: Future[None], work: Callable[..., None], *args: Any) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Have the entries of a directory on the disk."""
+    """Put the entries of a directory on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -286,6 +292,7 @@ def _sync(directory: Path) -> None:
 
 
 def _copy(saved: dict[str, Tensor], views: dict[str, Tensor]) -> None:
+    """Copy saved tensors into those of the run."""
     if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in views.items()}:
         raise UserError("the checkpoint holds other tensors than this model and optimizer")
     for name, view in views.items():

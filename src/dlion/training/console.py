@@ -1,6 +1,5 @@
 """What a person sees while a run goes on: one table, one live line, one result."""
 
-import sys
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ QUIET_INTERVAL = 10.0  # seconds between lines where there is no terminal
 
 
 class RunConsole:
-    """The terminal of a run; silent on all processes but the first."""
+    """The terminal of a run; shows nothing unless ``active``."""
 
     def __init__(self, steps: int, active: bool):
         self.active, self.steps = active, steps
@@ -30,26 +29,30 @@ class RunConsole:
         )
         self._task = self._progress.add_task("", total=steps, values="")
         self._started = self._printed = time.monotonic()
-        self._latest: dict[str, Any] = {}
+        self._latest: dict[str, Any] = {}  # of each metric; not all are in every row
+
+    def begin(self, facts: dict[str, str]) -> None:
+        """Show what runs, and start the live line below it."""
+        self.table(facts)
+        if self._live:
+            self._progress.start()
 
     def table(self, facts: dict[str, str]) -> None:
-        """Show what runs, and what one step puts on the network."""
+        """Show names and values in two columns."""
         if not self.active:
             return
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in facts.items():
             table.add_row(name, value, style="")
         self._console.print(table)
-        sys.stdout.flush()
-        if self._live:
-            self._progress.start()
+        self._console.file.flush()
 
     def row(self, row: dict[str, Any]) -> None:
         """Show the latest metrics."""
         if not self.active:
             return
         self._latest.update(row)
-        text = self.result()
+        text = self._metrics()
         self._progress.update(self._task, completed=row["step"], values=text)
         now = time.monotonic()
         if not self._live and (now - self._printed > QUIET_INTERVAL or "test_loss" in row):
@@ -57,22 +60,20 @@ class RunConsole:
             left = (now - self._started) / row["step"] * (self.steps - row["step"])
             print(f"step {row['step']}/{self.steps}  {text}  {left:.0f} s left", flush=True)
 
-    def close(self) -> None:
-        """End the live line."""
+    def finish(self, text: str) -> None:
+        """End the live line and show the result, followed by ``text``."""
         if self._live:
             self._progress.stop()
-
-    def note(self, text: str) -> None:
-        """One line after the run."""
         if self.active:
-            print(text, file=sys.stdout, flush=True)
+            print(f"finished: {self._metrics()} {text}", flush=True)
 
-    def result(self) -> str:
-        """The latest metrics in words."""
-        shown = [f"loss {self._latest['train_loss']:.4f}"]
-        if "test_accuracy" in self._latest:
-            shown.append(f"accuracy {self._latest['test_accuracy']:.2%}")
-        elif "test_loss" in self._latest:
-            shown.append(f"test loss {self._latest['test_loss']:.4f}")
-        shown.append(f"sent {human_bytes(self._latest['sent_bytes'])} a worker")
+    def _metrics(self) -> str:
+        """Return the latest metrics in words."""
+        row = self._latest
+        shown = [f"train loss {row['train_loss']:.4f}"]
+        if "test_accuracy" in row:
+            shown.append(f"test accuracy {row['test_accuracy']:.2%}")
+        elif "test_loss" in row:
+            shown.append(f"test loss {row['test_loss']:.4f}")
+        shown.append(f"sent {human_bytes(row['sent_bytes'])} a worker")
         return "  ".join(shown)

@@ -1,30 +1,84 @@
-"""The test set's results, the same to the bit however workers are spread."""
+"""What is measured between steps: the test set's results, and how far Lion's theory is along."""
 
 import torch
 from torch import nn
 
 from dlion.data import Data
-from dlion.exchange import Channel
+from dlion.exchange import Channel, sum_in_order
+from dlion.streams import stream_seed
+
+_BOX_SAMPLES = 1000  # of the training set, always the same
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data, channel: Channel, device: str) -> dict[str, float]:
-    """Test batches are dealt out to the workers; their sums are added in the order of batches.
+    """Return the test set's results, the same to the bit however workers are spread.
 
-    Returns ``test_loss`` (nats per label or token), ``test_accuracy`` (0 to 1) where there are
-    classes, and whatever else the data set tells.
+    Test batches are dealt out to the workers, and their sums are added in the order of batches.
+
+    Returns:
+        ``test_loss`` (nats per label or token), ``test_accuracy`` (0 to 1) where there are classes,
+        and whatever else the data set measures.
     """
     model.eval()
     workers = channel.workers
     starts = range(0, data.test_size, data.test_batch_size)
     rounds = -(-len(starts) // workers.count)
-    mine = [(i, start) for i, w in enumerate(workers.ids) for start in starts[w :: workers.count]]
+    local = [(i, start) for i, w in enumerate(workers.ids) for start in starts[w :: workers.count]]
     sums = torch.zeros(workers.local, rounds, data.sums, dtype=torch.float64)
-    batches = data.test_batches([start for _, start in mine], device)
-    for (i, start), (x, y) in zip(mine, batches, strict=True):
+    batches = data.test_batches([start for _, start in local], device)
+    for (i, start), (x, y) in zip(local, batches, strict=True):
         turn = start // data.test_batch_size // workers.count
         sums[i, turn] = data.score(model(x), y, start).cpu()
-    packed = sums.flatten(1).view(torch.uint8).to(device)
-    everyone = channel.gather(packed).cpu().view(torch.float64).view(-1, rounds, data.sums)
     model.train()
-    return data.results(everyone.transpose(0, 1).flatten(0, 1).cumsum(0)[-1].tolist())
+    in_order = channel.gather(sums).transpose(0, 1).flatten(0, 1)  # [rounds * n, m]
+    return data.results(sum_in_order(in_order).tolist())
+
+
+def box_state(
+    model: nn.Module, data: Data, weight_decay: float, device: str, seed: int
+) -> dict[str, float]:
+    """Measure where the parameters x are relative to the box that Lion draws them into.
+
+    Lion with weight decay w solves min f(x) subject to ``|x| <= 1 / w`` (Chen et al. 2024, arXiv
+    2310.05898; for n workers arXiv 2404.00438, section 3): first (phase I) the distance to the box
+    shrinks by ``1 - lr w`` a step, then (phase II) the KKT score, which is zero at a solution,
+    falls.
+
+    Returns:
+        ``outside_box``: share of the parameters outside the box. ``box_distance``: of the farthest
+        to it. ``kkt_score``: the sum over parameters of ``g (sign g + w x)``, g being the gradient
+        of the loss on 1,000 training samples; not negative inside the box.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    edge = 1 / weight_decay
+    gradients = _gradients(model, params, data, device, seed)
+    with torch.no_grad():
+        outside = sum((p.abs() > edge).sum() for p in params)
+        distance = max((p.abs().max() - edge).clamp(min=0).item() for p in params)
+        score = sum(
+            (g.double() * (g.sign() + weight_decay * p).double()).sum()
+            for g, p in zip(gradients, params, strict=True)
+        )
+    return {
+        "outside_box": float(outside) / sum(p.numel() for p in params),
+        "box_distance": distance,
+        "kkt_score": float(score),
+    }
+
+
+def _gradients(
+    model: nn.Module, params: list[nn.Parameter], data: Data, device: str, seed: int
+) -> list[torch.Tensor]:
+    """Return the gradients of the mean loss on the first training samples."""
+    model.eval()
+    indices = torch.arange(min(_BOX_SAMPLES, data.train_size))
+    chunks = indices.split(data.test_batch_size)
+    requests = [(chunk, stream_seed(seed, "box", i)) for i, chunk in enumerate(chunks)]
+    totals = [torch.zeros_like(p) for p in params]
+    for chunk, (x, y) in zip(chunks, data.batches(requests, device), strict=True):
+        loss = data.loss(model(x), y) * (len(chunk) / len(indices))
+        for total, gradient in zip(totals, torch.autograd.grad(loss, params), strict=True):
+            total += gradient
+    model.train()
+    return totals

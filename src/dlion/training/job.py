@@ -7,28 +7,29 @@ from omegaconf import DictConfig
 
 from dlion.data import Data, Sharding
 from dlion.training.checkpoint import Checkpoint
+from dlion.workers import Workers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A checked run: what to train, where, and on what.
 
     Attributes:
         config: the resolved configuration.
-        processes, local: P processes with so many virtual workers each.
+        workers: how the n workers are spread. Before the processes have joined each other this is
+            process 0's view, without a group; each process that trains replaces it by its own.
         device: ``cpu`` or ``cuda``.
         backend: ``gloo`` or ``nccl``.
-        steps: optimizer steps.
+        steps: number of optimizer steps.
         data: loaded once; forked processes share it.
-        output_dir: where the run is recorded.
+        sharding: which samples each worker trains on.
+        output_dir: directory in which the run is recorded.
         rate: bits per second of emulated links; None on the machine's own network.
-        resume: where to go on; None: at the beginning.
-        stop_after: end after so many steps, as an interruption would; None: do not.
+        resume: checkpoint to go on from; None: begin anew.
     """
 
     config: DictConfig
-    processes: int
-    local: int
+    workers: Workers
     device: str
     backend: str
     steps: int
@@ -37,4 +38,3 @@ class Job:
     output_dir: Path
     rate: int | None = None
     resume: Checkpoint | None = None
-    stop_after: int | None = None

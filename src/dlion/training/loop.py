@@ -1,262 +1,283 @@
-"""The training loop, top to bottom."""
+"""The training loop: ``train`` runs it, a ``Trainer`` is one process's part of it."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from dlion import models
 from dlion.config import make
 from dlion.errors import Stopped
-from dlion.exchange import Channel
-from dlion.exchange.nic import NicMeter
+from dlion.exchange import Channel, sum_in_order
 from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
-from dlion.training.box import box_state
-from dlion.training.byzantine import Byzantine
 from dlion.training.checkpoint import Checkpoints, Progress, identity
-from dlion.training.clock import Clock
-from dlion.training.evaluation import evaluate
+from dlion.training.evaluation import box_state, evaluate
+from dlion.training.faults import Byzantine, Participation
 from dlion.training.job import Job
-from dlion.training.local_steps import LocalSteps
+from dlion.training.meter import Meter
 from dlion.training.output import Output
-from dlion.training.participation import Participation
 from dlion.training.precision import in_precision
 from dlion.training.replicas import check_replicas, parameters_sha256
-from dlion.training.schedule import make_schedule, set_step
+from dlion.training.schedule import make_schedule
 from dlion.training.signals import SignalNotice
-from dlion.training.virtual import VirtualWorkers
-from dlion.workers import Workers
+from dlion.training.virtual import LocalSteps, VirtualWorkers
 
 
-def train(job: Job, workers: Workers) -> float | None:
-    """Train in this process as one of ``workers.processes``; the first keeps the records.
+def train(job: Job) -> float | None:
+    """Train in this process as one of ``job.workers.processes``; the first keeps the records.
 
-    Returns the test accuracy, or the test loss for text.
+    Returns:
+        The test accuracy, or the test loss where there is none.
 
     Raises:
-        Stopped: with a checkpoint, after ``job.stop_after`` steps or when a signal asked for it.
+        Stopped: with a checkpoint, after ``stop_after`` steps or when a signal asked for it.
         TrainingFailed: with one sentence about why it cannot go on.
     """
     with SignalNotice() as notice:
-        return _train(job, workers, notice)
+        return Trainer(job, notice).train()
 
 
-def _train(job: Job, workers: Workers, notice: SignalNotice) -> float | None:
-    config, data, device = job.config, job.data, job.device
-    torch.manual_seed(stream_seed(config.seed, "initialisation"))
-    model = in_precision(models.build(config.model, data), config.precision, device).train()
-    faults = config.faults
-    byzantine = Byzantine(
-        model,
-        workers,
-        config.seed,
-        faults.byzantine,
-        faults.attack,
-        faults.scale,
-        faults.stale_steps,
-    )
-    optimizer: DistributedOptimizer = make(
-        config.optimizer,
-        model.named_parameters(),
-        workers=workers,
-        seed=config.seed,
-        overlap=config.overlap,
-        bucket_cap_mb=config.bucket_cap_mb,
-        nonfinite=config.nonfinite,
-    )
-    schedule = make_schedule(config.schedule, optimizer, job.steps)
-    virtual = VirtualWorkers(model, workers, config.seed)
-    local = LocalSteps(model, config.local_steps, config.local_lr)
-    participation = Participation(workers.count, config.participation, faults.drop, config.seed)
-    control = Channel(workers)  # losses, hashes and evaluations: not part of the method's traffic
-    output = Output(job, workers, model, optimizer)
+class Trainer:
+    """One process of a run, from its first step to its last.
 
-    run = identity(config, workers.count)
-    checkpoints = Checkpoints(
-        job.output_dir,
-        run,
-        config.keep_checkpoints,
-        optimizer,
-        lambda i: virtual.state(i) | byzantine.state(i),
-        control,
-        config.timeout,
-    )
-    begun, losses = Progress(), torch.zeros(workers.local, dtype=torch.float64)
-    if job.resume is not None:
-        begun, losses = checkpoints.load(job.resume)
-        set_step(schedule, begun.step)
-    notice.tell = lambda _: setattr(optimizer, "flag", True)  # all are told with the next messages
-    optimizer.flag |= notice.came is not None
-    timer = optimizer.channel.timer
-    timer.enabled = config.profile
-    control.barrier()  # the first parameters have arrived
-    clock, nic = Clock(begun.seconds), NicMeter(job.rate is not None)
-    batches = data.batches(_requests(job, workers, participation, begun.step), device)
-    since = begun.since
-    spoken = sum(len(participation.at(step)) for step in range(since, begun.step))
+    Attributes:
+        begun: totals of all processes when this one began; not zero in a run that is resumed.
+        losses: ``[k]``, the sum of each local worker's losses since the latest row of metrics.
+        last_row: the step of that row.
+        control: carries losses, hashes and evaluations, which are not the method's traffic.
+    """
 
-    def reached(done: int, since: int) -> Progress:
-        total = counted(begun, optimizer, control, nic)
-        return replace(total, step=done, since=since, seconds=clock.seconds())
+    def __init__(self, job: Job, notice: SignalNotice):
+        config, workers = job.config, job.workers
+        self.job, self.config, self.data, self.notice = job, config, job.data, notice
+        torch.manual_seed(stream_seed(config.seed, "initialisation"))
+        model = in_precision(models.build(config.model, job.data), config.precision, job.device)
+        self.model = model.train()
+        self.byzantine = Byzantine(model, workers, config.seed, config.faults)
+        self.optimizer: DistributedOptimizer = make(
+            config.optimizer,
+            model.named_parameters(),
+            workers=workers,
+            seed=config.seed,
+            overlap=config.overlap,
+            bucket_cap_mb=config.bucket_cap_mb,
+            nonfinite=config.nonfinite,
+        )
+        self.virtual = VirtualWorkers(model, workers, config.seed)
+        self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
+        self.participation = Participation(
+            workers.count, config.participation, config.faults.drop, config.seed
+        )
+        self.control = Channel(workers)
+        self.output = Output(job, model, self.optimizer)
+        self.losses = torch.zeros(workers.local, dtype=torch.float64)
+        self.checkpoints = Checkpoints(
+            job.output_dir,
+            identity(config),
+            control=self.control,
+            common_state=self.optimizer.common_state,
+            worker_state=self._worker_state,
+            keep=config.keep_checkpoints,
+            timeout=config.timeout,
+        )
+        self.begun = self._resume()
+        self.last_row = self.begun.last_row
+        steps = range(self.begun.step, job.steps)
+        self.schedule = make_schedule(config.schedule, self.optimizer, job.steps, steps.start)
+        self.batches = job.data.batches(self._requests(steps), job.device)
+        self.timer = self.optimizer.channel.timer
+        self.timer.enabled = config.profile
+        self.control.barrier()  # the first parameters have arrived
+        self.meter = Meter(self.begun.seconds, count_bytes=job.rate is not None)
 
-    for step in range(begun.step, job.steps):
-        participants = participation.at(step)
-        spoken += len(participants)
-        optimizer.set_participants(participants)
-        for i, worker in enumerate(workers.ids):
-            if worker not in participants:
-                continue
-            virtual.enter(i, step)
-            local.begin()
-            for each in _passes(job, worker, step):
+    def train(self) -> float | None:
+        """Take all steps that are left; return the test accuracy or, without one, the test loss."""
+        job, config = self.job, self.config
+        for step in range(self.begun.step, job.steps):
+            self.train_step(step)
+            done = step + 1
+            if step == self.begun.step:
+                self.output.banner()
+            if _every(config.check_replicas_every, done):
+                check_replicas(self.model, self.control, done)
+            evaluates = _every(config.eval_every, done) or done == job.steps
+            if evaluates or _every(config.log_every, done):
+                self.record_row(done, evaluates)
+            self.checkpoints.raise_failure()
+            if done < job.steps:
+                stops = done == config.stop_after or self.optimizer.flagged
+                if stops or _every(config.checkpoint_every, done):
+                    with self.meter.paused():
+                        self.checkpoints.save(self.progress(done))
+                if stops:
+                    self.checkpoints.wait()
+                    self.control.barrier()
+                    raise Stopped(done, self.notice.first)
+        return self._finish()
+
+    def train_step(self, step: int) -> None:
+        """Let every local worker that takes part compute its gradient; exchange and update."""
+        participants = self.participation.at(step)
+        self.optimizer.set_participants(participants)
+        for i, worker in enumerate(self.job.workers.ids):
+            if worker in participants:
+                self.forward_backward(i, step)
+                self.optimizer.collect(i)
+        self.optimizer.step()
+        self.schedule.step()
+
+    def forward_backward(self, i: int, step: int) -> None:
+        """Leave the gradient of local worker i in the parameters, and add its loss to the sums."""
+        worker = self.job.workers.ids[i]
+        with self.virtual.hosting(i, step), self.local_steps.path():
+            for each in self._passes(worker, step):
                 if each.moves:
-                    local.move()
-                x, y = next(batches)
-                with timer("forward"):
-                    loss = data.loss(model(x), y) * each.share
-                byzantine.enter(i, step, each.last)
-                waits = nullcontext() if each.last else optimizer.no_sync()
-                with timer("backward"), waits:
+                    self.local_steps.move()
+                x, y = next(self.batches)
+                with self.timer("forward"):
+                    loss = self.data.loss(self.model(x), y) * each.share
+                self.optimizer.flag = self.notice.first is not None  # goes with the messages
+                if each.last:
+                    context = self.byzantine.attacking(i, step)
+                else:
+                    context = self.optimizer.no_sync()
+                with self.timer("backward"), context:
                     loss.backward()
-                losses[i] += loss.detach().double().cpu()
-            local.end()
-            optimizer.collect(i)
-            virtual.leave(i)
-        optimizer.step()
-        schedule.step()
+                self.losses[i] += loss.detach().double().cpu()
 
-        done = step + 1
-        if done == begun.step + 1:
-            output.first_step()
-        if _every(config.check_replicas_every, done):
-            check_replicas(model, control, done)
-        evaluates = done % config.eval_every == 0 or done == job.steps
-        if evaluates or done % config.log_every == 0:
-            row = {
-                "step": done,
-                "epoch": done * config.local_steps / job.sharding.steps_per_epoch,
-                "seconds": clock.seconds(),
-                **averages(reached(done, since), losses / spoken, optimizer, control),
-            }
-            losses.zero_()
-            since, spoken = done, 0
-            if evaluates:
-                with clock.paused(), nic.paused():
-                    virtual.load_mean_buffers(control)
-                    row |= evaluate(model, data, control, device)
-                    if config.box and output.first:
-                        decay = config.optimizer.weight_decay
-                        row |= box_state(model, data, decay, device, config.seed)
-            output.row(row)
-        checkpoints.look()
-        stops = done == job.stop_after or optimizer.flagged
-        if done < job.steps and (stops or _every(config.checkpoint_every, done)):
-            with clock.paused(), nic.paused():
-                checkpoints.save(reached(done, since), losses)
-        if done < job.steps and stops:
-            checkpoints.wait()
-            control.barrier()
-            raise Stopped(done, notice.came)
-    if config.profile:
-        output.profile(timer, clock.seconds())
-    last = reached(job.steps, since)
-    result = output.finish(row, parameters_sha256(model))
-    checkpoints.save(last, losses)
-    checkpoints.wait()
-    control.barrier()
-    return result
+    def record_row(self, done: int, evaluates: bool) -> None:
+        """Record the mean loss since the latest row, totals and, if asked for, an evaluation."""
+        seconds = self.meter.seconds
+        progress, workers = self.progress(done), self.job.workers
+        epoch = done * self.config.local_steps / self.job.sharding.steps_per_epoch
+        row = {
+            "step": done,
+            "epoch": epoch,
+            "seconds": seconds,
+            "train_loss": self._mean_loss(done),
+            "sent_bytes": round(progress.sent_bytes / workers.count),
+            "received_bytes": round(progress.received_bytes / workers.count),
+            "nic_bytes": round(progress.nic_bytes / workers.processes) or None,
+        }
+        if self.optimizer.nonfinite == "skip":
+            row["skipped"] = progress.skipped
+        if evaluates:
+            with self.meter.paused():
+                row |= self._evaluate()
+        self.output.record_row(row)
+        self.losses.zero_()
+        self.last_row = done
+
+    def progress(self, done: int) -> Progress:
+        """Return the totals of all processes after so many steps; all must ask together."""
+        begun, traffic = self.begun, self.optimizer.channel.traffic
+        counts = [
+            traffic.sent_bytes,
+            traffic.received_bytes,
+            self.meter.sent_bytes,
+            self.optimizer.skipped,
+        ]
+        rows = torch.zeros(self.job.workers.local, len(counts), dtype=torch.int64)
+        rows[0] = torch.tensor(counts)  # of the process, so they go with its first worker only
+        sent, received, nic, skipped = sum_in_order(self.control.gather(rows)).tolist()
+        return Progress(
+            step=done,
+            last_row=self.last_row,
+            seconds=self.meter.seconds,
+            sent_bytes=begun.sent_bytes + sent,
+            received_bytes=begun.received_bytes + received,
+            nic_bytes=begun.nic_bytes + nic,
+            skipped=begun.skipped + skipped,
+        )
+
+    def _resume(self) -> Progress:
+        """Put back what a checkpoint holds, if there is one; return how far it was."""
+        if self.job.resume is None:
+            return Progress()
+        progress = self.checkpoints.load(self.job.resume)
+        for group in self.optimizer.param_groups:
+            group["steps"] = progress.step
+        return progress
+
+    def _worker_state(self, i: int) -> dict[str, torch.Tensor]:
+        """Return all that belongs to local worker i alone, as views by name."""
+        return {
+            **self.optimizer.worker_state(i),
+            **self.virtual.state(i),
+            **self.byzantine.state(i),
+            "losses": self.losses[i : i + 1],
+        }
+
+    def _mean_loss(self, done: int) -> float:
+        """Return the mean loss of the workers that took part in the steps since the latest row."""
+        steps = range(self.last_row, done)
+        gradients = sum(len(self.participation.at(step)) for step in steps)
+        return sum_in_order(self.control.gather(self.losses / gradients)).item()
+
+    def _evaluate(self) -> dict[str, float]:
+        config, device = self.config, self.job.device
+        self.virtual.load_mean_buffers(self.control)
+        results = evaluate(self.model, self.data, self.control, device)
+        if config.box and self.job.workers.rank == 0:
+            decay = config.optimizer.weight_decay
+            results |= box_state(self.model, self.data, decay, device, config.seed)
+        return results
+
+    def _finish(self) -> float | None:
+        if self.config.profile:
+            self.output.profile(self.timer, self.meter.seconds)
+        progress = self.progress(self.job.steps)
+        result = self.output.finish(parameters_sha256(self.model))
+        self.checkpoints.save(progress)
+        self.checkpoints.wait()
+        self.control.barrier()
+        return result
+
+    def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
+        """Yield what a worker does between two exchanges."""
+        turns, parts = self.config.local_steps, self.config.accumulate
+        for turn in range(turns):
+            local_step = step * turns + turn
+            indices = self.job.sharding.indices(worker, local_step)
+            for part, samples in enumerate(indices.tensor_split(parts)):
+                yield _Pass(
+                    samples=samples,
+                    stream=(worker, local_step, part),
+                    share=len(samples) / len(indices) / turns,
+                    moves=turn > 0 and part == 0,
+                    last=turn == turns - 1 and part == parts - 1,
+                )
+
+    def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield the samples of every pass of this process and the seed of what is random there."""
+        for step in steps:
+            participants = self.participation.at(step)
+            for worker in self.job.workers.ids:
+                if worker in participants:
+                    for each in self._passes(worker, step):
+                        seed = stream_seed(self.config.seed, "augmentation", *each.stream)
+                        yield each.samples, seed
 
 
-def _every(steps: int | None, done: int) -> bool:
-    return bool(steps) and done % steps == 0
-
-
-class _Pass(NamedTuple):
+@dataclass(frozen=True)
+class _Pass:
     """One forward and backward pass of a worker.
 
     Attributes:
-        indices: its samples.
-        place: worker, step of its own, and part: names what is random in making a batch of them.
+        samples: their indices.
+        stream: worker, local step and part; they name what is random in making a batch of them.
         share: of its loss in the loss of the worker's step.
-        moves: a local step ended before it.
-        last: it is the worker's last one in this step.
+        moves: whether a local step ended before it.
+        last: whether it is the worker's last one in this step.
     """
 
-    indices: torch.Tensor
-    place: tuple[int, int, int]
+    samples: torch.Tensor
+    stream: tuple[int, int, int]
     share: float
     moves: bool
     last: bool
 
 
-def _passes(job: Job, worker: int, step: int) -> Iterator[_Pass]:
-    """What a worker does between two exchanges."""
-    turns, parts = job.config.local_steps, job.config.accumulate
-    for turn in range(turns):
-        own_step = step * turns + turn
-        indices = job.sharding.indices(worker, own_step)
-        for part, chosen in enumerate(indices.tensor_split(parts)):
-            yield _Pass(
-                chosen,
-                (worker, own_step, part),
-                len(chosen) / len(indices) / turns,
-                turn > 0 and part == 0,
-                turn == turns - 1 and part == parts - 1,
-            )
-
-
-def _requests(
-    job: Job, workers: Workers, participation: Participation, start: int
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """The samples of every backward pass of this process, and the seed of what is random there."""
-    for step in range(start, job.steps):
-        participants = participation.at(step)
-        for worker in workers.ids:
-            if worker in participants:
-                for each in _passes(job, worker, step):
-                    yield each.indices, stream_seed(job.config.seed, "augmentation", *each.place)
-
-
-def counted(
-    begun: Progress, optimizer: DistributedOptimizer, control: Channel, nic: NicMeter
-) -> Progress:
-    """The counts of all processes, with those from before the run was resumed."""
-    traffic = optimizer.channel.traffic
-    own = [traffic.sent_bytes, traffic.received_bytes, nic.bytes, optimizer.skipped]
-    rows = torch.zeros(control.workers.local, len(own), dtype=torch.int64)
-    rows[0] = torch.tensor(own)  # the process's first worker speaks for it
-    sent, received, on_wire, skipped = _everyone(rows, optimizer, control).sum(0).tolist()
-    return replace(
-        begun,
-        sent_bytes=begun.sent_bytes + sent,
-        received_bytes=begun.received_bytes + received,
-        nic_bytes=begun.nic_bytes + on_wire,
-        skipped=begun.skipped + skipped,
-    )
-
-
-def averages(
-    progress: Progress, losses: torch.Tensor, optimizer: DistributedOptimizer, control: Channel
-) -> dict[str, float | None]:
-    """The sum of the local losses; bytes of a worker, and of a process's interface, on average."""
-    w = control.workers
-    loss = _everyone(losses.view(-1, 1), optimizer, control).cumsum(0)[-1].item()
-    skipped = {"skipped": progress.skipped} if optimizer.nonfinite == "skip" else {}
-    return {
-        "train_loss": loss,
-        "sent_bytes": round(progress.sent_bytes / w.count),
-        "received_bytes": round(progress.received_bytes / w.count),
-        "nic_bytes": round(progress.nic_bytes / w.processes) or None,
-        **skipped,
-    }
-
-
-def _everyone(
-    rows: torch.Tensor, optimizer: DistributedOptimizer, control: Channel
-) -> torch.Tensor:
-    """``[k, m]`` of the local workers -> ``[n, m]``."""
-    packed = rows.contiguous().view(torch.uint8).to(optimizer.buckets[0].device)
-    return control.gather(packed).cpu().view(rows.dtype)
+def _every(steps: int | None, done: int) -> bool:
+    return bool(steps) and done % steps == 0

@@ -15,18 +15,22 @@ def in_precision(model: nn.Module, precision: str, device: str) -> nn.Module:
     constants of a model that are not saved with it (rotary frequencies) keep their precision.
     """
     if precision == "bf16":
-        constants = [
-            (module, name, module.get_buffer(name))
-            for module in model.modules()
-            for name in module._non_persistent_buffers_set
-        ]
+        constants = _constants(model)
         model.to(torch.bfloat16)
-        for module, name, value in constants:
-            setattr(module, name, value)
+        for name, value in constants.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, value)
         model.register_forward_pre_hook(_to_bf16)
     elif precision == "bf16_mixed":
         model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
     return model.to(device)
+
+
+def _constants(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are not saved with the model."""
+    saved = model.state_dict()
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in buffers if name not in saved}
 
 
 def _to_bf16(model: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

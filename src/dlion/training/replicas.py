@@ -1,4 +1,4 @@
-"""All workers must hold the same parameters; a hash tells."""
+"""Checks that all processes hold the same parameters."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ from dlion.exchange import Channel
 
 
 def parameters_sha256(model: nn.Module) -> str:
-    """SHA-256 of all parameters, in the order of their names."""
+    """Return the SHA-256 of all parameters, in the order of their names."""
     digest = hashlib.sha256()
     for _, param in sorted(model.named_parameters()):
         data = param.detach().cpu().contiguous().flatten()
@@ -22,15 +22,14 @@ def check_replicas(model: nn.Module, channel: Channel, step: int) -> None:
     """Compare the parameters of all processes.
 
     Raises:
-        TrainingFailed: naming the processes that differ from process 0.
+        TrainingFailed: naming the first process that differs from process 0.
     """
-    own = torch.frombuffer(bytearray.fromhex(parameters_sha256(model)), dtype=torch.uint8)
-    device = next(model.parameters()).device
-    rows = own.repeat(channel.workers.local, 1).to(device)
-    everyone = channel.gather(rows)[:: channel.workers.local].cpu()
-    different = [p for p, row in enumerate(everyone) if not torch.equal(row, everyone[0])]
+    digest = torch.frombuffer(bytearray.fromhex(parameters_sha256(model)), dtype=torch.uint8)
+    local = channel.workers.local
+    digests = channel.gather(digest.repeat(local, 1))[::local]
+    different = [rank for rank, row in enumerate(digests) if not torch.equal(row, digests[0])]
     if different:
         raise TrainingFailed(
             f"after step {step} process {different[0]} holds other parameters than process 0"
-            f" ({len(different)} of {len(everyone)} processes differ): replicas have drifted apart"
+            f" ({len(different)} of {len(digests)} processes differ): replicas have drifted apart"
         )

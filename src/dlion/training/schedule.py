@@ -7,8 +7,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def make_schedule(node: Any, optimizer: Optimizer, steps: int) -> LambdaLR:
-    """Linear warm-up, then half a cosine down to ``node.final`` of the learning rate."""
+def make_schedule(node: Any, optimizer: Optimizer, steps: int, done: int = 0) -> LambdaLR:
+    """Warm up linearly, then follow half a cosine down to a share of the learning rate.
+
+    Args:
+        node: settings ``warmup_steps``, and ``final``, the share that is left at the end.
+        optimizer: whose learning rates are those at the top of the schedule.
+        steps: number of all steps.
+        done: steps that were taken before, in the run that is resumed.
+    """
     warmup, final = node.warmup_steps, node.final
 
     def factor(step: int) -> float:
@@ -17,12 +24,6 @@ def make_schedule(node: Any, optimizer: Optimizer, steps: int) -> LambdaLR:
         progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
         return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
-    return LambdaLR(optimizer, factor)
-
-
-def set_step(schedule: LambdaLR, step: int) -> None:
-    """Put a schedule where it is after ``step`` steps."""
-    schedule.last_epoch = step
-    pairs = zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True)
-    for (group, base), factor in zip(pairs, schedule.lr_lambdas, strict=True):
-        group["lr"] = base * factor(step)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # LambdaLR asks for it in the middle of a run
+    return LambdaLR(optimizer, factor, last_epoch=done - 1)

@@ -1,4 +1,4 @@
-"""Told to leave: the signals that a scheduler sends before it takes the machine away."""
+"""The signals by which a scheduler announces that it takes the machine away."""
 
 import signal
 from collections.abc import Callable
@@ -14,14 +14,16 @@ class SignalNotice:
 
     They may come more than once: from the scheduler to all processes, and from the launcher.
 
+    Args:
+        on_signal: called with the number of each signal, from its handler.
+
     Attributes:
-        tell: called with each; does nothing until it is set.
-        came: the first, or None.
+        first: the first signal that came, or None.
     """
 
-    def __init__(self) -> None:
-        self.tell: Callable[[int], Any] = lambda _: None
-        self.came: int | None = None
+    def __init__(self, on_signal: Callable[[int], Any] | None = None) -> None:
+        self.first: int | None = None
+        self._on_signal = on_signal
 
     def __enter__(self) -> "SignalNotice":
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -32,5 +34,6 @@ class SignalNotice:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self.came = self.came or number
-        self.tell(number)
+        self.first = self.first or number
+        if self._on_signal is not None:
+            self._on_signal(number)

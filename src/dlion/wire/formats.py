@@ -5,6 +5,7 @@ written. ``nbytes`` is a promise that the tests hold ``encode`` to.
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +14,14 @@ from dlion.wire import packing
 
 
 class Wire(ABC):
-    """One format.
+    """One format of messages, usually of a tensor of values.
 
     Attributes:
-        name: as used in tables.
         bits: bits per value.
         group: this many values fill a whole number of 64-bit words; exchanges cut messages at
             multiples of it, so that slices stay aligned.
     """
 
-    name: str
     bits: float
     group: int
 
@@ -31,18 +30,18 @@ class Wire(ABC):
         """Bytes that ``numel`` values take."""
 
     @abstractmethod
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Any) -> Tensor:
         """Values ``[..., m]`` -> uint8 ``[..., nbytes(m)]``."""
 
     @abstractmethod
-    def decode(self, packed: Tensor, numel: int) -> Tensor:
+    def decode(self, packed: Tensor, numel: int) -> Any:
         """uint8 ``[..., nbytes(numel)]`` -> values ``[..., numel]``."""
 
 
 class Float32(Wire):
     """IEEE single precision as it is: NaN payloads, infinities and -0.0 survive."""
 
-    name, bits, group = "float32", 32, 2
+    bits, group = 32, 2
 
     def nbytes(self, numel: int) -> int:
         return 4 * numel
@@ -64,7 +63,6 @@ class Level(Wire):
             raise ValueError(f"a level wire needs at least 2 levels, not {levels}")
         self.levels = levels
         self.bits = (levels - 1).bit_length()
-        self.name = f"level {self.bits}"
 
     def nbytes(self, numel: int) -> int:
         return self.bits * -(-numel // 8)
@@ -81,7 +79,6 @@ class Sign(Level):
 
     def __init__(self) -> None:
         super().__init__(levels=2)
-        self.name = "sign"
 
     def encode(self, values: Tensor) -> Tensor:
         return packing.pack_bits(values)
@@ -93,7 +90,7 @@ class Sign(Level):
 class Ternary(Wire):
     """``{-1, 0, 1}`` in 1.6 bits: five base-3 digits a byte."""
 
-    name, bits, group = "ternary", 1.6, 40
+    bits, group = 1.6, 40
 
     def nbytes(self, numel: int) -> int:
         return -(-numel // 5)
@@ -108,21 +105,21 @@ class Ternary(Wire):
 class Sparse(Wire):
     """Entries ``(index, value)``: int32 and float32 side by side, 64 bits an entry.
 
-    ``numel`` counts entries here, and a value is a pair: ``encode`` takes the indices and the
-    values ``[m]`` and ``decode`` returns them.
+    ``numel`` counts entries here, and a message is a pair: the indices and the values, ``[m]``.
     """
 
-    name, bits, group = "sparse", 64, 1
+    bits, group = 64, 1
 
     def nbytes(self, numel: int) -> int:
         return 8 * numel
 
-    def encode(self, indices: Tensor, values: Tensor) -> Tensor:  # type: ignore[override]
+    def encode(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        indices, numbers = values
         pairs = torch.stack(
-            [indices.to(torch.int32), values.to(torch.float32).view(torch.int32)], dim=-1
+            [indices.to(torch.int32), numbers.to(torch.float32).view(torch.int32)], dim=-1
         )
         return pairs.view(torch.uint8).flatten()
 
-    def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         pairs = packed.contiguous().view(torch.int32).view(numel, 2)
         return pairs[:, 0].to(torch.int64), pairs[:, 1].contiguous().view(torch.float32)

@@ -1,0 +1,82 @@
+"""What the commands of this package have in common on the command line."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlion.compare.curves import Curve, choose_metric, make_curves, select_runs
+from dlion.compare.style import AXES, setting_values
+from dlion.errors import UserError
+from dlion.record.studies import find_runs
+
+
+def make_parser(name: str, description: str | None, example: str) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m dlion.compare.NAME``."""
+    prog = f"python -m dlion.compare.{name}"
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=f"example: {prog} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_curve_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of :func:`curves_of`, and ``--best``."""
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUNS",
+        help="a directory of a run or above many, or a packed runs.jsonl",
+    )
+    parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="leave out runs with another value of a setting, such as workers=32; may be repeated",
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
+    )
+
+
+def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[Curve], str]:
+    """Return the curves that a command line is about, and their metric.
+
+    Args:
+        options: as parsed with :func:`add_curve_options`.
+        settings: those that the command line names, by which curves are distinguished first.
+
+    Raises:
+        UserError: if there are no such runs, or they cannot be compared so.
+    """
+    conditions = {}
+    for condition in options.only:
+        key, equals, value = condition.partition("=")
+        if not equals:
+            raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
+        conditions[key] = value
+    runs = select_runs(find_runs(options.runs), conditions)
+    metric = choose_metric(runs, options.metric)
+    first = [setting for setting in settings if setting and setting not in AXES]
+    curves = make_curves(runs, metric, first)
+    for setting in first:
+        setting_values(curves, setting)  # it is an error if no run has it
+    return curves, metric
+
+
+@contextlib.contextmanager
+def user_errors_end_the_command() -> Iterator[None]:
+    """Print a UserError as one line and exit with code 2."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

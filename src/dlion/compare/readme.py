@@ -1,0 +1,73 @@
+"""Put the tables that commands print into READMEs.
+
+A README names the command in a comment on a line of its own, and the table stands on the next line:
+
+    <!-- table: python -m dlion.compare.table results/mnist5k -->
+    | ... |
+
+All such tables are replaced by what their commands print now. No other command than that one is
+run, and paths are those of the working directory.
+"""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from dlion.compare.options import make_parser, user_errors_end_the_command
+from dlion.compare.table import make_table
+from dlion.errors import UserError
+from dlion.files import write_atomically
+
+MARK = re.compile(r"^<!-- table: (?P<command>.*) -->\n(?P<table>(?:\|.*\n)*)", re.MULTILINE)
+COMMAND = ["python", "-m", "dlion.compare.table"]
+
+
+def refresh(text: str) -> str:
+    """Return the text of a README with all its tables as they are printed now.
+
+    Raises:
+        UserError: if a command is not one that prints a table.
+    """
+
+    def printed(mark: re.Match[str]) -> str:
+        first, *_ = mark[0].splitlines()
+        return f"{first}\n{_run(mark['command'])}"
+
+    return MARK.sub(printed, text)
+
+
+def _run(command: str) -> str:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"{command}: {error}") from error
+    if words[: len(COMMAND)] != COMMAND:
+        raise UserError(f"{command} prints no table: only {shlex.join(COMMAND)} may be named")
+    return make_table(words[len(COMMAND) :])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser("readme", __doc__, "README.md results/*/README.md")
+    parser.add_argument("files", nargs="+", type=Path, metavar="README")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, exit with 1 if a table differs"
+    )
+    options = parser.parse_args(arguments)
+    different = []
+    for file in options.files:
+        text = file.read_text("utf-8")
+        with user_errors_end_the_command():
+            refreshed = refresh(text)
+        if refreshed != text:
+            different.append(file)
+            if not options.check:
+                write_atomically(file, refreshed)
+    for file in different:
+        print(f"{file} {'differs' if options.check else 'is refreshed'}")
+    if options.check and different:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The mean of stochastic ternary messages, with a scale that the workers agree on."""
+
+import torch
+from torch import Tensor
+
+from dlion.exchange.channel import Channel
+from dlion.exchange.direct_send import DirectSend
+from dlion.streams import stream
+from dlion.wire import Level, Ternary
+
+
+def ternarise(values: Tensor, scales: Tensor, generator: torch.Generator) -> Tensor:
+    """``sign(v)`` with probability ``|v| / s``, else 0, so that s times it is unbiased: int8.
+
+    ``scales`` holds s for every entry. NaN becomes 0, and so does all where the scale is 0.
+    Source: Wen et al. 2017 (arXiv 1705.07878), section 3.1.
+    """
+    coins = torch.rand(values.shape, generator=generator, device=values.device)
+    return (values.sign() * (coins * scales < values.abs())).nan_to_num_(0.0).to(torch.int8)
+
+
+class TernaryMean(DirectSend):
+    """The mean of ``{-1, 0, 1}``: 1.6 bits up, the sum in ``ceil(log2(2 n + 1))`` bits down."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(
+            channel, numel, Ternary(), lambda n: Level(2 * n + 1), header_bytes, device
+        )
+
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        total = self.up.decode(messages, self.slice).sum(0, dtype=torch.int32)
+        answer.copy_(self.down.encode(total.add_(len(messages))))
+
+    def decode(self) -> Tensor:
+        n = self.senders
+        sums = self.down.decode(self.answer, self.slice)
+        return sums.sub_(n).to(torch.float32).div_(n).flatten()
+
+
+class ScaledTernaryMean(TernaryMean):
+    """The mean of float32 values, ternarised by a scale that all workers share.
+
+    Before messages travel the workers agree on the largest scale of each parameter tensor, 4 bytes
+    a tensor and worker, absent workers included. The mean is unbiased: s times that of the trits.
+    Source: scaler sharing of Wen et al. 2017 (arXiv 1705.07878), section 4.
+
+    Args:
+        sizes: elements of each of T parameter tensors in ``numel``, gaps included.
+        seed, index: name, with worker and step, the stream of each message's coins.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        sizes: list[int],
+        seed: int = 0,
+        index: int = 0,
+        header_bytes: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(channel, numel, header_bytes, device)
+        self.seed, self.index = seed, index
+        padding = self.numel - sum(sizes)
+        self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
+        self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:
+        """Keep what a local worker sends, ``[numel]``, and its scale of each tensor, ``[T]``."""
+        self._unscaled[local] = values
+
+    def run(self, step: int) -> None:
+        w = self.channel.workers
+        own = torch.zeros(w.local, len(self._sizes), device=self.device)
+        for local, (_, scales) in self._unscaled.items():
+            own[local] = scales
+        largest = self.channel.gather(own).nan_to_num(0.0).amax(0)
+        self._scales = largest.repeat_interleave(self._sizes, output_size=self.numel)
+        for local, (values, _) in self._unscaled.items():
+            if values.is_cuda:  # it was made on the stream of the backward pass
+                values.record_stream(torch.cuda.current_stream())
+            names = ("terngrad", w.ids[local], self.index, step)
+            coins = stream(self.seed, *names, device=values.device)
+            super().encode(local, ternarise(values, self._scales, coins))
+        self._unscaled.clear()
+        super().run(step)
+
+    def decode(self) -> Tensor:
+        return super().decode().mul_(self._scales)

@@ -1,0 +1,120 @@
+"""What an optimizer refuses, in one sentence each, before it is used."""
+
+import gc
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dlion.errors import TrainingFailed
+from dlion.exchange import Channel
+
+
+def check_hyperparameters(group: dict[str, Any]) -> None:
+    """Refuse hyperparameters outside their range; make numbers of tensors of one element."""
+    ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
+    for name, (low, high) in ranges.items():
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = group[name] = value.item()
+        if value is not None and not isinstance(value, (int, float)):
+            raise ValueError(f"{name}={value} is not a number")
+        if value is not None and not (low <= value and (high is None or value < high)):
+            limit = f"at least {low}" if high is None else f"in [{low}, {high})"
+            raise ValueError(f"{name}={value} is out of range: it must be {limit}")
+    for beta in group.get("betas", ()):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas={tuple(group['betas'])} is out of range: each is in [0, 1)")
+
+
+def check_parameters(tensors: list[Tensor]) -> None:
+    """Refuse what is not a real floating-point number."""
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            raise TypeError(f"parameters must be real floating-point numbers, not {tensor.dtype}")
+
+
+def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
+    """Compare what all processes were given, by hash.
+
+    Args:
+        facts: the same keys on all processes, in words for the message; values are written as JSON.
+
+    Raises:
+        TrainingFailed: naming a process that differs from process 0, and in what.
+    """
+    texts = (json.dumps(fact, default=str).encode() for fact in facts.values())
+    digests = b"".join(hashlib.sha256(text).digest()[:8] for text in texts)
+    own = torch.frombuffer(bytearray(digests), dtype=torch.int64)
+    everyone = channel.gather(own.repeat(channel.workers.local, 1))
+    for process, row in enumerate(everyone[:: channel.workers.local]):
+        different = (row != everyone[0]).tolist()
+        if any(different):
+            what = [fact for fact, differs in zip(facts, different, strict=True) if differs]
+            raise TrainingFailed(
+                f"process {process} made its optimizer with other {' and other '.join(what)} than"
+                " process 0: give all processes the same, in the same order"
+            )
+
+
+def check_bare(params: list[Tensor]) -> None:
+    """Refuse parameters of a DistributedDataParallel, which would send float32 besides."""
+    if not dist.is_initialized():
+        return
+    ids = set(map(id, params))
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and any(
+            id(param) in ids for param in found.parameters()
+        ):
+            raise RuntimeError(
+                "the model is wrapped in DistributedDataParallel, which would average the gradients"
+                " in float32 before any message is made: give the bare model, as this optimizer"
+                " takes the place of DistributedDataParallel too"
+            )
+
+
+def check_state(
+    saved: dict[int, dict[str, Tensor]], own: list[dict[str, Tensor]], worker: Tensor
+) -> None:
+    """Refuse the saved state of other workers, and of another model or method.
+
+    Args:
+        saved, own: the tensors of each parameter by name; ``worker`` says whose they are.
+        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
+    """
+    for index, theirs in saved.items():
+        ours, owner = own[index], theirs.get("worker", worker)
+        if not torch.equal(owner, worker):
+            raise ValueError(
+                f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}:"
+                " let each process load what it has saved itself, with as many processes and"
+                " virtual workers"
+            )
+        if _shapes(theirs) != _shapes(ours):
+            raise ValueError(
+                f"the saved state of parameter {index} has {_shapes(theirs)}, this optimizer has"
+                f" {_shapes(ours)}: load it into the same model and method"
+            )
+
+
+def check_exchange_states(saved: list[dict[str, Tensor]], own: list[dict[str, Tensor]]) -> None:
+    """Refuse the saved state of exchanges that were cut otherwise."""
+    if list(map(_shapes, saved)) != list(map(_shapes, own)):
+        raise ValueError(
+            "the saved state of the exchanges does not fit: load it with the bucket_cap_mb, ties"
+            " and spread of workers that it was saved with"
+        )
+
+
+def _owner(rows: Tensor) -> str:
+    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
+    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
+    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items()}

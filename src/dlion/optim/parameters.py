@@ -1,0 +1,220 @@
+"""The half of an optimizer that holds: parameters in buckets, their state, and what is saved."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from dlion.exchange import Channel, Exchange, Traffic
+from dlion.optim.bucket import Bucket
+from dlion.optim.checks import (
+    check_alike,
+    check_bare,
+    check_exchange_states,
+    check_hyperparameters,
+    check_parameters,
+    check_state,
+)
+
+
+class BucketedOptimizer(torch.optim.Optimizer, ABC):
+    """A ``torch.optim.Optimizer`` whose trained parameters and state live in buckets.
+
+    Creating it checks that all processes were given the same, and copies the parameters of process
+    0 to all. A frozen parameter is in no bucket.
+
+    Args:
+        params: parameters, named parameters, or parameter groups.
+        defaults: hyperparameters.
+        channel: to the other workers.
+        bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
+            float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
+            one bucket a group.
+
+    Attributes:
+        buckets: of all groups, in the order in which their messages leave.
+    """
+
+    own_state: ClassVar[list[str]] = []
+    shared_state: ClassVar[list[str]] = []
+    counters: ClassVar[list[str]] = []  # shared state, one number a parameter
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        channel: Channel,
+        bucket_cap_mb: float | None,
+    ):
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
+        self.channel, self.workers = channel, channel.workers
+        self.bucket_cap_mb = bucket_cap_mb
+        self.buckets: list[Bucket] = []
+        self._frozen: list[tuple[dict[str, Any], Tensor]] = []  # and the group of each
+        self._constructed = False
+        super().__init__(params, {**defaults, "steps": 0})
+        self._constructed = True
+        self._hand_out(self.param_groups, self.buckets)
+        self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
+
+    @abstractmethod
+    def make_exchange(self, bucket: Bucket) -> Exchange:
+        """Make the exchange for a bucket of ``bucket.numel`` parameters."""
+
+    def _watch(self, bucket: Bucket) -> None:
+        """Do what a new bucket needs besides."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group, first = self.param_groups[-1], len(self.buckets)
+        check_hyperparameters(group)
+        check_parameters(group["params"])
+        self._frozen += [(group, tensor) for tensor in group["params"] if not tensor.requires_grad]
+        self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
+        if self._constructed:
+            self._hand_out([group], self.buckets[first:])
+
+    def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
+        """Check that all processes were given the same parameters, and give them process 0's."""
+        params = [tensor for group in groups for tensor in group["params"]]
+        facts = {
+            "hyperparameters": [
+                {key: group[key] for key in group if key not in ("params", "param_names")}
+                for group in groups
+            ],
+            "parameter groups": [len(group["params"]) for group in groups],
+            "parameter names": [group.get("param_names") for group in groups],
+            "parameter shapes": [list(tensor.shape) for tensor in params],
+            "parameter dtypes": [str(tensor.dtype) for tensor in params],
+            "frozen parameters": [tensor.requires_grad for tensor in params],
+        }
+        check_alike(self.channel, facts)
+        check_bare(params)
+        for bucket in buckets:
+            self.channel.broadcast(bucket.params)
+        for tensor in params:
+            if not tensor.requires_grad:
+                values = tensor.detach().contiguous()
+                self.channel.broadcast(values)
+                tensor.copy_(values)
+
+    def _add_buckets(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> None:
+        """Put parameters of a group into buckets of one dtype and device each."""
+        named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for kind in kinds.values():
+            for part in self._cut(kind):
+                bucket = Bucket(
+                    len(self.buckets), part, [named.get(tensor, "") for tensor in part], group
+                )
+                bucket.allocate(self.make_exchange(bucket), self)
+                self.buckets.append(bucket)
+                self._publish_state(bucket)
+                self._watch(bucket)
+
+    def _cut(self, tensors: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """Parameters by bucket, in the order in which a backward pass is done with them.
+
+        The first bucket is a quarter as large, so that messages start early, and each at most half
+        of what is left, so that little is left to send when the backward pass is over.
+        """
+        if self.bucket_cap_mb is None:
+            return [tensors]
+        cap, parts, rest = self.bucket_cap_mb * 1e6, [], tensors[::-1]
+        while rest:
+            sizes = [4 * tensor.numel() for tensor in rest]
+            room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
+            count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
+            parts.append(rest[:count])
+            rest = rest[count:]
+        return parts
+
+    def _include_unfrozen(self) -> None:
+        """Make buckets for parameters that were unfrozen since the last step."""
+        if not any(tensor.requires_grad for _, tensor in self._frozen):
+            return
+        for group in self.param_groups:
+            unfrozen = [t for owner, t in self._frozen if owner is group and t.requires_grad]
+            self._add_buckets(group, unfrozen)
+        self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
+
+    def _publish_state(self, bucket: Bucket) -> None:
+        """Show the flat state as ``self.state[param][name]``, as views.
+
+        ``worker`` says whose the per-worker state is: id and number of workers, int64 ``[k, 2]``.
+        """
+        worker = self._worker()
+        for index, slot in enumerate(bucket.slots):
+            state = self.state[slot.tensor]
+            if bucket.own:
+                state["worker"] = worker
+            for name, flat in (bucket.own | bucket.shared).items():
+                state[name] = slot.view(flat)
+            for name, counts in bucket.counters.items():
+                state[name] = counts[index]
+
+    def _worker(self) -> Tensor:
+        return torch.tensor([[worker, self.workers.count] for worker in self.workers.ids])
+
+    def worker_state(self, local: int) -> dict[str, Tensor]:
+        """What belongs to one local worker alone, as views by name: the same for every spread."""
+        views = {}
+        for bucket in self.buckets:
+            for name, rows in bucket.own.items():
+                views[f"{bucket.index}.{name}"] = rows[local]
+            for name, rows in bucket.exchange.state.items():
+                views[f"{bucket.index}.exchange.{name}"] = rows[local]
+        return views
+
+    def common_state(self) -> dict[str, Tensor]:
+        """Parameters and state that are equal on all workers, as views by name."""
+        views = {}
+        for bucket in self.buckets:
+            views[f"{bucket.index}.parameters"] = bucket.params
+            for name, values in (bucket.shared | bucket.counters).items():
+                views[f"{bucket.index}.{name}"] = values
+        return views
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with a leading dimension, the local workers, for per-worker state."""
+        state = super().state_dict()
+        state["exchanges"] = [bucket.exchange.state for bucket in self.buckets]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a saved state in; it must be of the same workers in the same spread.
+
+        Raises:
+            ValueError: if it is of other workers, or of other parameters or settings.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        own = [self.state[param] for param in params]
+        check_state(state_dict["state"], own, self._worker())
+        states = [bucket.exchange.state for bucket in self.buckets]
+        check_exchange_states(state_dict["exchanges"], states)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for bucket in self.buckets:
+            first = bucket.slots[0].tensor
+            bucket.group = next(
+                group for group in self.param_groups if any(p is first for p in group["params"])
+            )
+            self._publish_state(bucket)
+        for index, saved in state_dict["state"].items():
+            for name, value in saved.items():
+                self.state[params[index]][name].copy_(value)
+        for state, saved in zip(states, state_dict["exchanges"], strict=True):
+            for name, value in saved.items():
+                state[name].copy_(value)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, as it talks to other processes:"
+            " make another, and load this one's state_dict()"
+        )

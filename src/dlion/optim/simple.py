@@ -1,0 +1,238 @@
+"""Every method in a few lines: the specification that the optimizers are tested against.
+
+n workers' gradients ``g [n, d]`` go in, the parameters ``x [d]`` change in place, and so does the
+state: ``m, r, u, v [n, d]``, a row for each worker, or ``[d]``, equal everywhere. All is float32.
+``spans`` are the ``(start, stop)`` of the parameter tensors in d, steps count from 0. Here nothing
+is packed and nothing travels; sources and settings are in the docstrings of the classes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Spans = Sequence[tuple[int, int]]
+Betas = tuple[float, float]
+
+
+def mean(rows: Tensor) -> Tensor:
+    return sum(rows) / len(rows)  # added from worker 0 to n - 1, see dlion.exchange.sum_in_order
+
+
+def descend(x: Tensor, a: Tensor, lr: float, wd: float) -> None:
+    x.mul_(1 - lr * wd).sub_(lr * a)  # the decay is decoupled in every method
+
+
+def sgd(x: Tensor, b: Tensor, a: Tensor, lr: float, mu: float, wd: float) -> None:
+    b.mul_(mu).add_(a)
+    descend(x, b, lr, wd)
+
+
+# What the others are measured against: 32 bits both ways.
+
+
+def g_adamw(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    betas: Betas,
+    eps: float,
+    wd: float,
+) -> None:
+    a, (b1, b2), t = mean(g), betas, step + 1
+    m.lerp_(a, 1 - b1)
+    v.mul_(b2).addcmul_(a, a, value=1 - b2)
+    root = (v.sqrt() / math.sqrt(1 - b2**t)).add_(eps)
+    x.mul_(1 - lr * wd).addcdiv_(m, root, value=-lr / (1 - b1**t))
+
+
+def g_lion(x: Tensor, m: Tensor, g: Tensor, lr: float, betas: Betas, wd: float) -> None:
+    descend(x, lion_direction(m, mean(g), betas).sign(), lr, wd)
+
+
+# Votes: one bit up.
+
+
+def lion_direction(m: Tensor, g: Tensor, betas: Betas) -> Tensor:
+    b1, b2 = betas
+    u = b1 * m + (1 - b1) * g
+    m.copy_(b2 * m + (1 - b2) * g)
+    return u
+
+
+def one_bit(u: Tensor, step: int) -> Tensor:
+    n = len(u)
+    majority = (torch.arange(n) + step // 2) % n < n // 2 + 1
+    zero = torch.where(majority == (step % 2 == 0), 1.0, -1.0)  # one bit has no zero
+    return u.sign().where((u > 0) | (u < 0), zero.unsqueeze(1))
+
+
+def untie(balance: Tensor, step: int, ties: str, previous: Tensor, coin: Tensor) -> Tensor:
+    tied = {
+        "zero": torch.zeros_like(balance),
+        "plus": torch.ones_like(balance),
+        "alternate": torch.full_like(balance, 1 if step % 2 == 0 else -1),
+        "random": coin,
+        "previous": previous,
+    }[ties]
+    return previous.copy_(torch.where(balance == 0, tied, balance.sign()))
+
+
+def dlion(
+    x: Tensor,
+    m: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    betas: Betas,
+    wd: float,
+    vote: Callable[[Tensor], Tensor],
+) -> None:
+    descend(x, vote(one_bit(lion_direction(m, g, betas), step)), lr, wd)
+
+
+def signum(
+    x: Tensor,
+    m: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    wd: float,
+    vote: Callable[[Tensor], Tensor],
+) -> None:
+    m.copy_(mu * m + (1 - mu) * g)
+    descend(x, vote(one_bit(m, step)), lr, wd)
+
+
+def average(signs: Tensor) -> Tensor:
+    return (signs > 0).sum(0) * (2 / len(signs)) - 1  # the mean of signs, from the count of +1
+
+
+def weigh(signs: Tensor, agreement: Tensor) -> Tensor:
+    p = agreement.clamp(0.5, 0.999)  # [n], how often each worker was with the outcome
+    return sum(weight * row for weight, row in zip((p / (1 - p)).log(), signs, strict=True))
+
+
+def learn(agreement: Tensor, signs: Tensor, outcome: Tensor) -> None:
+    agreement.lerp_((signs == outcome).float().mean(1), 0.01)
+
+
+# Lion Cub: p bits up.
+
+
+def quantise(u: Tensor, p: int, scale: str, spans: Spans) -> Tensor:
+    q, s = torch.zeros_like(u), 2 ** (p - 1) - 1
+    for start, stop in spans:
+        for i in range(len(u)):
+            size = u[i, start:stop].abs()
+            c = {
+                "l1": size.mean(dtype=torch.float64).float(),
+                "max": size.max(),
+                "geometric": size[size != 0].double().log().mean().exp().float(),
+            }[scale]
+            q[i, start:stop] = u[i, start:stop] * ((s if scale == "max" else s / 2) / c)
+    return q.nan_to_num(0.0, torch.inf, -torch.inf).clamp(-s, s).round()  # NaN abstains
+
+
+def lion_cub(
+    x: Tensor,
+    m: Tensor,
+    g: Tensor,
+    lr: float,
+    betas: Betas,
+    wd: float,
+    p: int,
+    scale: str,
+    spans: Spans,
+    vote: Callable[[Tensor], Tensor],
+) -> None:
+    descend(x, vote(quantise(lion_direction(m, g, betas), p, scale, spans)), lr, wd)
+
+
+def synchronise(m: Tensor, spans: Spans) -> None:
+    for start, stop in spans:
+        m[:, start:stop] = mean(m[:, start:stop])
+
+
+# Stochastic ternary gradients.
+
+
+def terngrad(
+    x: Tensor,
+    b: Tensor,
+    g: Tensor,
+    coins: Tensor,
+    lr: float,
+    mu: float,
+    wd: float,
+    clip: float,
+    spans: Spans,
+) -> None:
+    g, s = g.clone(), torch.zeros_like(x)
+    for start, stop in spans:
+        part = g[:, start:stop]
+        if clip and stop - start > 1:
+            bound = clip * part.std(1, correction=0, keepdim=True)
+            part.copy_(part.clamp(-bound, bound))
+        s[start:stop] = part.abs().max()  # of all workers
+    trits = g.sign() * (coins * s < g.abs())  # coins: uniform in [0, 1), [n, d]
+    sgd(x, b, mean(trits) * s, lr, mu, wd)
+
+
+# The largest entries only.
+
+
+def take_largest(values: Tensor, density: float, spans: Spans) -> Tensor:
+    taken = torch.zeros_like(values)
+    for start, stop in spans:
+        count = math.ceil(density * (stop - start))
+        for i in range(len(values)):
+            top = start + values[i, start:stop].abs().topk(count).indices
+            taken[i, top] = values[i, top]
+    return taken
+
+
+def graddrop(
+    x: Tensor,
+    r: Tensor,
+    b: Tensor,
+    g: Tensor,
+    lr: float,
+    mu: float,
+    wd: float,
+    density: float,
+    spans: Spans,
+) -> None:
+    r += g
+    sent = take_largest(r, density, spans)
+    r[sent != 0] = 0
+    sgd(x, b, mean(sent), lr, mu, wd)
+
+
+def dgc(
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    wd: float,
+    density: float,
+    warmup: int,
+    clip_norm: float,
+    spans: Spans,
+) -> None:
+    limit = clip_norm / math.sqrt(len(g)) / g.norm(dim=1, keepdim=True)
+    u.mul_(mu).add_(g * limit.clamp(max=1))
+    v += u
+    if step < warmup:
+        density = density ** ((step + 1) / (warmup + 1))
+    sent = take_largest(v, density, spans)
+    u[sent != 0] = v[sent != 0] = 0
+    descend(x, mean(sent), lr, wd)

@@ -1,0 +1,79 @@
+"""Averages the workers' momenta now and then."""
+
+import re
+
+import torch
+
+from dlion.exchange import Channel, DenseMean
+from dlion.optim.bucket import Bucket
+
+
+class MomentumSync:
+    """Averages the momenta of all workers after some steps, float32 both ways.
+
+    Source: Ishikawa et al. 2024 (arXiv 2411.16462); the exponential rule is 0/1 Adam's (Lu et al.
+    2022, arXiv 2202.06009).
+
+    Args:
+        every: a number of steps (0: never), or ``exponential``: ever more rarely, after the steps
+            T_0 = 1, T_{j+1} = T_j + 2^(j / rate), rounded down (1, 2, 4, 8 ... at a rate of 1).
+        rate: of the exponential rule.
+        pattern: a regular expression; only parameters whose name contains it are averaged. None:
+            all.
+
+    Raises:
+        ValueError: for settings that are not possible.
+    """
+
+    def __init__(self, every: int | str, rate: float = 1.0, pattern: str | None = None):
+        if every != "exponential" and not (isinstance(every, int) and every >= 0):
+            raise ValueError(
+                f"momentum_sync={every} is not possible: give a number of steps (0 for never) or"
+                " exponential"
+            )
+        if not rate > 0:
+            raise ValueError(f"sync_rate={rate} is out of range: it must be above 0")
+        if pattern is not None and not every:
+            raise ValueError(
+                f"sync_pattern={pattern} has no effect with momentum_sync=0: give a number of steps"
+                " or exponential"
+            )
+        self.every, self.rate = every, rate
+        self.pattern = None if pattern is None else re.compile(pattern)
+        self._means: dict[Bucket, DenseMean] = {}
+
+    def is_due(self, step: int) -> bool:
+        """Whether to average after ``step`` steps."""
+        if self.every != "exponential":
+            return bool(self.every) and step % self.every == 0
+        moment, j = 1.0, 0
+        while moment < step:
+            moment += 2 ** (j / self.rate)
+            j += 1
+        return int(moment) == step
+
+    def spans(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """``(start, stop)`` of the parameters whose momenta are averaged."""
+        if not self.every:
+            return []
+        chosen = (s for s in bucket.slots if self.pattern is None or self.pattern.search(s.name))
+        return [(slot.start, slot.stop) for slot in chosen]
+
+    def average(self, bucket: Bucket, channel: Channel) -> None:
+        """Give ``bucket.own["momentum"]`` of all participants its mean over them."""
+        spans, rows = self.spans(bucket), bucket.own["momentum"]
+        if not spans:
+            return
+        if bucket not in self._means:
+            size = sum(stop - start for start, stop in spans)
+            self._means[bucket] = DenseMean(channel, size, device=bucket.device)
+        exchange = self._means[bucket]
+        for local, row in enumerate(rows):
+            message = torch.cat([row[start:stop] for start, stop in spans])
+            padding = (0, exchange.numel - len(message))
+            exchange.encode(local, torch.nn.functional.pad(message, padding))
+        exchange.run(bucket.step)
+        mean, offset, local = exchange.decode(), 0, channel.local_participants
+        for start, stop in spans:
+            rows[local, start:stop] = mean[offset : offset + stop - start]
+            offset += stop - start

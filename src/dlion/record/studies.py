@@ -1,0 +1,144 @@
+"""The runs of studies: found below directories, and packed into one file.
+
+A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``, ``overrides``
+(what was typed), ``config`` (with all that it looked up in itself filled in), ``summary`` and
+``metrics`` (the rows). Reading it executes nothing.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dlion.errors import UserError
+from dlion.files import write_atomically
+from dlion.record.runs import FAILURE, METRICS, Run, load_run
+
+PACKED = "runs.jsonl"
+
+
+def find_runs(paths: list[Path], marks: tuple[str, ...] = (METRICS, FAILURE)) -> list[Run]:
+    """Return all runs at or below the given paths, sorted by directory.
+
+    Args:
+        paths: packed files, and directories with runs, or packed files, at any depth.
+        marks: the files that make a directory that of a run.
+
+    Raises:
+        UserError: if a path does not exist or holds no run, or if a run is damaged.
+    """
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        found = {run.directory: run for run in _runs_at(path, marks)}
+        if not found:
+            raise UserError(
+                f"{path} holds no run: give a directory with a {METRICS} or a {PACKED} below it"
+            )
+        runs |= found
+    return [runs[directory] for directory in sorted(runs)]
+
+
+def _runs_at(path: Path, marks: tuple[str, ...]) -> Iterator[Run]:
+    if path.is_file():
+        yield from read_packed(path)
+        return
+    for directory in directories_with(path, *marks):
+        yield load_run(directory)
+    for file in path.rglob(PACKED):
+        yield from read_packed(file)
+
+
+def directories_with(path: Path, *files: str) -> set[Path]:
+    """Return the directories at or below ``path`` that hold one of the files, given by name.
+
+    Raises:
+        UserError: if the path is not a directory.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give the output directories of runs")
+    return {
+        found.parents[len(Path(name).parts) - 1] for name in files for found in path.rglob(name)
+    }
+
+
+def pack(run: Run, name: str) -> str:
+    """Return the line of a packed file that holds a run under this name."""
+    parts = {
+        "name": name,
+        "overrides": run.overrides,
+        "config": run.config,
+        "summary": run.summary,
+        "metrics": run.metrics,
+    }
+    return json.dumps(parts) + "\n"
+
+
+def add_to_packed(file: Path, runs: dict[str, Run]) -> None:
+    """Add runs, by name, behind those that a packed file holds already.
+
+    Raises:
+        UserError: if it holds a run of such a name.
+    """
+    text = file.read_text("utf-8") if file.exists() else ""
+    names = {run.directory.name for run in read_packed(file)} if text else set()
+    if taken := sorted(names & runs.keys()):
+        raise UserError(f"{taken[0]} is in {file} already: publish each run once")
+    write_atomically(file, text + "".join(pack(run, name) for name, run in runs.items()))
+
+
+def read_packed(file: Path) -> list[Run]:
+    """Read the runs of a packed file.
+
+    Raises:
+        UserError: if a line is not a run, or two runs have one name.
+    """
+    try:
+        lines = file.read_text("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is damaged ({error}): restore it") from error
+    runs: dict[str, Run] = {}
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            run = _unpack(file, json.loads(line))
+            if run.directory.name in runs:
+                raise ValueError(f"a second run called {run.directory.name}")
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{file}, line {number} is no packed run ({reason}): restore the file, or delete"
+                " that line"
+            ) from error
+        runs[run.directory.name] = run
+    return list(runs.values())
+
+
+def _unpack(file: Path, parts: Any) -> Run:
+    """Return the run of a packed line.
+
+    Raises:
+        ValueError: if a part is missing or of another kind.
+    """
+    if not isinstance(parts, dict):
+        raise ValueError("not a JSON object")
+    name = _part(parts, "name", str)
+    if not name or Path(name).name != name:
+        raise ValueError(f"name {name!r} is no file name")
+    metrics = _part(parts, "metrics", list)
+    if not all(isinstance(row, dict) for row in metrics):
+        raise ValueError("metrics are not a list of objects")
+    return Run(
+        directory=file / name,
+        metrics=metrics,
+        summary=_part(parts, "summary", dict, type(None)),
+        config=_part(parts, "config", dict, type(None)),
+        overrides=[str(override) for override in _part(parts, "overrides", list)],
+        study=file.resolve().parent.name,
+    )
+
+
+def _part(parts: dict[str, Any], key: str, *kinds: type) -> Any:
+    if key not in parts or not isinstance(parts[key], kinds):
+        raise ValueError(f"{key} is missing or not a {kinds[0].__name__}")
+    return parts[key]

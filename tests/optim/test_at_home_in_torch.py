@@ -1,0 +1,298 @@
+"""Models and optimizers behave as torch's: saving, copying, dtypes, layouts, clipping, scaling."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+
+from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.workers import Workers
+
+EVERY = [GAdamW, GLion, DLion, Signum, TernGrad, GradDrop, DGC, LionCub]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(50, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
+
+
+def backward(model: torch.nn.Module, seed: int = 0) -> None:
+    x = torch.randn(8, 50, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
+    for t in range(steps):
+        optimizer.zero_grad()
+        backward(model, t)
+        optimizer.step()
+    return flat(model)
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# ------------------------------------------------------------------ saving and copying
+
+
+def test_a_trained_model_is_saved_as_small_as_any_other(tmp_path):
+    model = net()
+    train(model, DLion(model.parameters(), bucket_cap_mb=None))
+    save_model(model, tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+    sizes = []
+    for bias in (net()[2].bias, model[2].bias):
+        buffer = io.BytesIO()
+        torch.save(bias, buffer)
+        sizes.append(len(buffer.getvalue()))
+    assert sizes[1] == sizes[0]
+
+
+def test_a_copy_of_the_model_is_independent():
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    average, before = copy.deepcopy(model), flat(model)
+    train(model, optimizer)
+    assert torch.equal(flat(average), before) and not torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_cannot_be_copied_and_says_what_to_do(copied):
+    with pytest.raises(TypeError, match=r"make another, and load this one's state_dict"):
+        copied(DLion(net().parameters()))
+
+
+def test_an_optimizer_that_is_dropped_gives_everything_back():
+    model = net()
+    threads = threading.active_count()
+    for _ in range(5):
+        optimizer = DLion(model.parameters(), overlap=True)
+        train(model, optimizer)
+        del optimizer
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("exchange"):
+            thread.join(10)
+    assert threading.active_count() == threads
+    assert not model[0].weight._post_accumulate_grad_hooks
+
+
+def test_gradients_that_come_and_go_cost_no_memory():
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(30)]
+    optimizer = GLion(params)
+
+    def step(t: int) -> None:
+        for index, param in enumerate(params):
+            param.grad = torch.ones(3) if t >> index & 1 else None
+        optimizer.step()
+
+    for t in range(50):
+        step(t)
+    gc.collect()
+    before = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    for t in range(50, 250):
+        step(t)
+    gc.collect()
+    after = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    assert after <= before + 30
+
+
+# ------------------------------------------------------------------ dtypes, shapes and layouts
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_float64_parameters_keep_their_precision(cls):
+    values = torch.full((70,), 1 / 3, dtype=torch.float64)
+    param = torch.nn.Parameter(values.clone())
+    optimizer = cls([param], lr=0.0)
+    for _ in range(3):
+        param.grad = torch.randn(70, dtype=torch.float64)
+        optimizer.step()
+    assert torch.equal(param.detach(), values)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    param.grad = torch.randn(70, dtype=torch.float64)
+    optimizer.step()
+    assert param.dtype == torch.float64 and not torch.equal(param.detach(), values)
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_complex_parameters_are_refused_and_empty_ones_work(cls):
+    with pytest.raises(TypeError, match=r"must be real .*, not torch.complex64"):
+        cls([torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    empty, full = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.ones(4))
+    for params in ([empty, full], [empty]):
+        optimizer = cls(params, lr=1e-2)
+        for param in params:
+            param.grad = torch.arange(float(param.numel())).view(param.shape) - 1
+        before = full.detach().clone()
+        optimizer.step()
+        assert torch.equal(full.detach(), before) == (full not in optimizer.state)
+        assert empty not in optimizer.state
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_channels_last_convolutions_keep_their_layout_and_learn_the_same(cls):
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        convolutions = (torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+        model = torch.nn.Sequential(*convolutions).to(memory_format=layout)
+        options = {"density": 1.0} if cls in (DGC, GradDrop) else {}
+        optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+        for t in range(4):
+            generator = torch.Generator().manual_seed(t)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+                param.grad = param.grad.to(memory_format=layout) if param.dim() == 4 else param.grad
+            optimizer.step()
+        weights = [param for param in model.parameters() if param.dim() == 4]
+        assert all(weight.is_contiguous(memory_format=layout) for weight in weights)
+        state = optimizer.state[weights[0]]
+        assert all(v.shape[-4:] == weights[0].shape for k, v in state.items() if v.dim() > 2)
+        results.append(flat(model))
+    if cls is TernGrad:  # its coins belong to places in memory
+        return
+    torch.testing.assert_close(*results, rtol=0, atol=0 if cls is not LionCub else 1e-6)
+
+
+def test_the_learning_rate_may_be_a_tensor():
+    one, two = net(), net()
+    expected = train(one, DLion(one.parameters(), lr=1e-2))
+    assert torch.equal(train(two, DLion(two.parameters(), lr=torch.tensor(1e-2))), expected)
+
+
+def test_large_half_precision_gradients_are_finite():
+    param = torch.nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
+    optimizer = DLion([param], nonfinite="skip")
+    param.grad = torch.full_like(param, 1000.0)
+    optimizer.step()
+    assert optimizer.skipped == 0 and param.abs().min() > 0
+
+
+@pytest.mark.parametrize(("rank", "processes", "local"), [(0, 1, 0), (-1, 2, 1), (2, 2, 1)])
+def test_workers_that_cannot_be(rank, processes, local):
+    with pytest.raises(ValueError, match=r"is not possible|is not one of"):
+        Workers(rank, processes, local)
+
+
+# ------------------------------------------------------------------ what happens during a step
+
+
+@pytest.mark.parametrize("late", [5, 500])
+def test_g_adamw_counts_the_steps_of_each_parameter(late):
+    ours, theirs = net(), net()
+    optimizer = GAdamW(ours.parameters(), lr=1e-3, weight_decay=0.1)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.1, foreach=False)
+    for t in range(late + 5):
+        for model, each in ((ours, optimizer), (theirs, reference)):
+            each.zero_grad()
+            backward(model, t)
+            if t < late:
+                model[0].weight.grad = None
+            each.step()
+    torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-4, atol=1e-6)
+    steps = [int(optimizer.state[p]["step"]) for p in ours.parameters()]
+    assert steps == [int(reference.state[p]["step"]) for p in theirs.parameters()]
+
+
+@pytest.mark.parametrize("change", ["clip", "replace"])
+def test_with_overlap_gradients_that_change_too_late_are_refused(change):
+    model = net()
+    optimizer = DLion(model.named_parameters(), overlap=True, bucket_cap_mb=1e-3)
+    backward(model)
+    if change == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    else:
+        model[2].bias.grad = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"gradient of \S+ was changed .* overlap=False"):
+        optimizer.step()
+
+
+def test_clipping_works_without_overlap():
+    one, two = net(), net()
+    first, second = GLion(one.parameters(), lr=1e-2), GLion(two.parameters(), lr=1e-2)
+    backward(one), backward(two)
+    torch.nn.utils.clip_grad_norm_(one.parameters(), 1e-3)
+    total = torch.cat([p.grad.flatten() for p in two.parameters()]).norm()
+    for param in two.parameters():
+        param.grad *= 1e-3 / (total + 1e-6)
+    first.step(), second.step()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(first.state[p]["momentum"], second.state[q]["momentum"])
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("planted")
+
+
+def test_with_overlap_a_backward_pass_that_failed_can_be_tried_again():
+    model, plain = net(), net()
+    optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, bucket_cap_mb=1e-3)
+    with pytest.raises(MemoryError, match="planted"):
+        model[2](Fails.apply(model[1](model[0](torch.randn(8, 50))))).square().mean().backward()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    other = DLion(plain.parameters(), lr=1e-2)
+    backward(plain)
+    other.step()
+    assert torch.equal(flat(model[0]), flat(plain[0]))  # the last layer's had left before
+    assert torch.equal(train(model, optimizer)[-3:].sign(), flat(model)[-3:].sign())
+
+
+@pytest.mark.parametrize("before_step", [False, True])
+def test_a_grad_scaler_leaves_no_trace_in_the_momentum(before_step):
+    one, two = net(), net()
+    scaled, plain = DLion(one.parameters(), lr=1e-2), DLion(two.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for t in range(6):
+        x = torch.randn(8, 50, generator=torch.Generator().manual_seed(t))
+        scaler.scale(one(x).square().mean() * (float("inf") if t == 2 else 1)).backward()
+        if before_step:
+            scaler.unscale_(scaled)
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 1e9)
+        scaler.step(scaled)
+        scaler.update()
+        scaled.zero_grad()
+        if t != 2:
+            two(x).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+    assert torch.equal(flat(one), flat(two))
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(scaled.state[p]["momentum"], plain.state[q]["momentum"])
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"workers": Workers(local=2)}])
+def test_a_grad_scaler_that_cannot_work_says_so(options):
+    model = net()
+    optimizer = DLion(model.parameters(), **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.randn(8, 50)).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="overlap=False and one worker a process"):
+        scaler.step(optimizer)
+
+
+def test_with_overlap_a_backward_pass_while_all_are_absent_is_ignored():
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, workers=Workers(local=2))
+    optimizer.set_participants([1])
+    before = flat(model)
+    backward(model)
+    optimizer.collect(1)
+    optimizer.step()
+    assert not torch.equal(flat(model), before)

@@ -1,0 +1,264 @@
+"""Optimizers of several processes that were made, loaded or called differently say so."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+
+from dlion.launch.environment import join_process_group
+from dlion.launch.local import run_processes
+from dlion.optim import DLion, GradDrop, LionCub
+
+LOST = "hangs, or called step() less often than this one"
+
+
+def net(rank: int = 0, width: int = 40) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
+    )
+
+
+def backward(model: torch.nn.Module, seed: int) -> None:
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+
+
+def flat(model: torch.nn.Module) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def refused(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "accepted"
+
+
+# Each case runs in both of two processes and returns what process r has seen.
+
+
+def order(r: int) -> str:
+    params = list(net().parameters())
+    return refused(lambda: DLion(params if r == 0 else params[::-1]))
+
+
+def shapes(r: int) -> str:
+    return refused(lambda: DLion(net(width=40 + r).parameters()))
+
+
+def names(r: int) -> str:
+    named = [(f"{name}{'x' * r}", param) for name, param in net().named_parameters()]
+    return refused(lambda: DLion(named))
+
+
+def dtypes(r: int) -> str:
+    model = net().to(torch.bfloat16) if r else net()
+    return refused(lambda: DLion(model.parameters()))
+
+
+def buckets(r: int) -> str:
+    return refused(lambda: DLion(net().parameters(), bucket_cap_mb=0.002 * (r + 1)))
+
+
+def overlap(r: int) -> str:
+    return refused(lambda: DLion(net().parameters(), overlap=r == 0))
+
+
+def rates(r: int) -> str:
+    return refused(lambda: DLion(net().parameters(), lr=1e-3 * (r + 1)))
+
+
+def methods(r: int) -> str:
+    return refused(lambda: (DLion if r else LionCub)(net().parameters()))
+
+
+def bits(r: int) -> str:
+    return refused(lambda: LionCub(net().parameters(), bits=2 * (r + 1)))
+
+
+def frozen(r: int) -> str:
+    model = net()
+    model[0].weight.requires_grad_(r == 0)
+    return refused(lambda: DLion(model.parameters()))
+
+
+def groups(r: int) -> str:
+    optimizer = DLion(net().parameters())
+    extra = torch.nn.Parameter(torch.zeros(3 + r))
+    return refused(lambda: optimizer.add_param_group({"params": [extra]}))
+
+
+def wrapped(r: int) -> str:
+    model = DistributedDataParallel(net())
+    return refused(lambda: DLion(model.parameters()))
+
+
+def parameters(r: int) -> bool:
+    """Those of process 0 are handed out, frozen ones and those of later groups too."""
+    model, late = net(r), torch.nn.Parameter(torch.full((3,), float(r)))
+    model[0].weight.requires_grad_(False)
+    DLion(model.parameters()).add_param_group({"params": [late]})
+    return flat(model) == flat(net()) and late.tolist() == [0, 0, 0]
+
+
+def other_state(r: int) -> str:
+    model = net()
+    optimizer = GradDrop(model.parameters())
+    backward(model, r)
+    optimizer.step()
+    saved = [None, None]
+    dist.all_gather_object(saved, optimizer.state_dict())
+    return refused(lambda: optimizer.load_state_dict(saved[0]))
+
+
+def torch_checkpoint(r: int, folder: str) -> str:
+    """torch.distributed.checkpoint takes what all processes name alike for the same thing."""
+    model = net()
+    optimizer = DLion(model.parameters())
+    backward(model, r)
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)
+    return refused(lambda: optimizer.load_state_dict(state["optimizer"]))
+
+
+def other_steps(r: int) -> str:
+    model = net()
+    optimizer = DLion(model.parameters())
+    if r == 1:
+        optimizer.param_groups[0]["steps"] = 7
+    backward(model, r)
+    return refused(optimizer.step)
+
+
+def scaler(r: int) -> tuple[bool, list[float], float]:
+    """An overflow on process 1 skips the step on both."""
+    model, plain = net(), net()
+    optimizer, other = DLion(model.parameters(), lr=1e-2), DLion(plain.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for t in range(4):
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * r + t))
+        factor = float("inf") if t == 2 and r == 1 else 1.0
+        scaler.scale(model(x).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if t != 2:
+            plain(x).square().mean().backward()
+            other.step()
+            other.zero_grad()
+    return flat(model) == flat(plain), flat(model), scaler.get_scale()
+
+
+def absent(r: int) -> list[float]:
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, bucket_cap_mb=1e-3)
+    optimizer.set_participants([0])
+    backward(model, r)
+    optimizer.step()
+    return flat(model)
+
+
+CASES = [
+    *(order, shapes, names, dtypes, buckets, overlap, rates, methods, bits, frozen, groups),
+    *(wrapped, parameters, other_state, other_steps, scaler, absent),
+]
+
+
+def run_cases(folder: str) -> dict[str, list[Any]]:
+    join_process_group("gloo", 60)
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    mine = {case.__name__: case(rank) for case in CASES}
+    mine["torch_checkpoint"] = torch_checkpoint(rank, folder)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, mine)
+    dist.destroy_process_group()
+    return {name: [results[name] for results in everyone] for name in mine}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> Iterator[dict[str, list[Any]]]:
+    return run_processes(2, run_cases, str(tmp_path_factory.mktemp("dcp")))
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("order", "parameter shapes"),
+        ("shapes", "parameter shapes"),
+        ("names", "parameter names"),
+        ("dtypes", "parameter dtypes"),
+        ("buckets", "settings"),
+        ("overlap", "settings"),
+        ("rates", "hyperparameters"),
+        ("methods", "settings"),
+        ("bits", "settings"),
+        ("frozen", "frozen parameters"),
+        ("groups", "parameter shapes"),
+    ],
+)
+def test_processes_that_were_built_differently_are_named_on_all(seen, case, what):
+    for message in seen[case]:
+        assert message.startswith("process 1 made its optimizer with other ") and what in message
+
+
+def test_inside_distributed_data_parallel_it_says_why_not(seen):
+    for message in seen["wrapped"]:
+        assert "would average the gradients in float32" in message and "bare model" in message
+
+
+def test_all_parameters_are_those_of_process_0(seen):
+    assert seen["parameters"] == [True, True]
+
+
+@pytest.mark.parametrize("case", ["other_state", "torch_checkpoint"])
+def test_the_state_of_another_worker_is_refused(seen, case):
+    assert seen[case][0] == "accepted"
+    assert "state of worker 0 of 2, but this process hosts worker 1 of 2" in seen[case][1]
+
+
+def test_processes_in_different_steps_are_named(seen):
+    assert "worker 1 is in step 8, worker 0 in step 1" in seen["other_steps"][0]
+    assert "worker 0 is in step 1, worker 1 in step 8" in seen["other_steps"][1]
+
+
+def test_an_overflow_on_one_worker_skips_the_step_on_all(seen):
+    (same0, params0, scale0), (same1, params1, scale1) = seen["scaler"]
+    assert same0 and same1 and params0 == params1
+    assert scale0 == 1024 and scale1 == 512  # a scale is each process's own
+
+
+def test_a_process_whose_workers_are_absent_may_compute_all_the_same(seen):
+    assert seen["absent"][0] == seen["absent"][1]
+
+
+def uneven(skips: int, overlaps: bool) -> list[Any]:
+    """Process 1 leaves out the step of one batch, so process 0 takes one more in the end."""
+    join_process_group("gloo", 60)
+    rank, model = dist.get_rank(), net()
+    optimizer = DLion(model.parameters(), lr=1e-2, overlap=overlaps)
+    for t in range(4):
+        if rank == 1 and t == skips:
+            continue
+        backward(model, t)
+        message = refused(optimizer.step)
+        if message != "accepted":
+            return [t, message]
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    return []
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_too_many_is_named_as_soon_as_the_others_have_left(overlaps):
+    step, message = run_processes(2, uneven, 1, overlaps)
+    assert step == 3
+    assert message.startswith("the exchange of step 4 broke off") and LOST in message

@@ -1,0 +1,212 @@
+"""The library equals its specification, dlion.optim.simple, to the bit, for every method."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlion.optim import (
+    DGC,
+    DistributedOptimizer,
+    DLion,
+    GAdamW,
+    GLion,
+    GradDrop,
+    LionCub,
+    Signum,
+    TernGrad,
+    simple,
+)
+from dlion.streams import stream, stream_seed
+from dlion.wire import packing
+from dlion.workers import Workers
+
+SHAPES = [(7,), (33, 20), (), (128,), (130,)]
+SIZES = [torch.Size(shape).numel() for shape in SHAPES]
+D = sum(SIZES)
+LR, WD, SEED, STEPS = 1e-2, 0.1, 5, 8
+SPANS = [(sum(SIZES[:t]), sum(SIZES[: t + 1])) for t in range(len(SIZES))]
+
+Step = Callable[[Tensor, Tensor, int], None]  # x [d] and g [n, d] at a step
+
+
+class Spec:
+    """The state of a specification, and the random draws of the optimizer that it is held to."""
+
+    def __init__(self, optimizer: DistributedOptimizer, n: int):
+        self.optimizer, self.n = optimizer, n
+        self.exchange = optimizer.buckets[0].exchange
+        self.m, self.u, self.v = torch.zeros(3, n, D)
+        self.b, self.b2 = torch.zeros(2, D)
+        self.previous = torch.ones(D)
+        self.agreement = torch.full((n, n), 0.75)
+
+    def compact(self, padded: Tensor) -> Tensor:
+        """``[..., padded]`` in the layout of the bucket -> ``[..., d]``."""
+        spans = self.optimizer.buckets[0].spans
+        return torch.cat([padded[..., start:stop] for start, stop in spans], dim=-1)
+
+    def untie(self, balance: Tensor, step: int, ties: str) -> Tensor:
+        words, seed = torch.empty(self.exchange.words, dtype=torch.int64), self.exchange.seed
+        draws = [
+            words.random_(-(2**63), None, generator=stream(seed, "ties", owner, step)).clone()
+            for owner in range(self.n)
+        ]
+        heads = packing.unpack_bits(torch.cat(draws).view(torch.uint8), self.exchange.numel)
+        coin = self.compact(heads) * 2.0 - 1
+        return simple.untie(balance, step, ties, self.previous, coin)
+
+    def weighted(self, signs: Tensor, step: int) -> Tensor:
+        """Every owner weighs the votes on its slice by what it has seen there."""
+        owners = self.compact(torch.arange(self.exchange.numel) // self.exchange.slice)
+        balance = torch.zeros(D)
+        for owner in owners.unique().tolist():
+            mine = owners == owner
+            balance[mine] = simple.weigh(signs[:, mine], self.agreement[owner])
+        outcome = self.untie(balance, step, "previous")
+        for owner in owners.unique().tolist():
+            mine = owners == owner
+            simple.learn(self.agreement[owner], signs[:, mine], outcome[mine])
+        return outcome
+
+    def coins(self, step: int) -> Tensor:
+        size = (self.exchange.numel,)
+        streams = (stream(SEED, "terngrad", worker, 0, step) for worker in range(self.n))
+        return self.compact(torch.stack([torch.rand(size, generator=s) for s in streams]))
+
+
+def voted(ties: str):
+    return lambda s, step: lambda signs: s.untie(signs.sum(0), step, ties)
+
+
+def lion(vote):
+    betas = (0.9, 0.99)
+    return lambda s, x, g, t: simple.dlion(x, s.m, g, t, LR, betas, WD, vote(s, t))
+
+
+def signum(vote):
+    return lambda s, x, g, t: simple.signum(x, s.m, g, t, LR, 0.9, WD, vote(s, t))
+
+
+def cub(p: int, scale: str, ties: str, every: int = 0, spans: list = SPANS):
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        betas, vote = (0.9, 0.99), voted(ties)(s, t)
+        if p == 1:
+            simple.dlion(x, s.m, g, t, LR, betas, WD, vote)
+        else:
+            simple.lion_cub(x, s.m, g, LR, betas, WD, p, scale, SPANS, vote)
+        if every and (t + 1) % every == 0:
+            simple.synchronise(s.m, spans)
+
+    return step
+
+
+def averaged(s: Spec, step: int):
+    return simple.average
+
+
+def weighted(s: Spec, step: int):
+    return lambda signs: s.weighted(signs, step)
+
+
+def g_adamw(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    simple.g_adamw(x, s.b, s.b2, g, t, LR, (0.9, 0.999), 1e-8, WD)
+
+
+def g_lion(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    simple.g_lion(x, s.b, g, LR, (0.9, 0.99), WD)
+
+
+def terngrad(clip: float):
+    return lambda s, x, g, t: simple.terngrad(x, s.b, g, s.coins(t), LR, 0.9, WD, clip, SPANS)
+
+
+def graddrop(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    simple.graddrop(x, s.u, s.b, g, LR, 0.9, WD, 0.1, SPANS)
+
+
+def dgc(clip_norm: float, warmup: int):
+    return lambda s, x, g, t: simple.dgc(
+        x, s.u, s.v, g, t, LR, 0.9, WD, 0.1, warmup, clip_norm, SPANS
+    )
+
+
+# how far apart they may be: sums of one tensor that the library adds in another order
+NORM = 1e-6  # the norm over all tensors, gaps included
+
+METHODS = {
+    "g_adamw": (GAdamW, {}, g_adamw, 0),
+    "g_lion": (GLion, {}, g_lion, 0),
+    **{
+        f"dlion_mavo {ties}": (DLion, {"ties": ties}, lion(voted(ties)), 0)
+        for ties in ("zero", "plus", "alternate", "random", "previous")
+    },
+    "dlion_mavo weighted": (DLion, {"weighted": True}, lion(weighted), 0),
+    "dlion_avg": (DLion, {"aggregation": "avg"}, lion(averaged), 0),
+    "signum_mavo": (Signum, {"momentum": 0.9}, signum(voted("previous")), 0),
+    "signum_avg": (Signum, {"momentum": 0.9, "aggregation": "avg"}, signum(averaged), 0),
+    "terngrad": (TernGrad, {}, terngrad(2.5), 0),
+    "terngrad unclipped": (TernGrad, {"clip": 0}, terngrad(0), 0),
+    "graddrop": (GradDrop, {"density": 0.1}, graddrop, 0),
+    "dgc": (DGC, {"density": 0.1}, dgc(float("inf"), 0), 0),
+    "dgc warmup": (DGC, {"density": 0.1, "warmup_steps": 6}, dgc(float("inf"), 6), 0),
+    "dgc clip": (DGC, {"density": 0.1, "clip_norm": 5.0}, dgc(5.0, 0), NORM),
+    **{
+        f"lion_cub {p} {scale}": (LionCub, {"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)
+        for p in (2, 4, 8)
+        for scale in ("l1", "max", "geometric")
+    },
+    "lion_cub 1": (LionCub, {"bits": 1}, cub(1, "l1", "zero"), 0),
+    "lion_cub previous": (LionCub, {"ties": "previous"}, cub(4, "l1", "previous"), 0),
+    "lion_cub sync": (LionCub, {"momentum_sync": 3}, cub(4, "l1", "zero", 3), 0),
+    "lion_cub sync some": (
+        LionCub,
+        {"momentum_sync": 3, "sync_pattern": "^1$"},
+        cub(4, "l1", "zero", 3, SPANS[1:2]),
+        0,
+    ),
+}
+
+
+def gradients(n: int, seed: int, step: int) -> Tensor:
+    """Random ones, some of which are exactly zero on all or on all but one worker."""
+    rows = torch.randn(n, D, generator=torch.Generator().manual_seed(1000 * seed + step))
+    rows[:, :3] = 0
+    rows[1:, 3:9] = 0
+    return rows
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_library_is_its_specification(name, n):
+    cls, options, step, tolerance = METHODS[name]
+    for seed in range(2):
+        start = torch.randn(D, generator=torch.Generator().manual_seed(seed))
+        params = [
+            torch.nn.Parameter(part.view(shape).clone())
+            for part, shape in zip(start.split(SIZES), SHAPES, strict=True)
+        ]
+        named = [(str(t), param) for t, param in enumerate(params)]
+        optimizer = cls(
+            named, lr=LR, weight_decay=WD, seed=SEED, workers=Workers(local=n), **options
+        )
+        spec, x = Spec(optimizer, n), start.clone()
+        for t in range(STEPS):
+            rows = gradients(n, seed, t)
+            for worker in range(n):
+                for param, part in zip(params, rows[worker].split(SIZES), strict=True):
+                    param.grad = part.view(param.shape).clone()
+                optimizer.collect(worker)
+            optimizer.step()
+            step(spec, x, rows, t)
+            ours = torch.cat([param.detach().flatten() for param in params])
+            if tolerance:
+                torch.testing.assert_close(ours, x, rtol=tolerance, atol=tolerance)
+            else:
+                assert torch.equal(ours, x), f"step {t}: {(ours - x).abs().max()}"
+
+
+def test_the_streams_of_ties_are_named_after_the_bucket():
+    optimizer = DLion([torch.nn.Parameter(torch.zeros(3))], seed=SEED)
+    assert optimizer.buckets[0].exchange.seed == stream_seed(SEED, "exchange", 0)

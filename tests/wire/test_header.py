@@ -1,0 +1,30 @@
+"""What the header of a message says, and what all headers say together."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlion.wire import Header
+
+
+@given(
+    st.integers(0, 200).flatmap(
+        lambda parameters: st.lists(
+            st.tuples(
+                st.integers(0, 2**32 - 1),
+                st.lists(st.booleans(), min_size=parameters, max_size=parameters),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=5,
+        )
+    )
+)
+def test_headers_come_back_as_they_were_written(senders):
+    header = Header(len(senders[0][1]))
+    rows = torch.stack([header.encode(*sender) for sender in senders])
+    assert rows.shape == (len(senders), header.nbytes) and header.nbytes % 8 == 0
+    read = header.decode(rows)
+    assert read.steps == [step for step, _, _ in senders]
+    assert read.present == [any(row) for row in zip(*(p for _, p, _ in senders), strict=True)]
+    assert read.flag == any(flag for _, _, flag in senders)
