@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import socket
 import tomllib
 from collections.abc import Callable
@@ -32,6 +33,8 @@ CONF = ROOT / "conf"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OUT = "@OUT@"  # in a shrunken command: a file or a folder that it may write
 RECORDED = r"RUNS|RUN_DIR|outputs|runs(/.*)?"  # what pages call a folder of runs
+ANY_RECIPE = "vote_attack"  # where a page says experiment=NAME
+ANY_VALUE = {"optimizer=NAME": "optimizer=dlion_avg", "optimizer.lr=LR": "optimizer.lr=1e-3"}
 FEW_STEPS = {"steps": "2", "eval_every": "2", "logger": "none", "processes": "1"}
 TINY = {"model.dim": "16", "model.heads": "2", "model.depth": "1", "model.mlp_dim": "16"}
 SMALL_MODELS = {
@@ -124,8 +127,9 @@ class Place:
 
     def __init__(self, root: Path):
         self.root, self.tried = root, set()
-        for name in ("train.py", "conf", "examples", "results"):
+        for name in ("train.py", "conf"):
             (root / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "results", root / "results")  # some commands write there
         (root / "written").mkdir()
 
     def run(self, *command: str, processes: tuple[dict[str, str], ...] = ({},)) -> None:
@@ -221,9 +225,10 @@ def train_under_srun(place: Place, typed: list[str]) -> None:
 
 def compare(place: Place, typed: list[str]) -> None:
     """Read recorded runs where a page says RUNS, else what it names; write to another place."""
-    arguments = typed[typed.index("-m") :]
-    if ">" in arguments:
-        arguments = arguments[: arguments.index(">")]
+    arguments = []
+    for word in itertools.takewhile(lambda word: word != ">", typed[1:]):
+        files = sorted(place.root.glob(word)) if "*" in word else []
+        arguments += map(str, files) if files else [word]
     for index, word in enumerate(arguments):
         if arguments[index - 1] in ("-o", "--output"):
             arguments[index] = OUT + Path(word).suffix
@@ -359,18 +364,12 @@ def _named_recipe(typed: list[str]) -> list[str]:
     for word in typed:
         key, _, name = word.partition("=")
         if key == "experiment":
-            name = name.replace("NAME", _recipes()[0])
-            word = f"{key}={name}/{size}" if (CONF / key / name / "small.yaml").exists() else word
-            word = word.replace("NAME", name)
+            name = ANY_RECIPE if name == "NAME" else name
+            folder = (CONF / key / name / "small.yaml").exists()
+            word = f"{key}={name}/{size}" if folder else f"{key}={name}"
         if key not in ("-m", "scale"):
-            overrides.append(word.replace("[,VALUE...]", ""))
+            overrides.append(ANY_VALUE.get(word, word))
     return overrides
-
-
-def _recipes() -> list[str]:
-    """Return the names of recipes that need no data from elsewhere."""
-    names = sorted(path.stem for path in (CONF / "experiment").glob("vote_*"))
-    return [name for name in names if not name.endswith("_full")]
 
 
 def _values(override) -> list[str]:
