@@ -8,8 +8,6 @@
 `python train.py --help` lists the settings; conf/ holds them.
 """
 
-from pathlib import Path
-
 import hydra
 from omegaconf import DictConfig
 
@@ -22,4 +20,4 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Path(__file__).resolve().parent / "conf")
+    cli.run(main)

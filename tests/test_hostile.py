@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from dlion.data import cifar10, prepared_text
 from dlion.errors import RunFailed, UserError
 from dlion.exchange import Channel
-from dlion.launch.check import check_numbers
+from dlion.launch.check import check_settings
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.training.checkpoint import Checkpoint, find
@@ -91,9 +91,10 @@ OTHER_SETTINGS = [
 def test_values_of_any_kind(name, value):
     config = OmegaConf.load(ROOT / "conf" / "config.yaml")
     config.optimizer = {"name": "dlion_mavo", "weight_decay": 0.0}
+    config.dataset = {"name": "digits"}
     OmegaConf.update(config, name, value)
     try:
-        check_numbers(config)
+        check_settings(config)
         accepted = True
     except UserError:
         accepted = False

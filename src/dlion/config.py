@@ -1,8 +1,16 @@
-"""From a config node to the object it describes."""
+"""From what Hydra composed to the plain settings of a run, and from a node to its object."""
 
+import difflib
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import hydra
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from dlion.errors import UserError
 
 
 def make(node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -12,3 +20,101 @@ def make(node: Any, *args: Any, **kwargs: Any) -> Any:
     """
     options = {key: value for key, value in node.items() if key != "name"}
     return hydra.utils.instantiate(options, _partial_=True)(*args, **kwargs)
+
+
+def settle(config: DictConfig, facts: DictConfig) -> DictConfig:
+    """Return the settings of a run as plain values: nothing is left to be looked up.
+
+    Over the settings of ``optimizer=NAME`` goes what the recipe has in ``methods.NAME``, and over
+    both what was typed or swept. A method that the recipe does not list keeps its own settings.
+
+    Args:
+        config: as composed; it is not changed.
+        facts: the ``hydra`` node: which files were chosen, and what was typed.
+
+    Raises:
+        UserError: if a setting refers to another that does not exist.
+    """
+    settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    typed = {override.lstrip("+~").partition("=")[0] for override in facts.overrides.task}
+    method = facts.runtime.choices.optimizer
+    try:
+        for key, value in ((settings.methods or {}).get(method) or {}).items():
+            if key not in settings.optimizer:
+                raise UserError(
+                    f"methods.{method}.{key} is not a setting of optimizer={method}"
+                    f"{did_you_mean(key, settings.optimizer)}"
+                )
+            if f"optimizer.{key}" not in typed:
+                settings.optimizer[key] = value
+        plain = OmegaConf.to_container(settings, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    del plain["methods"]  # the method's own are in optimizer now
+    return OmegaConf.create(plain, flags={"struct": True})
+
+
+def leaves_out(config: DictConfig, facts: DictConfig) -> str | None:
+    """Return the method's name if the recipe has a table of methods without it."""
+    method, table = facts.runtime.choices.optimizer, config.methods
+    return method if table is None or (table and method not in table) else None
+
+
+def explain(error: Exception) -> str:
+    """Say in one sentence what Hydra or OmegaConf refused, and what is allowed."""
+    reason = _first_line(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override}: {reason}"
+    if isinstance(error, MissingConfigException) and error.options:
+        group = re.search("Available options in '(.+)':", str(error))
+        assert group is not None and error.missing_cfg_file is not None
+        name = error.missing_cfg_file.removeprefix(f"{group[1]}/")
+        return (
+            f"{group[1]}={name} is unknown{did_you_mean(name, error.options)}: choose one of"
+            f" {', '.join(error.options)}"
+        )
+    if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
+        return f"{several[1]} names several values: add -m to run them all"
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
+        return _unknown(cause)
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key} is not known ({reason}): type {error.full_key}=VALUE"
+    return (
+        f"{reason}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else reason
+    )
+
+
+def did_you_mean(word: str, known: Iterable[Any]) -> str:
+    """Return the most similar of the known words as a question in parentheses, or nothing."""
+    close = difflib.get_close_matches(word, sorted(map(str, known)), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
+    """Say that a typed key does not exist, and which one was probably meant."""
+    key = error.full_key
+    if key == "scale":
+        return (
+            "scale= is not a setting: experiment=NAME is the small form of a recipe,"
+            " experiment=NAME_full the paper's"
+        )
+    parent, prefix = error.parent_node, key.rpartition(".")[0]
+    node = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
+    known = _keys(node, f"{prefix}." if prefix else "")
+    same = sorted(name for name in known if name.endswith(f".{key}") and name[:6] != "hydra.")
+    guess = f" (did you mean {same[0]}?)" if same else did_you_mean(key, known)
+    return f"{key} is not a setting{guess}: see `python train.py --help`"
+
+
+def _keys(node: Any, prefix: str) -> set[str]:
+    """Return all keys at or below a node, dotted."""
+    if not isinstance(node, dict):
+        return set()
+    inner = {f"{prefix}{key}": value for key, value in node.items()}
+    return set(inner).union(*(_keys(value, f"{key}.") for key, value in inner.items()))
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else _first_line(error.__cause__) if error else ""

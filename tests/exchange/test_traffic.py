@@ -12,7 +12,7 @@ from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, Te
 from dlion.workers import Workers
 
 D = 200_000
-HEADER = 8  # bytes a slice: which gradients are there, for up to 64 parameters
+HEADER = 16  # bytes a slice: the step, a checksum, which gradients are there (up to 63)
 
 
 def bits(up: float, down: float):

@@ -7,14 +7,11 @@ import sys
 import pyarrow
 import pyarrow.parquet
 import pytest
+from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
+from tests.launch.forked import train
 
-SUMMARY_KEYS = """
-optimizer model dataset workers processes steps batch_size seed device parameters test_accuracy
-test_loss train_loss paper_bits_up paper_bits_down sent_bytes_per_step seconds seconds_per_step
-nic_bytes parameters_sha256
-""".split()  # noqa: SIM905
 QUICK = ["logger=none", "steps=4", "eval_every=4"]
 
 
@@ -29,7 +26,7 @@ QUICK = ["logger=none", "steps=4", "eval_every=4"]
         (["batch_size=600"], "type batch_size=500 or less, or fewer workers"),
         (["dataset=cifar10", "dataset.path=/nowhere"], "dataset.path=/nowhere is not a folder"),
         (["experiment=dlion_cifar10", "dataset.path=/nowhere"], "/nowhere is not a folder"),
-        (["experiment=dlion_imagenet", "scale=full"], "dataset=imagenet must be on a disk: type"),
+        (["experiment=dlion_imagenet_full"], "dataset=imagenet must be on a disk: type"),
         (["backend=nccl"], "type backend=gloo"),
         (["optimizer=lion_cub", "optimizer.bits=3"], "choose 1, 2, 4 or 8"),
         (["dataset=stdlib_text", "model=vit_tiny"], "type model=gpt_tiny"),
@@ -51,35 +48,45 @@ QUICK = ["logger=none", "steps=4", "eval_every=4"]
             ["optimizer.weighted=true", "optimizer.ties=zero"],
             "weighted=true needs aggregation=mavo",
         ),
-        (["scale=full"], "scale=full is of a recipe: type experiment= and one of cub_bits"),
-        (["experiment=cub_bits", "scale=big"], "choose small (a laptop) or full (the paper's)"),
-        (["experiment=cub_bit"], "experiment=cub_bit is unknown"),
+        (["experiment=cub_bit"], "experiment=cub_bit is unknown (did you mean cub_bits?)"),
+        (["experiment=cub_bits", "scale=full"], "experiment=NAME_full the paper's"),
+        (["experiment=vote_attack,vote_local", "-m"], "one recipe at a time"),
+        (["experiment=dlion_theory", "seed=0,x"], "seed=x is not possible: give a whole number"),
+        (["workers=2", "-m", "optimizer=g_lion,g_lyon"], "optimizer=g_lyon is unknown"),
+        (["methods.dlion_mavo.bits=3"], "methods.dlion_mavo is not a setting"),
+        (["+methods.dlion_mavo.bits=3"], "methods.dlion_mavo.bits is not a setting of"),
+        (["optimizer=["], "cannot read optimizer=["),
+        (["lr=1"], "lr is not a setting (did you mean optimizer.lr?)"),
+        (
+            ["experiment=dlion_openwebtext_full", "dataset.path=.", "model=gpt2"],
+            "steps is not known (Interpolation key 'steps_by_model.gpt2' not found)",
+        ),
     ],
 )
-def test_wrong_input_is_one_clear_line(train_py, overrides, sentence):
-    run = train_py("logger=none", *overrides)
+def test_wrong_input_is_one_clear_line(overrides, sentence):
+    run = train("logger=none", *overrides)
     assert run.returncode == 2
     assert sentence in run.stderr
     assert run.stderr.startswith("error: ") and len(run.stderr.splitlines()) == 1
 
 
-def test_device_cuda_without_one(train_py):
-    run = train_py("device=cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+def test_device_cuda_without_one():
+    run = train("device=cuda", env={"CUDA_VISIBLE_DEVICES": ""})
     assert run.returncode == 2 and "type device=cpu" in run.stderr
 
 
-def test_a_folder_with_wrong_columns(train_py, tmp_path):
+def test_a_folder_with_wrong_columns(tmp_path):
     for split in ("train", "test"):
         table = pyarrow.table({"image": [b""], "label": [1]})
         pyarrow.parquet.write_table(table, tmp_path / f"{split}-0.parquet")
-    run = train_py("dataset=cifar10", f"dataset.path={tmp_path}")
+    run = train("dataset=cifar10", f"dataset.path={tmp_path}")
     assert run.returncode == 2
     assert "has the columns image, label: img and label are needed" in run.stderr
 
 
-def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
+def test_a_run_is_recorded_and_not_overwritten(tmp_path):
     out = tmp_path / "run"
-    run = train_py("steps=4", "workers=4", "processes=2", "profile=true", f"output_dir={out}")
+    run = train("steps=4", "workers=4", "processes=2", "profile=true", f"output_dir={out}")
     assert run.returncode == 0, run.stderr
     assert "1/3" in run.stdout and "collectives" in run.stdout
     assert f"wandb sync {out}/wandb/offline-run" in run.stdout
@@ -125,20 +132,20 @@ def test_a_run_is_recorded_and_not_overwritten(train_py, tmp_path):
         (["-m", sweep, f"hydra.sweep.subdir={out.name}", "steps=8"], 2, "holds another run"),
         ([here, "steps=8", "resume=auto"], 0, "is finished"),
     ):
-        again = train_py(*typed)
+        again = train(*typed)
         assert again.returncode == code and reason in again.stderr + again.stdout
         assert (out / ".hydra" / "overrides.yaml").read_text() == before
         assert not (out / "failure.txt").exists()
 
 
-def test_a_run_that_cannot_go_on_says_so_beside_its_own_settings(train_py, tmp_path):
+def test_a_run_that_cannot_go_on_says_so_beside_its_own_settings(tmp_path):
     out = tmp_path / "run"
     settings = ["dataset=digits", "workers=2", "processes=1", "steps=4", "logger=none"]
-    run = train_py(*settings, "stop_after=2", f"output_dir={out}")
+    run = train(*settings, "stop_after=2", f"output_dir={out}")
     assert run.returncode == 75, run.stderr
     before = (out / ".hydra" / "overrides.yaml").read_text()
     sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=run", "resume=auto"]
-    again = train_py("-m", *settings, *sweep, "optimizer.lr=0.5")
+    again = train("-m", *settings, *sweep, "optimizer.lr=0.5")
     assert again.returncode == 2 and "of another run, with another optimizer" in again.stderr
     assert "of another run, with another optimizer" in (out / "failure.txt").read_text()
     assert (out / ".hydra" / "overrides.yaml").read_text() == before
@@ -176,18 +183,32 @@ def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(train
 
 
 @pytest.mark.parametrize("method", ["terngrad", "dgc"])
-def test_a_profile_knows_every_phase_of_every_exchange(train_py, tmp_path, method):
+def test_a_profile_knows_every_phase_of_every_exchange(tmp_path, method):
     settings = [*QUICK, f"optimizer={method}", "workers=2", "processes=2", "profile=true"]
-    run = train_py(*settings, f"output_dir={tmp_path}")
+    run = train(*settings, f"output_dir={tmp_path}")
     assert run.returncode == 0, run.stderr
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert all(milliseconds > 0 for milliseconds in profile.values()), profile
 
 
-def test_a_multirun_keeps_every_run(train_py, tmp_path):
-    run = train_py(
-        "-m", *QUICK, "workers=2", "optimizer=g_lion,dlion_avg", f"hydra.sweep.dir={tmp_path}"
-    )
-    assert run.returncode == 0, run.stderr
+def test_a_multirun_keeps_every_run(tmp_path):
+    typed = ["workers=2", "-m", *QUICK, "optimizer=g_lion,dlion_avg", "batch_size=4,5000"]
+    run = train(*typed, f"hydra.sweep.dir={tmp_path}")
+    assert run.returncode == 2 and "batch_size=5000 is more than" in run.stderr
     summaries = [json.loads(p.read_text()) for p in tmp_path.rglob("summary.json")]
     assert {s["optimizer"] for s in summaries} == {"g_lion", "dlion_avg"}
+    failures = [p.read_text() for p in tmp_path.rglob("failure.txt")]
+    assert len(failures) == 2 and all("batch_size=5000" in reason for reason in failures)
+
+
+def test_a_recipe_has_settings_for_each_method_and_what_is_typed_wins(tmp_path):
+    recipe = ["experiment=dlion_finetune", "optimizer=g_adamw,lion_cub", "optimizer.weight_decay=0"]
+    small = ["model.hidden_size=16", "model.num_hidden_layers=1", "workers=2", "processes=1"]
+    run = train(*recipe, *small, *QUICK, "steps=1", f"hydra.sweep.dir={tmp_path}")
+    assert run.returncode == 0, run.stderr
+    configs = [OmegaConf.load(p) for p in sorted(tmp_path.rglob(".hydra/config.yaml"))]
+    listed, unlisted = (OmegaConf.to_container(c.optimizer, resolve=False) for c in configs)
+    assert (listed["name"], listed["lr"], listed["weight_decay"]) == ("g_adamw", 1e-3, 0)
+    own = OmegaConf.load(ROOT / "conf" / "optimizer" / "lion_cub.yaml")
+    assert unlisted == {**own, "weight_decay": 0} and "methods" not in configs[0]
+    assert "the recipe has no settings for optimizer=lion_cub" in run.stderr

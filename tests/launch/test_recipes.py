@@ -1,14 +1,13 @@
-"""Every recipe starts: the small one as it is, the full one on a shrunken copy.
+"""Every recipe starts: the last run of its sweep, on small copies of the data.
 
 At full size every run of a sweep is composed, and its model and optimizer are built without memory.
 """
 
-import itertools
+import functools
 import json
 import math
 import re
 import shlex
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -18,12 +17,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from dlion import models
-from dlion.config import make
+from dlion.compare.commands import sweep_overrides
+from dlion.config import make, settle
 from dlion.data import ImageData, TextData
 from dlion.data.prepare import prepare
 from dlion.data.tokens import load_tokenizer
-from dlion.launch import cli
-from dlion.launch.check import check, check_numbers
+from dlion.launch.check import check, check_settings
 from dlion.launch.environment import detect
 from dlion.workers import Workers
 from tests.conftest import ROOT
@@ -34,102 +33,61 @@ from tests.data.formats import (
     write_llama,
     write_tasks,
 )
+from tests.launch.forked import train
 
 CONF = ROOT / "conf"
-RECIPES = sorted(p.parent.name for p in (CONF / "experiment").glob("*/small.yaml"))
-TINY_VIT = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"]
-# what is cut, and how many runs are left
-SMALL = {
-    "dlion_cifar10": (["dataset.path={cifar10}", "workers=4", "seed=0"], 10),
-    "dlion_cifar10_tune": (
-        ["dataset.path={cifar10}", "optimizer=g_lion,dgc", "pick=d", "workers=2"],
-        2,
-    ),
-    "dlion_finetune": ([], 4),
-    "dlion_imagenet": ([], 4),
-    "dlion_openwebtext": (["workers=4", "seed=0"], 4),
-    "dlion_theory": (["workers=4", "seed=0"], 3),
-    "cub_bits": (["optimizer.scale=l1", "seed=0"], 4),
-    "cub_layers": (["optimizer.sync_pattern=null,'norm|bias'", "seed=0"], 2),
-    "cub_resnet": (["optimizer.bits=1,4", "seed=0"], 4),
-    "cub_sync": (["optimizer.momentum_sync=0,exponential,1", "seed=0"], 3),
-    "vote_attack": (["faults.byzantine=2", "seed=0"], 3),
-    "vote_local": (["local_steps=1,4", "optimizer=dlion_avg", "seed=0"], 2),
-    "vote_noniid": (["optimizer=dlion_mavo", "seed=0"], 3),
+FILES = {p.stem for p in (CONF / "experiment").glob("*.yaml")}
+RECIPES = sorted(name for name in FILES if f"{name}_full" in FILES)
+TINY = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"]
+# what makes a run small, by its data set and by its model
+CUTS = {
+    "cifar10": ["dataset.path={cifar10}"],
+    "cifar100": ["dataset.path={cifar100}", "dataset.test_limit=8"],
+    "choices": ["dataset.path={tasks}", "dataset.context=64", "batch_size=8"],
+    "imagenet": ["dataset.path={imagenet}", "dataset.image_size=32", "dataset.loaders=1"],
+    "prepared_text": ["dataset.path={tokens}", "dataset.context=16"],
+    "causal_lm": ["model.path={llama}"],
+    "gpt2": ["model.n_embd=32", "model.n_layer=1", "model.n_head=2"],
+    "gpt2pp_760m": TINY,
+    "gpt_tiny": TINY,
+    "llama_tiny": ["model.hidden_size=16", "model.num_hidden_layers=1"],
+    "vit_base_patch16_224": ["+model.depth=1", "+model.embed_dim=48", "+model.num_heads=2"],
+    "vit_cifar": TINY,
 }
-FULL = {
-    "dlion_cifar10": (["dataset.path={cifar10}", *TINY_VIT, "workers=4", "seed=42"], 7),
-    "dlion_cifar10_tune": (
-        ["dataset.path={cifar10}", *TINY_VIT, "optimizer=g_lion", "optimizer.lr=1e-3", "workers=2"],
-        3,
-    ),
-    "dlion_finetune": (
-        [
-            "dataset.path={tasks}",
-            "model.path={llama}",
-            "dataset.context=64",
-        ],
-        4,
-    ),
-    "dlion_imagenet": (
-        [
-            *("dataset.path={imagenet}", "dataset.image_size=32", "dataset.loaders=1", "workers=4"),
-            *("batch_size=4", "+model.depth=1", "+model.embed_dim=48", "+model.num_heads=2"),
-            "optimizer=g_adamw,g_lion,dlion_avg",
-        ],
-        6,
-    ),
-    "dlion_openwebtext": (
-        [
-            "dataset.path={tokens}",
-            *TINY_VIT,
-            "dataset.context=16",
-            "workers=4",
-            "optimizer=g_adamw,dlion_mavo",
-        ],
-        4,
-    ),
-    "dlion_theory": (
-        ["dataset.path={cifar10}", *TINY_VIT, "workers=4", "seed=0", "batch_size=4"],
-        3,
-    ),
-    "cub_bits": (
-        [
-            *("dataset.path={tokens}", "model.n_embd=32", "model.n_layer=1", "model.n_head=2"),
-            *("dataset.context=16", "workers=4", "seed=0", "optimizer.bits=2"),
-        ],
-        2,
-    ),
-    "cub_layers": (
-        [
-            *("dataset.path={tokens}", "model.n_embd=32", "model.n_layer=1", "model.n_head=2"),
-            *("dataset.context=16", "workers=4", "seed=0", "optimizer.sync_pattern='ln_|bias'"),
-        ],
-        1,
-    ),
-    "cub_resnet": (
-        ["dataset.path={cifar100}", "workers=2", "batch_size=4", "seed=0", "optimizer.bits=4"],
-        2,
-    ),
-    "cub_sync": (
-        [
-            *("dataset.path={cifar100}", "workers=2", "batch_size=4", "seed=0"),
-            "optimizer.momentum_sync=exponential,1",
-        ],
-        2,
-    ),
-    **{
-        name: (
-            ["dataset.path={cifar10}", *TINY_VIT, "batch_size=4", "optimizer=dlion_mavo", *cut],
-            1,
-        )
-        for name, *cut in (
-            ("vote_attack", "faults.byzantine=2", "seed=0"),
-            ("vote_local", "local_steps=4", "seed=0"),
-            ("vote_noniid", "dataset.alpha=0.1", "seed=0"),
-        )
-    },
-}
+
+
+class Run(NamedTuple):
+    """One run of a sweep: its settings, and what Hydra is told to come to them."""
+
+    settings: DictConfig
+    overrides: list[str]
+
+
+@functools.cache
+def runs(*typed: str) -> list[Run]:
+    """Return the runs of a recipe's sweep, without the seeds."""
+    parser, composed, found = OverridesParser.create(), {}, []
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        recipe = [text for text in typed if text.startswith("experiment=")]
+        params = compose("config", recipe, return_hydra_config=True).hydra.sweeper.params
+        params = {key: values for key, values in params.items() if key != "seed"}
+        sweep = {"sweeper": {"params": params}, "overrides": {"task": list(typed)}}
+        for overrides in sweep_overrides(OmegaConf.create({"hydra": sweep})):
+            values = {o.key_or_group: o.value() for o in parser.parse_overrides(overrides)}
+            files = tuple(pair for pair in values.items() if (CONF / pair[0]).is_dir())
+            if files not in composed:
+                composed[files] = compose("config", overrides, return_hydra_config=True)
+            config = composed[files]
+            for key in values.keys() - dict(files).keys():
+                if not key.startswith("hydra."):
+                    OmegaConf.update(config, key, values[key])
+            found.append(Run(settle(config, config.hydra), overrides))
+    return found
+
+
+def full_runs(recipe: str) -> list[DictConfig]:
+    """Return the settings of all runs at full size."""
+    return [run.settings for run in runs(f"experiment={recipe}_full")]
 
 
 @pytest.fixture(scope="module")
@@ -153,50 +111,19 @@ class _Table(list):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["small", "full"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_starts(train_py, tmp_path, disk, recipe, scale):
-    cuts, runs = (SMALL if scale == "small" else FULL)[recipe]
-    done = train_py(
-        *(f"experiment={recipe}", *([f"scale={scale}"] if scale == "full" else [])),
+@pytest.mark.parametrize("recipe", [*RECIPES, *(f"{name}_full" for name in RECIPES)])
+def test_recipe_starts(tmp_path, disk, recipe):
+    settings, overrides = runs(f"experiment={recipe}")[-1]
+    cuts = [*CUTS.get(settings.dataset.name, []), *CUTS.get(settings.model.name, [])]
+    done = train(
+        *overrides,
+        *("seed=0", "workers=4", "batch_size=4", "steps=2", "eval_every=2", "processes=1"),
+        *("logger=none", f"hydra.sweep.dir={tmp_path}"),
         *(cut.format(**disk) for cut in cuts),
-        *("steps=2", "eval_every=2", "logger=none", "processes=1", f"hydra.sweep.dir={tmp_path}"),
     )
     assert done.returncode == 0, done.stderr
-    summaries = [json.loads(p.read_text()) for p in tmp_path.rglob("summary.json")]
-    assert len(summaries) == runs
-    assert all(math.isfinite(s["test_loss"]) and s["steps"] == 2 for s in summaries)
-
-
-class FullRun(NamedTuple):
-    """One run of a sweep, without its seed."""
-
-    choices: dict[str, str]
-    config: DictConfig
-
-
-def full_runs(recipe: str) -> Iterator[FullRun]:
-    """Every combination that ``experiment=RECIPE scale=full`` sweeps over."""
-    experiment = f"experiment={recipe}/full"
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        sweep = compose("config", overrides=[experiment], return_hydra_config=True).hydra.sweeper
-        texts = [f"{key}={values}" for key, values in sweep.params.items() if key != "seed"]
-        swept = {
-            o.get_key_element(): list(o.sweep_iterator() if o.is_sweep_override() else [o.value()])
-            for o in OverridesParser.create().parse_overrides(texts)
-        }
-        groups = [key for key in swept if (CONF / key).is_dir()]
-        for names in itertools.product(*(swept.pop(group) for group in groups)):
-            chosen = dict(zip(groups, names, strict=True))
-            pairs = [f"{group}={name}" for group, name in chosen.items()]
-            composed = compose("config", overrides=[experiment, *pairs])
-            for values in itertools.product(*swept.values()):
-                config = composed.copy()
-                for key, value in zip(swept, values, strict=True):
-                    value = getattr(value, "text", value)  # of what is quoted
-                    OmegaConf.update(config, key, value, force_add=False)
-                OmegaConf.resolve(config)
-                yield FullRun(chosen, config)
+    (summary,) = (json.loads(p.read_text()) for p in tmp_path.rglob("summary.json"))
+    assert math.isfinite(summary["test_loss"]) and summary["steps"] == 2
 
 
 def stand_in(dataset: DictConfig) -> ImageData | TextData:
@@ -226,19 +153,23 @@ SIZES = {  # the papers', but for what their models are known to have
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_full_run_can_be_built(recipe):
-    built = {}
-    for _, config in full_runs(recipe):
-        check_numbers(config)
-        name = config.model.name
-        data = stand_in(config.dataset)
+    built_models, built_optimizers = {}, set()
+    for settings in full_runs(recipe):
+        settings.dataset.path = None  # it is elsewhere
+        check_settings(settings)
+        name, kind = settings.model.name, str((settings.model, settings.optimizer))
         with torch.device("meta"):
-            if name not in built:
-                built[name] = models.build(config.model, data)
-                size = sum(p.numel() for p in built[name].parameters())
+            if name not in built_models:
+                model = built_models[name] = models.build(
+                    settings.model, stand_in(settings.dataset)
+                )
+                size = sum(parameter.numel() for parameter in model.parameters())
                 assert size == pytest.approx(SIZES[name], rel=0.03)
-            workers = Workers(local=config.workers)
-            make(config.optimizer, built[name].named_parameters(), workers=workers)
-    assert built
+            if kind not in built_optimizers:
+                workers = Workers(local=settings.workers)
+                make(settings.optimizer, built_models[name].named_parameters(), workers=workers)
+                built_optimizers.add(kind)
+    assert built_optimizers
 
 
 def commands() -> list[str]:
@@ -249,24 +180,21 @@ def commands() -> list[str]:
 
 def test_the_table_of_contents_is_complete():
     listed = {command.split()[0].partition("=")[2] for command in commands()}
-    assert listed == set(RECIPES) == set(SMALL) == set(FULL)
+    assert {name.removesuffix("_full") for name in listed} == set(RECIPES)
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if " " in c])
 def test_what_is_typed_behind_a_recipe_is_accepted(command, tmp_path):
-    typed = shlex.split(command.replace("DIR", str(tmp_path)))
-    arguments = [*typed, "seed=0", "hydra.sweep.dir=runs/NAME"]
-    cli._check_command_line(cli._name_recipe(arguments, CONF), CONF)
+    for settings, _ in runs(*shlex.split(command.replace("DIR", str(tmp_path)))):
+        check_settings(settings)
 
 
 def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path):
     """32 tasks on nodes of 8 GPUs, as the table of contents has it."""
     text = (ROOT / "sweep" / "README.md").read_text()
     (line,) = (line for line in text.splitlines() if "hydra/launcher=slurm" in line)
-    typed = shlex.split(line.replace("DIR", str(disk["imagenet"])))
-    arguments = cli._name_recipe(typed[2:], CONF)
-    cli._check_command_line(arguments, CONF)
-    asked = dict(a.split("=", 1) for a in arguments)
+    typed = shlex.split(line.replace("DIR", str(disk["imagenet"])))[2:]
+    asked = dict(override.split("=", 1) for override in typed)
     nodes, tasks, gpus, cpus = (
         int(asked[f"hydra.launcher.{name}"])
         for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task")
@@ -281,28 +209,25 @@ def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    rest = [a for a in arguments if not a.startswith("hydra")]
-    rest += ["model.architecture=vit_small_patch16_224", "optimizer=g_lion"]
-    rest += ["dataset.sharding=replicate", "batch_size=4"]  # the images are few
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        config = compose("config", overrides=rest)
-    assert cpus > config.dataset.loaders
-    job = check(config, tmp_path, detect())
+    few_images = ["dataset.sharding=replicate", "batch_size=4"]
+    settings, _ = runs(*typed, *few_images)[0]
+    assert cpus > settings.dataset.loaders
+    job = check(settings, tmp_path, detect())
     assert (job.workers.processes, job.workers.local, job.backend) == (32, 1, "nccl")
 
 
 def test_full_scale_is_the_papers():
     """Settings that arXiv 2404.00438 gives, section 5, and the number of runs it made."""
-    folder = CONF / "experiment" / "dlion_cifar10"
-    common, full = (OmegaConf.load(folder / f"{name}.yaml") for name in ("common", "full"))
-    sweep = {**common.hydra.sweeper.params, **full.hydra.sweeper.params}
-    assert math.prod(len(str(values).split(",")) for values in sweep.values()) == 84
-    assert (common.batch_size, full.epochs, common.dataset.sharding) == (32, 200, "replicate")
+    full = full_runs("dlion_cifar10")
+    recipe = OmegaConf.load(CONF / "experiment" / "dlion_cifar10_full.yaml")
+    assert len(full) * len(recipe.hydra.sweeper.params.seed.split(",")) == 84
+    for config in full:
+        assert (config.batch_size, config.epochs, config.steps) == (32, 200, None)
+        assert (config.dataset.sharding, config.dataset.test_limit) == ("replicate", None)
     for recipe in ("dlion_cifar10", "dlion_cifar10_tune"):  # 0.5 and 0 are for small digits
-        runs = [
-            c.optimizer for _, c in full_runs(recipe) if c.optimizer.name in ("dgc", "graddrop")
-        ]
-        assert runs and all(optimizer.momentum == 0.9 for optimizer in runs)
+        optimizers = [config.optimizer for config in full_runs(recipe)]
+        momenta = [o.momentum for o in optimizers if o.name in ("dgc", "graddrop")]
+        assert momenta and set(momenta) == {0.9}
 
 
 LION, ADAMW = ("g_lion", "dlion_mavo", "dlion_avg"), ("g_adamw",)
@@ -310,14 +235,14 @@ LION, ADAMW = ("g_lion", "dlion_mavo", "dlion_avg"), ("g_adamw",)
 
 def check_methods(recipe: str, expected: dict[tuple[str, tuple], tuple]) -> list[DictConfig]:
     """Compare rate, betas and weight decay of a recipe's runs, by model and method."""
-    runs = list(full_runs(recipe))
-    found = {(c.model.name, c.optimizer.name): c.optimizer for _, c in runs}
-    assert len(runs) == len(found) == sum(len(methods) for _, methods in expected)
+    full = full_runs(recipe)
+    found = {(config.model.name, config.optimizer.name): config.optimizer for config in full}
+    assert len(full) == len(found) == sum(len(methods) for _, methods in expected)
     for (model, methods), values in expected.items():
         for method in methods:
             optimizer = found[model, method]
             assert (optimizer.lr, *optimizer.betas, optimizer.weight_decay) == values
-    return [config for _, config in runs]
+    return full
 
 
 def test_full_imagenet_is_the_papers():

@@ -138,6 +138,30 @@ def other_steps(r: int) -> str:
     return refused(optimizer.step)
 
 
+def schedules(r: int) -> tuple[int, str]:
+    """Process 1 leaves out the step of one batch, but not that of the schedule."""
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for t in range(4):
+        backward(model, t)
+        if r == 0 or t != 1:
+            message = refused(optimizer.step)
+            if message != "accepted":
+                return t, message
+        optimizer.zero_grad()
+        schedule.step()
+    return 4, "accepted"
+
+
+def wrapped_later(r: int) -> str:
+    model = net()
+    optimizer = DLion(model.parameters())
+    wrapped = DistributedDataParallel(model)
+    backward(wrapped, r)
+    return refused(optimizer.step)
+
+
 def scaler(r: int) -> tuple[bool, list[float], float]:
     """An overflow on process 1 skips the step on both."""
     model, plain = net(), net()
@@ -168,7 +192,7 @@ def absent(r: int) -> list[float]:
 
 CASES = [
     *(order, shapes, names, dtypes, buckets, overlap, rates, methods, bits, frozen, groups),
-    *(wrapped, parameters, other_state, other_steps, scaler, absent),
+    *(wrapped, wrapped_later, parameters, other_state, other_steps, schedules, scaler, absent),
 ]
 
 
@@ -211,7 +235,7 @@ def test_processes_that_were_built_differently_are_named_on_all(seen, case, what
 
 
 def test_inside_distributed_data_parallel_it_says_why_not(seen):
-    for message in seen["wrapped"]:
+    for message in seen["wrapped"] + seen["wrapped_later"]:
         assert "would average the gradients in float32" in message and "bare model" in message
 
 
@@ -228,6 +252,13 @@ def test_the_state_of_another_worker_is_refused(seen, case):
 def test_processes_in_different_steps_are_named(seen):
     assert "worker 1 is in step 8, worker 0 in step 1" in seen["other_steps"][0]
     assert "worker 0 is in step 1, worker 1 in step 8" in seen["other_steps"][1]
+
+
+def test_a_step_that_was_left_out_shows_in_the_next_one(seen):
+    (step0, message0), (step1, message1) = seen["schedules"]
+    assert (step0, step1) == (1, 2)  # the second step of each
+    assert "in step 2 worker 1 has other hyperparameters than worker 0 (lr=0.005)" in message0
+    assert "in step 2 worker 0 has other hyperparameters than worker 1 (lr=0.0025)" in message1
 
 
 def test_an_overflow_on_one_worker_skips_the_step_on_all(seen):

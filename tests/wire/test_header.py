@@ -12,6 +12,7 @@ from dlion.wire import Header
         lambda parameters: st.lists(
             st.tuples(
                 st.integers(0, 2**32 - 1),
+                st.integers(0, 2**32 - 1),
                 st.lists(st.booleans(), min_size=parameters, max_size=parameters),
                 st.booleans(),
             ),
@@ -21,10 +22,11 @@ from dlion.wire import Header
     )
 )
 def test_headers_come_back_as_they_were_written(senders):
-    header = Header(len(senders[0][1]))
+    header = Header(len(senders[0][2]))
     rows = torch.stack([header.encode(*sender) for sender in senders])
     assert rows.shape == (len(senders), header.nbytes) and header.nbytes % 8 == 0
     read = header.decode(rows)
-    assert read.steps == [step for step, _, _ in senders]
-    assert read.present == [any(row) for row in zip(*(p for _, p, _ in senders), strict=True)]
-    assert read.flag == any(flag for _, _, flag in senders)
+    steps, checksums, present, flags = zip(*senders, strict=True)
+    assert (*read.steps,) == steps and (*read.checksums,) == checksums
+    assert read.present == [any(bits) for bits in zip(*present, strict=True)]
+    assert read.flag == any(flags)

@@ -35,7 +35,11 @@ __all__ = [
 ]
 
 
+# settings of a data set that say how it is used, not where it comes from
+_USE = ("sharding", "alpha", "validation")
+
+
 def load(node: Any) -> Data:
-    """The data set of a config node: ``source`` makes it, ``validation`` swaps the test set."""
-    data = make(node.source)
+    """Return the data set of a config node; ``validation`` swaps the test set."""
+    data = make({key: value for key, value in node.items() if key not in _USE})
     return data.hold_out() if node.validation else data

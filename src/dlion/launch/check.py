@@ -1,9 +1,10 @@
 """Wrong values are found here, before any process starts."""
 
-import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -26,22 +27,87 @@ from dlion.units import parse_rate
 from dlion.workers import Workers
 
 
-def check(config: DictConfig, output_dir: Path, place: RankInfo | None) -> Job:
+class Rule(NamedTuple):
+    """What a setting may be.
+
+    Attributes:
+        words: how a message about a wrong value goes on, after "KEY=VALUE is".
+        holds: whether a value is allowed.
+        optional: whether null is allowed too.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    optional: bool = False
+
+
+def _whole(least: int, optional: bool = False) -> Rule:
+    return Rule(
+        f"not possible: give a whole number, at least {least}",
+        lambda value: _is_number(value) and isinstance(value, int) and value >= least,
+        optional,
+    )
+
+
+def _number(words: str, holds: Callable[[float], bool]) -> Rule:
+    return Rule(f"not possible: give a {words}", lambda value: _is_number(value) and holds(value))
+
+
+def _one_of(names: Sequence[str], optional: bool = False) -> Rule:
+    words = f"unknown: choose {', '.join(names)}{' or null' if optional else ''}"
+    return Rule(words, lambda value: value in names, optional)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+RULES = {
+    "workers": _whole(1),
+    "processes": _whole(1, optional=True),
+    "steps": _whole(1, optional=True),
+    "epochs": _whole(1),
+    "batch_size": _whole(1),
+    "accumulate": _whole(1),
+    "precision": _one_of(tuple(PRECISIONS)),
+    "seed": _whole(0),
+    "device": _one_of(("cpu", "cuda"), optional=True),
+    "backend": _one_of(("gloo", "nccl"), optional=True),
+    "threads": _whole(1),
+    "participation": _number("number above 0, at most 1", lambda value: 0 < value <= 1),
+    "local_steps": _whole(1),
+    "local_lr": _number("number above 0", lambda value: value > 0),
+    "faults.byzantine": _whole(0),
+    "faults.attack": _one_of(tuple(ATTACKS)),
+    "faults.scale": _number("number above 0", lambda value: value > 0),
+    "faults.stale_steps": _whole(1),
+    "faults.drop": _number("probability, 0 or more and below 1", lambda value: 0 <= value < 1),
+    "eval_every": _whole(1),
+    "log_every": _whole(1),
+    "checkpoint_every": _whole(1, optional=True),
+    "keep_checkpoints": _whole(1),
+    "stop_after": _whole(1, optional=True),
+    "max_restarts": _whole(0),
+    "timeout": _whole(1),
+    "nonfinite": _one_of(tuple(NONFINITE), optional=True),
+    "check_replicas_every": _whole(0),
+}
+
+
+def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job:
     """Check all of a configuration.
 
     Raises:
         UserError: one sentence about the first thing that is wrong.
     """
-    check_numbers(config)
+    check_settings(config)
     check_output(config, output_dir)
     device = _device(config.device)
-    processes = _processes(config, device, place)
+    processes = _processes(config, device, started)
     backend = config.backend or ("nccl" if device == "cuda" else "gloo")
-    if backend not in ("gloo", "nccl"):
-        raise UserError(f"backend={backend} is unknown: choose gloo or nccl")
     if backend == "nccl":
         gpus = torch.cuda.device_count() if device == "cuda" else 0
-        here = place.local_processes if place else processes
+        here = started.local_processes if started else processes
         if here > gpus:
             raise UserError(
                 f"backend=nccl needs a GPU for each process, but {here} processes share {gpus}:"
@@ -76,7 +142,7 @@ def check(config: DictConfig, output_dir: Path, place: RankInfo | None) -> Job:
         data=data,
         sharding=sharding,
         output_dir=output_dir,
-        rate=_rate(config, backend, place),
+        rate=_rate(config, backend, started),
         resume=_resume(config, output_dir, steps),
     )
 
@@ -125,79 +191,47 @@ def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | No
     return found
 
 
-def check_numbers(config: DictConfig) -> None:
-    """Check what can be checked by looking at the values alone."""
-    smallest = {
-        "workers": 1,
-        "batch_size": 1,
-        "accumulate": 1,
-        "threads": 1,
-        "eval_every": 1,
-        "log_every": 1,
-        "check_replicas_every": 0,
-        "keep_checkpoints": 1,
-        "max_restarts": 0,
-        "timeout": 1,
-        "local_steps": 1,
-        "faults.byzantine": 0,
-        "faults.stale_steps": 1,
-        "seed": 0,
-    }
-    if config.steps is None:
-        smallest["epochs"] = 1
-    else:
-        smallest["steps"] = 1
-    for name in ("processes", "checkpoint_every", "stop_after"):
-        if config[name] is not None:
-            smallest[name] = 1
-    for name, least in smallest.items():
-        value = OmegaConf.select(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(
-                f"{name}={value} is not possible: give a whole number, at least {least}"
-            )
-    _check_faults(config)
-    if config.box and not config.optimizer.get("weight_decay"):
+def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
+    """Check what can be checked by looking at the settings alone.
+
+    Args:
+        data_is_here: whether this machine is the one that will load the data.
+
+    Raises:
+        UserError: one sentence about the first setting that is wrong.
+    """
+    for name, rule in RULES.items():
+        value = OmegaConf.select(settings, name)
+        if not (rule.optional if value is None else rule.holds(value)):
+            raise UserError(f"{name}={value} is {rule.words}")
+    workers, faults = settings.workers, settings.faults
+    if settings.processes is not None and workers % settings.processes:
+        fitting = [p for p in range(1, workers + 1) if workers % p == 0]
+        raise UserError(
+            f"workers={workers} cannot be spread evenly over processes={settings.processes}:"
+            f" processes may be {', '.join(map(str, fitting))}"
+        )
+    if faults.byzantine > workers:
+        raise UserError(
+            f"faults.byzantine={faults.byzantine} of workers={workers} cannot lie: type"
+            f" faults.byzantine={workers} or less"
+        )
+    if settings.box and not settings.optimizer.get("weight_decay"):
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
         )
-    if config.nonfinite not in (None, *NONFINITE):
-        raise UserError(
-            f"nonfinite={config.nonfinite} is unknown: choose {', '.join(NONFINITE)} or null"
-        )
-    if config.precision not in PRECISIONS:
-        raise UserError(f"precision={config.precision} is unknown: choose {', '.join(PRECISIONS)}")
-    if config.processes is not None and config.workers % config.processes:
-        fitting = [p for p in range(1, config.workers + 1) if config.workers % p == 0]
-        raise UserError(
-            f"workers={config.workers} cannot be spread evenly over processes={config.processes}:"
-            f" processes may be {', '.join(map(str, fitting))}"
-        )
+    _check_data_path(settings.dataset, data_is_here)
 
 
-def _check_faults(config: DictConfig) -> None:
-    ranges = {
-        "participation": (0, 1, "above 0, at most 1"),
-        "local_lr": (0, math.inf, "above 0"),
-        "faults.scale": (0, math.inf, "above 0"),
-    }
-    for name, (low, high, allowed) in ranges.items():
-        value = OmegaConf.select(config, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low < value <= high:
-            raise UserError(f"{name}={value} is not possible: give a number {allowed}")
-    faults = config.faults
-    if not isinstance(faults.drop, (int, float)) or not 0 <= faults.drop < 1:
+def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
+    if OmegaConf.is_missing(dataset, "path"):
         raise UserError(
-            f"faults.drop={faults.drop} is not possible: give a probability, 0 or more and below 1"
+            f"dataset={dataset.name} must be on a disk: type dataset.path=DIR;"
+            f" conf/dataset/{dataset.name}.yaml says what DIR holds"
         )
-    if faults.attack not in ATTACKS:
-        raise UserError(f"faults.attack={faults.attack} is unknown: choose {', '.join(ATTACKS)}")
-    if faults.byzantine > config.workers:
-        raise UserError(
-            f"faults.byzantine={faults.byzantine} of workers={config.workers} cannot lie: type"
-            f" faults.byzantine={config.workers} or less"
-        )
+    path = dataset.get("path")
+    if data_is_here and path and not Path(path).expanduser().exists():
+        raise UserError(f"dataset.path={path} is not a folder: give that of the data")
 
 
 def _device(asked: str | None) -> str:
@@ -206,22 +240,20 @@ def _device(asked: str | None) -> str:
     there = torch.cuda.is_available()
     if asked is None:
         return "cuda" if there else "cpu"
-    if asked not in ("cpu", "cuda"):
-        raise UserError(f"device={asked} is unknown: choose cpu or cuda")
     if asked == "cuda" and not there:
         raise UserError("device=cuda, but torch finds no GPU on this machine: type device=cpu")
     return asked
 
 
-def _rate(config: DictConfig, backend: str, place: RankInfo | None) -> int | None:
+def _rate(config: DictConfig, backend: str, started: RankInfo | None) -> int | None:
     """Bits per second of the emulated links, None for the machine's own network."""
     if config.network.rate is None:
         return None
     rate = parse_rate(config.network.rate)
-    if place is not None:
+    if started is not None:
         raise UserError(
             f"network={config.network.name} needs train.py to start its own processes, but"
-            f" {place.source} started them: type network=none"
+            f" {started.source} started them: type network=none"
         )
     if backend != "gloo":
         raise UserError(
@@ -232,23 +264,23 @@ def _rate(config: DictConfig, backend: str, place: RankInfo | None) -> int | Non
     return rate
 
 
-def _processes(config: DictConfig, device: str, place: RankInfo | None) -> int:
-    if place is None:
+def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int:
+    if started is None:
         if config.processes is not None:
             return config.processes
         room = torch.cuda.device_count() if device == "cuda" else cores()
         return max(p for p in range(1, room + 1) if config.workers % p == 0)
-    if config.processes not in (None, place.processes):
+    if config.processes not in (None, started.processes):
         raise UserError(
-            f"processes={config.processes}, but {place.source} started {place.processes}: leave"
+            f"processes={config.processes}, but {started.source} started {started.processes}: leave"
             " processes out"
         )
-    if config.workers % place.processes:
+    if config.workers % started.processes:
         raise UserError(
-            f"workers={config.workers} cannot be spread evenly over the {place.processes} processes"
-            f" that {place.source} started: give a multiple of {place.processes}"
+            f"workers={config.workers} cannot be spread evenly over {started.processes} processes"
+            f" that {started.source} started: give a multiple of {started.processes}"
         )
-    return place.processes
+    return started.processes
 
 
 def _check_method(config: DictConfig, data: Data, device: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dlion.exchange import Channel
 from dlion.optim.bucket import Bucket, InFlight
-from dlion.optim.checks import check_alike, check_hyperparameters
+from dlion.optim.checks import check_alike, check_bare, check_hyperparameters
 from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
 from dlion.workers import Workers
@@ -124,6 +124,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._thread = ExchangeThread(overlap)
         self._collected: set[int] = set()
         self._sent = 0  # buckets whose messages have left
+        self._stepped = False
         self._synchronising = True
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self._hooks: list[RemovableHandle] = []
@@ -182,6 +183,8 @@ class DistributedOptimizer(BucketedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._stepped:
+            check_bare([tensor for group in self.param_groups for tensor in group["params"]])
         if self._overflowed():
             return loss
         local = self.channel.local_participants
@@ -217,7 +220,7 @@ class DistributedOptimizer(BucketedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With ``overlap``, after a backward pass that failed, try it again then.
 
-        What had left by then stays said: the gradients of the failed pass count for these buckets.
+        What had left by then stays sent: the gradients of the failed pass count for these buckets.
         """
         super().zero_grad(set_to_none)
         for bucket in self.buckets:
@@ -288,8 +291,7 @@ class DistributedOptimizer(BucketedOptimizer):
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
-        header = bucket.header.encode(bucket.step, present, self.flag)
-        bucket.exchange.encode_header(local, header.to(bucket.device))
+        bucket.encode_header(local, present, self.flag)
 
     def _look_at_gradients(self, bucket: Bucket, local: int) -> None:
         """Drop gradients that are not finite, or measure them for the exchange to look at."""
@@ -325,6 +327,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._skipping.clear()
         self._collected.clear()
         self._sent = 0
+        self._stepped = True
         for group in self.param_groups:
             group["steps"] += 1
         for bucket in self.buckets:

@@ -1,6 +1,7 @@
 """Parameters as one long vector, with all that belongs to them during a step."""
 
 import itertools
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Exchange
-from dlion.wire import Header
+from dlion.wire import Header, Headers
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
 
@@ -254,19 +255,18 @@ class Bucket:
 
         Raises:
             TrainingFailed: if a local gradient is not finite and that is to end training, or if
-                workers are in different steps.
+                workers are in different steps or have different hyperparameters.
         """
         self._check_finite()
         self.exchange.run(self.step)
         headers = self.header.decode(self.exchange.headers)
-        for sender, step in zip(self.exchange.channel.participants, headers.steps, strict=True):
-            if step != self.step & 0xFFFFFFFF:
-                here = self.exchange.channel.workers.ids[0]
-                raise TrainingFailed(
-                    f"worker {sender} is in step {step + 1}, worker {here} in step {self.step + 1}:"
-                    " all processes must load the same state and call step() equally often"
-                )
+        self._check_in_step(headers)
         self.flight.present, self.flight.flag = headers.present, headers.flag
+
+    def encode_header(self, local: int, present: list[bool], flag: bool) -> None:
+        """Write the header of a local worker's message."""
+        header = self.header.encode(self.step, self._checksum(), present, flag)
+        self.exchange.encode_header(local, header.to(self.device))
 
     def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""
@@ -292,6 +292,27 @@ class Bucket:
                 view = rows[row, column : column + end - at]
                 yield Piece(slot, at - slot.start, end - slot.start, view)
                 at = end
+
+    def _checksum(self) -> int:
+        """Of the hyperparameters, which are equal on all workers as long as they keep in step."""
+        names = self.group.keys() - {"params", "param_names", "steps"}
+        return zlib.crc32(repr([(name, self.group[name]) for name in sorted(names)]).encode())
+
+    def _check_in_step(self, headers: Headers) -> None:
+        channel, checksum = self.exchange.channel, self._checksum()
+        here = channel.workers.ids[0]
+        for sender, step, theirs in zip(channel.participants, *headers[:2], strict=True):
+            if step != self.step & 0xFFFFFFFF:
+                raise TrainingFailed(
+                    f"worker {sender} is in step {step + 1}, worker {here} in step {self.step + 1}:"
+                    " all processes must load the same state and call step() equally often"
+                )
+            if theirs != checksum:
+                raise TrainingFailed(
+                    f"in step {self.step + 1} worker {sender} has other hyperparameters than worker"
+                    f" {here} (lr={self.group['lr']}): all processes must set the same, and call"
+                    " step() of the optimizer and of its schedules equally often"
+                )
 
     def _check_finite(self) -> None:
         """Raise what was seen in gradients; late, as looking makes a GPU's host wait."""

@@ -54,7 +54,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         self.channel, self.workers = channel, channel.workers
         self.bucket_cap_mb = bucket_cap_mb
         self.buckets: list[Bucket] = []
-        self._frozen: list[tuple[dict[str, Any], Tensor]] = []  # and the group of each
+        self._frozen: list[Tensor] = []
         self._constructed = False
         super().__init__(params, {**defaults, "steps": 0})
         self._constructed = True
@@ -73,7 +73,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         group, first = self.param_groups[-1], len(self.buckets)
         check_hyperparameters(group)
         check_parameters(group["params"])
-        self._frozen += [(group, tensor) for tensor in group["params"] if not tensor.requires_grad]
+        self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
         self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
         if self._constructed:
             self._hand_out([group], self.buckets[first:])
@@ -138,12 +138,12 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _include_unfrozen(self) -> None:
         """Make buckets for parameters that were unfrozen since the last step."""
-        if not any(tensor.requires_grad for _, tensor in self._frozen):
+        unfrozen = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
+        if not unfrozen:
             return
         for group in self.param_groups:
-            unfrozen = [t for owner, t in self._frozen if owner is group and t.requires_grad]
-            self._add_buckets(group, unfrozen)
-        self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
+            self._add_buckets(group, [t for t in group["params"] if id(t) in unfrozen])
+        self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
 
     def _publish_state(self, bucket: Bucket) -> None:
         """Show the flat state as ``self.state[param][name]``, as views.
@@ -195,7 +195,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: if it is of other workers, or of other parameters or settings.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        own = [self.state[param] for param in params]
+        own = [self.state.get(param, {}) for param in params]
         check_state(state_dict["state"], own, self._worker())
         states = [bucket.exchange.state for bucket in self.buckets]
         check_exchange_states(state_dict["exchanges"], states)

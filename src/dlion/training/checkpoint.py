@@ -47,7 +47,7 @@ _DECISIVE_SETTINGS = (
     "local_lr",
 )
 _DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
-_NOT_DECISIVE = {"dataset": ("source", "path", "loaders")}  # where data lies, and how it is loaded
+_NOT_DECISIVE = {"dataset": ("path", "loaders")}  # where data lies, and how it is loaded
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 
