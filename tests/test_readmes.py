@@ -33,7 +33,8 @@ CONF = ROOT / "conf"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OUT = "@OUT@"  # in a shrunken command: a file or a folder that it may write
 RECORDED = r"RUNS|RUN_DIR|outputs|runs(/.*)?"  # what pages call a folder of runs
-ANY_RECIPE = "vote_attack"  # where a page says experiment=NAME
+# what a page leaves to its reader
+ANY_RECIPE = (r"^experiment=NAME", "experiment=vote_attack")
 ANY_VALUE = {"optimizer=NAME": "optimizer=dlion_avg", "optimizer.lr=LR": "optimizer.lr=1e-3"}
 FEW_STEPS = {"steps": "2", "eval_every": "2", "logger": "none", "processes": "1"}
 TINY = {"model.dim": "16", "model.heads": "2", "model.depth": "1", "model.mlp_dim": "16"}
@@ -317,7 +318,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     SLURM are run in tests/launch/test_slurm.py, slow networks in test_network.py.
     """
     chosen = {}
-    for override in OverridesParser.create().parse_overrides(_named_recipe(typed)):
+    for override in OverridesParser.create().parse_overrides(_filled_in(typed)):
         chosen[override.input_line.split("=")[0]] = _values(override)
     first = {key: values[0] for key, values in chosen.items()}
     config = _compose(first)
@@ -327,14 +328,12 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         for value in values[1:]:
             _compose(first | {key: value})
     experiment = first.get("experiment", "")
-    if first.get("hydra/launcher") == "slurm" or experiment.endswith(("_full", "/full")):
+    if first.get("hydra/launcher") == "slurm" or experiment.endswith("_full"):
         return None
     swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}
     texts = [f"{key}={values}" for key, values in swept.items() if key not in first]
     for override in OverridesParser.create().parse_overrides(texts):
         first[override.get_key_element()] = _values(override)[0]
-    if experiment:
-        first["experiment"] = experiment.removesuffix("/small")
     small = first | FEW_STEPS | {"batch_size": "2"}
     if config.accumulate > 1:
         small["accumulate"] = "2"
@@ -357,19 +356,10 @@ def _train_together(place: Place, typed: list[str], processes: list[dict[str, st
     place.run(*shown, processes=tuple(processes))
 
 
-def _named_recipe(typed: list[str]) -> list[str]:
-    """Return the overrides as Hydra reads them; ``experiment=NAME`` stands for a file or two."""
-    size = "full" if "scale=full" in typed else "small"
-    overrides = []
-    for word in typed:
-        key, _, name = word.partition("=")
-        if key == "experiment":
-            name = ANY_RECIPE if name == "NAME" else name
-            folder = (CONF / key / name / "small.yaml").exists()
-            word = f"{key}={name}/{size}" if folder else f"{key}={name}"
-        if key not in ("-m", "scale"):
-            overrides.append(ANY_VALUE.get(word, word))
-    return overrides
+def _filled_in(typed: list[str]) -> list[str]:
+    """Return the overrides, with something in place of what a reader is to replace."""
+    overrides = [word for word in typed if word != "-m"]
+    return [re.sub(*ANY_RECIPE, ANY_VALUE.get(word, word)) for word in overrides]
 
 
 def _values(override) -> list[str]:
