@@ -61,7 +61,7 @@ def test_the_smallest_form_measures_everything_and_leaves_results_alone(form, tm
     before = {path: path.stat().st_mtime_ns for path in (ROOT / "results").rglob("*")}
     typed = next(arguments for arguments, name in COMMANDS.items() if name == form)
     output = [] if form in WITHOUT_OUTPUT else ["--output", str(tmp_path / "out")]
-    code, printed = Running([*typed, *output, "--smoke"], ROOT, log=tmp_path / "log").wait()
+    code, printed = Running([*typed, *output, "--smoke"], ROOT, log=tmp_path / "log").wait(400)
     assert code == 0, printed
     left = {path.name for path in (tmp_path / "out").glob("*")}
     assert left == LEAVES[form]
