@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import socket
 import tomllib
 from collections.abc import Callable
@@ -32,6 +33,9 @@ CONF = ROOT / "conf"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OUT = "@OUT@"  # in a shrunken command: a file or a folder that it may write
 RECORDED = r"RUNS|RUN_DIR|outputs|runs(/.*)?"  # what pages call a folder of runs
+# what a page leaves to its reader
+ANY_RECIPE = (r"^experiment=NAME", "experiment=vote_attack")
+ANY_VALUE = {"optimizer=NAME": "optimizer=dlion_avg", "optimizer.lr=LR": "optimizer.lr=1e-3"}
 FEW_STEPS = {"steps": "2", "eval_every": "2", "logger": "none", "processes": "1"}
 TINY = {"model.dim": "16", "model.heads": "2", "model.depth": "1", "model.mlp_dim": "16"}
 SMALL_MODELS = {
@@ -124,8 +128,9 @@ class Place:
 
     def __init__(self, root: Path):
         self.root, self.tried = root, set()
-        for name in ("train.py", "conf", "examples", "results"):
+        for name in ("train.py", "conf"):
             (root / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "results", root / "results")  # some commands write there
         (root / "written").mkdir()
 
     def run(self, *command: str, processes: tuple[dict[str, str], ...] = ({},)) -> None:
@@ -221,9 +226,10 @@ def train_under_srun(place: Place, typed: list[str]) -> None:
 
 def compare(place: Place, typed: list[str]) -> None:
     """Read recorded runs where a page says RUNS, else what it names; write to another place."""
-    arguments = typed[typed.index("-m") :]
-    if ">" in arguments:
-        arguments = arguments[: arguments.index(">")]
+    arguments = []
+    for word in itertools.takewhile(lambda word: word != ">", typed[1:]):
+        files = sorted(place.root.glob(word)) if "*" in word else []
+        arguments += map(str, files) if files else [word]
     for index, word in enumerate(arguments):
         if arguments[index - 1] in ("-o", "--output"):
             arguments[index] = OUT + Path(word).suffix
@@ -312,7 +318,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     SLURM are run in tests/launch/test_slurm.py, slow networks in test_network.py.
     """
     chosen = {}
-    for override in OverridesParser.create().parse_overrides(_named_recipe(typed)):
+    for override in OverridesParser.create().parse_overrides(_filled_in(typed)):
         chosen[override.input_line.split("=")[0]] = _values(override)
     first = {key: values[0] for key, values in chosen.items()}
     config = _compose(first)
@@ -322,15 +328,15 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         for value in values[1:]:
             _compose(first | {key: value})
     experiment = first.get("experiment", "")
-    if first.get("hydra/launcher") == "slurm" or experiment.endswith(("_full", "/full")):
+    if first.get("hydra/launcher") == "slurm" or experiment.endswith("_full"):
         return None
     swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}
     texts = [f"{key}={values}" for key, values in swept.items() if key not in first]
     for override in OverridesParser.create().parse_overrides(texts):
         first[override.get_key_element()] = _values(override)[0]
-    if experiment:
-        first["experiment"] = experiment.removesuffix("/small")
-    small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
+    small = first | FEW_STEPS | {"batch_size": "2"}
+    if config.accumulate > 1:
+        small["accumulate"] = "2"
     small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:
         small["dataset.path"] = place.data(config.dataset.name)
@@ -350,25 +356,10 @@ def _train_together(place: Place, typed: list[str], processes: list[dict[str, st
     place.run(*shown, processes=tuple(processes))
 
 
-def _named_recipe(typed: list[str]) -> list[str]:
-    """Return the overrides as Hydra reads them; ``experiment=NAME`` stands for a file or two."""
-    size = "full" if "scale=full" in typed else "small"
-    overrides = []
-    for word in typed:
-        key, _, name = word.partition("=")
-        if key == "experiment":
-            name = name.replace("NAME", _recipes()[0])
-            word = f"{key}={name}/{size}" if (CONF / key / name / "small.yaml").exists() else word
-            word = word.replace("NAME", name)
-        if key not in ("-m", "scale"):
-            overrides.append(word.replace("[,VALUE...]", ""))
-    return overrides
-
-
-def _recipes() -> list[str]:
-    """Return the names of recipes that need no data from elsewhere."""
-    names = sorted(path.stem for path in (CONF / "experiment").glob("vote_*"))
-    return [name for name in names if not name.endswith("_full")]
+def _filled_in(typed: list[str]) -> list[str]:
+    """Return the overrides, with something in place of what a reader is to replace."""
+    overrides = [word for word in typed if word != "-m"]
+    return [re.sub(*ANY_RECIPE, ANY_VALUE.get(word, word)) for word in overrides]
 
 
 def _values(override) -> list[str]:
