@@ -33,9 +33,8 @@ class Traffic:
 class Channel:
     """The collectives the exchanges are made of, in terms of workers instead of processes.
 
-    All tensors are uint8 and contiguous; k is the number of workers hosted here, n of all, m of
-    those that speak in this step (:meth:`attend`; all, if not said otherwise) and k' of those of
-    them hosted here.
+    Of n workers k are hosted here; m take part in this step (:meth:`set_participants`; by default
+    all), k' of those hosted here. Tensors are uint8 and contiguous, but :meth:`gather` takes any.
 
     Everything goes directly from process to process. Over gloo, long messages go in rounds: in
     round i process r sends to r + i and receives from r - i, and rounds wait for each other once
@@ -52,11 +51,11 @@ class Channel:
         self.set_participants(None)
 
     def set_participants(self, participants: Sequence[int] | None) -> None:
-        """Which workers speak from now on, in ascending order; None: all. Equal everywhere.
+        """Say which workers take part from now on, ascending; None: all. Equal everywhere.
 
         Attributes set by it:
             participants: all of them.
-            local_participants: those hosted here, by their place here.
+            local_participants: the local indices of those hosted here.
         """
         w = self.workers
         self.participants = list(range(w.count) if participants is None else participants)
@@ -64,29 +63,31 @@ class Channel:
             worker - w.ids.start for worker in self.participants if worker in w.ids
         ]
         of = [worker // w.local for worker in self.participants]
-        self._spoken_by = [of.count(q) for q in range(w.processes)]  # workers of each process
+        self._senders_of = [of.count(q) for q in range(w.processes)]  # senders of each process
 
     def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
-        """Send ``parts[i, j]`` from the i-th local speaker to worker j.
+        """Send ``parts[i, j]`` from the i-th local participant to worker j.
 
         Args:
             parts: ``[k', n, s]``.
             out: where to put the result, ``[n, k, s]``, if all speak (unused within one process).
 
         Returns:
-            ``[m, k, s]``: what each speaker sent to each local worker.
+            ``[m, k, s]``: what each participant sent to each local worker.
         """
         w, m = self.workers, len(self.participants)
-        k, (spoken, n, s) = w.local, parts.shape
+        k, (senders, n, s) = w.local, parts.shape
         self._count(
-            sent=spoken * (n - 1) * s, received=(m * k - spoken) * s, process=spoken * (n - k) * s
+            sent=senders * (n - 1) * s,
+            received=(m * k - senders) * s,
+            process=senders * (n - k) * s,
         )
         if w.processes == 1:
             return parts
         if m < n:
-            rows = parts.view(spoken, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
+            rows = parts.view(senders, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
             incoming = parts.new_empty(m * k * s)
-            self._all_to_all(list(rows), incoming.split([c * k * s for c in self._spoken_by]))
+            self._all_to_all(list(rows), incoming.split([c * k * s for c in self._senders_of]))
             return incoming.view(m, k, s)
         outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
         incoming = torch.empty_like(outgoing) if out is None else out.view(outgoing.shape)
@@ -118,12 +119,12 @@ class Channel:
         """Like :meth:`scatter` for parts of differing size.
 
         Args:
-            parts: ``parts[i][j]``, 1-D, from the i-th local speaker to worker j.
-            sizes: ``[m, k]``, the bytes that local worker j will receive from each speaker. (They
+            parts: ``parts[i][j]``, 1-D, from the i-th local participant to worker j.
+            sizes: ``[m, k]``, the bytes that local worker j will receive from each participant. (They
                 are known beforehand: the exchange sends them in a header.)
 
         Returns:
-            ``[i][j]``: what the i-th speaker sent to local worker j.
+            ``[i][j]``: what the i-th participant sent to local worker j.
         """
         w = self.workers
         k, blocks = w.local, range(w.processes)
@@ -141,7 +142,7 @@ class Channel:
         ordered = [p for q in blocks for row in parts for p in row[q * k : (q + 1) * k]]
         outgoing = torch.cat(ordered) if ordered else sizes.new_empty(0, dtype=torch.uint8)
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
-        receive = [int(rows.sum()) for rows in sizes.split(self._spoken_by)]
+        receive = [int(rows.sum()) for rows in sizes.split(self._senders_of)]
         incoming = outgoing.new_empty(sum(receive))
         self._all_to_all(outgoing.split(send), incoming.split(receive))
         pieces = iter(incoming.split(sizes.flatten().tolist()))

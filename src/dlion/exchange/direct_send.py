@@ -111,7 +111,10 @@ class DirectSend(Exchange):
         self._make_answers()
 
     def encode(self, local: int, values: Tensor) -> None:
-        """Write the message of a local worker, ``[numel]`` values of the up wire."""
+        """Write the message of a local worker, ``[numel]`` values of the up wire.
+
+        Override it for messages that are not one tensor of values.
+        """
         self._messages[local] = self.up.encode(values.view(-1, self.slice))
 
     def encode_header(self, local: int, header: Tensor) -> None:
@@ -132,7 +135,14 @@ class DirectSend(Exchange):
 
     @abstractmethod
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
-        """Do the work of a local owner: uint8 ``[m, up bytes]`` -> packed ``answer``."""
+        """Combine the messages about one slice into the packed answer.
+
+        Args:
+            messages: uint8 ``[m, up bytes]``, in the order of the workers.
+            owner: local index of the worker that owns the slice.
+            step: counted from 0.
+            answer: uint8 ``[down bytes]``, to be written.
+        """
 
     def _resize(self, senders: int) -> None:
         """Prepare for messages of so many workers: the answer's wire may depend on it."""
