@@ -450,7 +450,7 @@ def test_step_before_collect_says_who_is_missing():
 
 
 @pytest.mark.parametrize(("cls", "kwargs"), ALL, ids=IDS)
-def test_the_absent_keep_their_state_and_are_not_heard(cls, kwargs):
+def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
     """Steps with two of four workers are steps of those two alone."""
     some, pair = net(), net()
     four = cls(some.parameters(), lr=1e-2, workers=Workers(local=4), **kwargs)
