@@ -70,7 +70,8 @@ class Channel:
 
         Args:
             parts: ``[k', n, s]``.
-            out: where to put the result, ``[n, k, s]``, if all take part (unused within one process).
+            out: where to put the result, ``[n, k, s]``, if all take part and there are several
+                processes.
 
         Returns:
             ``[m, k, s]``: what each participant sent to each local worker.
@@ -85,7 +86,7 @@ class Channel:
         if w.processes == 1:
             return parts
         if m < n:
-            rows = parts.view(own, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
+            rows = parts.view(senders, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
             incoming = parts.new_empty(m * k * s)
             self._all_to_all(list(rows), incoming.split([c * k * s for c in self._senders_of]))
             return incoming.view(m, k, s)
