@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from common import in_random_order, show_seconds
 
-from dlion.exchange import nic
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.network import Network
+from dlion.training.meter import interface_bytes
 
 Cases = dict[str, Callable[[], Any]]
 Measured = dict[str, dict[str, list[float]]]
@@ -88,11 +88,11 @@ def _measure(
                 _show_progress(round_, rounds, time.monotonic() - begun)
             current = round_
         dist.barrier()
-        before, start = nic.sent_bytes() if emulated else 0, time.perf_counter()
+        before, start = interface_bytes() if emulated else 0, time.perf_counter()
         cases[name]()
         dist.barrier()
         seconds = time.perf_counter() - start
-        sent = torch.tensor(float((nic.sent_bytes() if emulated else 0) - before))
+        sent = torch.tensor(float((interface_bytes() if emulated else 0) - before))
         dist.all_reduce(sent)
         if round_ >= 0:
             measured[name]["seconds"].append(seconds)

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from dlion.data.prepare import prepare
 from tests.conftest import ROOT
 from tests.readmes import Command, commands, words
-from tests.warm import Running
+from tests.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -134,13 +134,10 @@ class Place:
             return
         out = str(self.root / "written" / str(len(self.tried)))
         filled = [word.replace(OUT, out) for word in command]
-        started = [
-            Running(filled, self.root, Path(f"{out}-{rank}.log"), variables)
-            for rank, variables in enumerate(processes)
-        ]
-        for running in started:
-            code, printed = running.wait()
-            assert code == 0, f"{' '.join(command)} ended with {code}:\n{printed}"
+        for run in [Run(filled, variables, self.root) for variables in processes]:
+            done = run.wait()
+            printed = f"{done.stdout}\n{done.stderr}"
+            assert done.returncode == 0, f"{' '.join(command)} failed:\n{printed}"
         self.tried.add(command)
 
     def data(self, name: str) -> str:

@@ -1,14 +1,13 @@
 """Two trees that train alike are found equal, and one bit that differs is found."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.runs import python
 
 # the lowest bit of one parameter, in the first step only
 ONE_BIT = """
@@ -26,15 +25,7 @@ DistributedOptimizer.step = _nudged
 
 
 def same_bits(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/same_bits.py", *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python("benchmarks/same_bits.py", *arguments, env={"COLUMNS": "120"})
 
 
 @pytest.mark.slow

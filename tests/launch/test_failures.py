@@ -4,13 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.local import run_processes
-from tests.runs import assert_all_gone, latest_step, record, start, train
+from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
 
 LONG = ["logger=none", "processes=4", "steps=100000"]
 FAULTY = [
@@ -103,13 +102,12 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(whole, tmp_path, f
 
 @pytest.mark.slow
 def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     train(
         *FAULTY,
         "checkpoint_every=2",
         f"output_dir={tmp_path / 'cut'}",
         env={"FAULT": "exchange:5", "MARKER": str(tmp_path / "marker")},
-        launcher=[*torchrun, "--max-restarts=1"],
+        under=[*TORCHRUN, "--max-restarts=1"],
         code=0,
     )
     assert (tmp_path / "marker").exists()

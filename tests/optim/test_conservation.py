@@ -20,9 +20,7 @@ def test_what_is_sent_and_what_is_kept_is_what_there_was(method, n):
     cls, kept_name, options = METHODS[method]
     generator = torch.Generator().manual_seed(n)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((9, 7), (40,))]
-    optimizer = cls(
-        params, lr=1.0, momentum=0.0, density=0.1, workers=Workers(local=n), **options
-    )
+    optimizer = cls(params, lr=1.0, momentum=0.0, density=0.1, workers=Workers(local=n), **options)
     kept = [torch.zeros(n, *param.shape) for param in params]
     for _ in range(8):
         rows = [
