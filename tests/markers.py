@@ -14,9 +14,14 @@ NOT_QUICK = ("slow", "netns", "slurm", "browser")
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long = set()
     for item in items:
-        if not any(map(item.get_closest_marker, NOT_QUICK)):
+        if any(map(item.get_closest_marker, NOT_QUICK)):
+            long.add(item.path)
+        else:
             item.add_marker("quick")
+    # the long files first, so that the short ones fill up what is left of the workers' time
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,6 +34,8 @@ from tests.conftest import ROOT
 from tests.data.formats import write_cifar
 from tests.runs import python, start, train
 
+pytestmark = pytest.mark.slow
+
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,

@@ -21,7 +21,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dlion.config import settle
 from dlion.data.prepare import prepare
+from dlion.launch.check import check_settings
 from tests.conftest import ROOT
 from tests.readmes import Command, commands, words
 from tests.runs import Run
@@ -44,8 +46,16 @@ SMALL_MODELS = {
 SMALL_DATA = {
     "imagenet": {"dataset.image_size": "32", "dataset.loaders": "1"},
     "prepared_text": {"dataset.context": "16"},
-    "choices": {"dataset.context": "64", "workers": "2"},
+    "choices": {"dataset.context": "64", "workers": "1"},
     "stdlib_text": {"dataset.max_bytes": "20000"},
+}
+# what pages let the reader choose, and what is chosen here
+CHOICES = {
+    "experiment=NAME": "experiment=vote_noniid",
+    "optimizer=NAME": "optimizer=dlion_mavo",
+    "=LR": "=1e-3",
+    "[_full]": "_full",
+    "[,VALUE...]": "",
 }
 # what a block of Python in a page may take for granted
 PRELUDE = """
@@ -105,7 +115,10 @@ def try_out(place: "Place", command: Command) -> None:
         block.write_text(PRELUDE + command.text)
         place.run(block.name)
         return
-    typed = words(command.text)
+    text = command.text
+    for choice, chosen in CHOICES.items():
+        text = text.replace(choice, chosen)
+    typed = words(text)
     while typed[0] in ("sudo", "python3", ".venv/bin/python"):
         typed = typed[1:] if typed[0] == "sudo" else ["python", *typed[1:]]
     for pattern, rule in RULES.items():
@@ -180,7 +193,10 @@ def write_data(root: Path) -> None:
 
 
 def train(place: Place, typed: list[str]) -> None:
-    """Compose everything that is typed, and run two steps of the first run of it."""
+    """Compose everything that is typed, and run two steps of the first run unless it is a recipe's.
+
+    Every recipe is run, shrunken, in tests/launch/test_recipes.py.
+    """
     if "--help" in typed:
         place.run(*typed[1:])
     elif (small := _small_training(place, typed[typed.index("train.py") + 1 :])) is not None:
@@ -227,6 +243,12 @@ def compare(place: Place, typed: list[str]) -> None:
         elif re.fullmatch(RECORDED, word):
             arguments[index] = place.runs()
     place.run(*arguments)
+
+
+def write_tables(place: Place, typed: list[str]) -> None:
+    """Check that there are pages whose tables would be written: test_readme.py writes some."""
+    place.run("-m", "dlion.compare.readme", "--help")
+    assert all(list(ROOT.glob(word)) for word in typed if word.endswith(".md"))
 
 
 def only_options(place: Place, typed: list[str]) -> None:
@@ -290,6 +312,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
     r"python -m dlion\.compare\.dashboard": only_options,
+    r"python -m dlion\.compare\.readme": write_tables,
     r"python -m dlion\.compare\.": compare,
     r"python -m dlion\.data\.prepare": prepare_text,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
@@ -305,11 +328,12 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
 def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     """Return the arguments of train.py's smallest form; None where all was to compose them.
 
-    Runs of full size are composed: they are run, shrunken, in tests/launch/test_recipes.py. Jobs of
-    SLURM are run in tests/launch/test_slurm.py, slow networks in test_network.py.
+    Recipes are run in tests/launch/test_recipes.py, jobs of SLURM in test_slurm.py, slow networks
+    in test_network.py.
     """
     chosen = {}
-    for override in OverridesParser.create().parse_overrides(_named_recipe(typed)):
+    words = [word for word in typed if word != "-m"]
+    for override in OverridesParser.create().parse_overrides(words):
         chosen[override.input_line.split("=")[0]] = _values(override)
     first = {key: values[0] for key, values in chosen.items()}
     config = _compose(first)
@@ -318,15 +342,16 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         assert len(values) == 1 or several, f"{key} has several values, but there is no -m"
         for value in values[1:]:
             _compose(first | {key: value})
-    experiment = first.get("experiment", "")
-    if first.get("hydra/launcher") == "slurm" or experiment.endswith(("_full", "/full")):
+    if "experiment" in first or first.get("hydra/launcher") == "slurm":
+        settings = settle(config, config.hydra)
+        if "path" in settings.dataset:
+            settings.dataset.path = None  # it is elsewhere
+        check_settings(settings)
         return None
     swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}
     texts = [f"{key}={values}" for key, values in swept.items() if key not in first]
     for override in OverridesParser.create().parse_overrides(texts):
         first[override.get_key_element()] = _values(override)[0]
-    if experiment:
-        first["experiment"] = experiment.removesuffix("/small")
     small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
     small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:
@@ -345,27 +370,6 @@ def _train_together(place: Place, typed: list[str], processes: list[dict[str, st
     assert small is not None
     shown = [word for word in small if not word.startswith("processes=")]
     place.run(*shown, processes=tuple(processes))
-
-
-def _named_recipe(typed: list[str]) -> list[str]:
-    """Return the overrides as Hydra reads them; ``experiment=NAME`` stands for a file or two."""
-    size = "full" if "scale=full" in typed else "small"
-    overrides = []
-    for word in typed:
-        key, _, name = word.partition("=")
-        if key == "experiment":
-            name = name.replace("NAME", _recipes()[0])
-            word = f"{key}={name}/{size}" if (CONF / key / name / "small.yaml").exists() else word
-            word = word.replace("NAME", name)
-        if key not in ("-m", "scale"):
-            overrides.append(word.replace("[,VALUE...]", ""))
-    return overrides
-
-
-def _recipes() -> list[str]:
-    """Return the names of recipes that need no data from elsewhere."""
-    names = sorted(path.stem for path in (CONF / "experiment").glob("vote_*"))
-    return [name for name in names if not name.endswith("_full")]
 
 
 def _values(override) -> list[str]:

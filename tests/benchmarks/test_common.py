@@ -138,6 +138,7 @@ def test_a_benchmark_ends_with_one_line_and_a_code(raised, code, capsys, tmp_pat
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_refusals_come_from_the_command_itself():
     done = python("benchmarks/exchange.py", "--rounds", "1")
     assert done.returncode == 2

@@ -31,12 +31,15 @@ WITHOUT_OUTPUT = ("predict", "--curves", "--check")
 
 
 def typed_in_pages() -> dict[tuple[str, ...], str]:
-    """Return the benchmarks' commands of all pages, each once, and what each is in LEAVES."""
+    """Return the benchmarks' commands of all pages, each once, and what each is in LEAVES.
+
+    Those of same_bits.py, which compares and does not measure, are run in test_same_bits.py.
+    """
     found = {}
     for command in commands():
         typed = [] if command.python else words(command.text)
         starts = [i for i, word in enumerate(typed) if word.startswith("benchmarks/")]
-        if starts:
+        if starts and typed[starts[0]] != "benchmarks/same_bits.py":
             arguments = tuple(typed[starts[0] :])
             special = [word for word in arguments if word in LEAVES]
             found[arguments] = special[0] if special else Path(arguments[0]).stem

@@ -138,6 +138,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, plot):
         assert sentence in run.stderr and len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_it_is_a_command(tmp_path):
     done = python("-m", "dlion.compare.plot", tmp_path)
     assert done.returncode == 2

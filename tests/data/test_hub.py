@@ -4,9 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.data.formats import write_cifar
 from tests.data.hub import serve
 from tests.runs import train
+
+pytestmark = pytest.mark.slow
 
 SIZES = "from dlion.data import cifar10; data = cifar10(); print(data.train_size, data.test_size)"
 

@@ -47,6 +47,7 @@ def start(*arguments, cwd=ROOT):
     return Run(["-m", "dlion.data.prepare", *map(str, arguments)], cwd=cwd)
 
 
+@pytest.mark.slow
 def test_every_document_arrives(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 30) + write_documents(tmp_path / "b.jsonl", 25, 1)
     done = run(
@@ -91,6 +92,7 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
         assert (tmp_path / "cut" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 10_000)
     prepare(Table(texts), tokenizer, tmp_path / "whole")

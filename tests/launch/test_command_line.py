@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from tests.conftest import ROOT
 from tests.runs import TORCHRUN, start, train
 
+pytestmark = pytest.mark.slow
+
 QUICK = ["logger=none", "steps=4", "eval_every=4"]
 
 
