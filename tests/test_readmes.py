@@ -46,7 +46,7 @@ SMALL_MODELS = {
 SMALL_DATA = {
     "imagenet": {"dataset.image_size": "32", "dataset.loaders": "1"},
     "prepared_text": {"dataset.context": "16"},
-    "choices": {"dataset.context": "64", "workers": "1"},
+    "choices": {"dataset.context": "64", "workers": "1", "accumulate": "2"},
     "stdlib_text": {"dataset.max_bytes": "20000"},
 }
 # what pages let the reader choose, and what is chosen here

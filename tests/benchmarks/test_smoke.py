@@ -70,11 +70,9 @@ def test_the_smallest_form_measures_everything_and_leaves_results_alone(form, tm
         assert measured["equal"] is True
         assert len({event["fault"] for event in measured["events"]}) == 4
     else:
-        assert all(
-            json.loads((tmp_path / "out" / name).read_text())["points"]
-            for name in left
-            if name.endswith(".json")
-        )
+        for file in (tmp_path / "out").glob("*.json"):
+            measured = json.loads(file.read_text())
+            assert measured.get("points") or measured["rows"]
 
 
 def test_no_benchmark_is_left_out():
