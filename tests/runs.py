@@ -1,4 +1,4 @@
-"""Real runs of train.py that tests start, disturb and compare."""
+"""Real commands that tests start, disturb and compare: train.py and whatever else Python runs."""
 
 import atexit
 import functools
@@ -12,13 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tests.conftest import ROOT
 
-# these are read when a run goes on; others may be read by what the server has already imported
-_READ_LATE = re.compile("FAULT|MARKER|SLURM_.*")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+# these are read when a command goes on; others may be read by what the server imports before
+_READ_LATE = re.compile(
+    "FAULT|MARKER|SLURM_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|COLUMNS"
+    "|CUDA_VISIBLE_DEVICES|MYSQL_UNIX_PORT|GLOO_SOCKET_IFNAME"
+)
 
 
 class _Process(Protocol):
@@ -32,9 +37,11 @@ class _Process(Protocol):
 class _Fork:
     """A process that the fork server started."""
 
-    def __init__(self, argv: list[str], env: dict[str, str], stdout: IO, stderr: IO):
+    def __init__(
+        self, arguments: Sequence[str], env: dict[str, str], cwd: Path, stdout: IO, stderr: IO
+    ):
         self._report, report = os.pipe()
-        request = json.dumps({"argv": argv, "env": env}).encode()
+        request = json.dumps({"arguments": arguments, "env": env, "cwd": str(cwd)}).encode()
         descriptors = [stdout.fileno(), stderr.fileno(), report]
         socket.send_fds(_fork_server(), [request], descriptors)
         os.close(report)
@@ -50,7 +57,7 @@ class _Fork:
     def _read_number(self, timeout: float | None) -> int:
         readable, _, _ = select.select([self._report], [], [], timeout)
         if not readable:
-            raise subprocess.TimeoutExpired("train.py", timeout or 0)
+            raise subprocess.TimeoutExpired("python", timeout or 0)
         line = b""
         while not line.endswith(b"\n"):
             byte = os.read(self._report, 1)
@@ -89,19 +96,35 @@ def _take_ctrl_c() -> None:
 
 
 class Run:
-    """A run of train.py in the background."""
+    """A Python command in the background, as a user would type it.
 
-    def __init__(self, argv: list[str], env: dict[str, str], command: list[str] | None = None):
+    It runs in a copy of a Python that has imported everything (see tests/fork_server.py), unless
+    ``env`` has variables that may change what is imported.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], env: dict[str, str] | None = None, cwd: Path = ROOT
+    ):
+        """Start it.
+
+        Args:
+            arguments: ``python``'s: a script, or ``-m`` and a module, and what these are given.
+            env: variables that are set for it, besides those of the tests.
+            cwd: where it runs.
+        """
+        self._arguments = arguments
         self._stdout = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the run
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: _Process
-        if command is None:
-            self._process = _Fork(argv, env, self._stdout, self._stderr)
+        env, files = env or {}, (self._stdout, self._stderr)
+        if sys.platform == "linux" and all(map(_READ_LATE.fullmatch, env)):
+            self._process = _Fork(arguments, os.environ | env, cwd, *files)
         else:
             self._process = subprocess.Popen(
-                [*command, "train.py", *argv],
-                cwd=ROOT,
-                env=env,
+                [sys.executable, *arguments],
+                cwd=cwd,
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
                 stdout=self._stdout,
                 stderr=self._stderr,
                 preexec_fn=_take_ctrl_c,
@@ -111,12 +134,12 @@ class Run:
     @property
     def stdout(self) -> str:
         """What it has printed so far."""
-        return os.pread(self._stdout.fileno(), 1 << 24, 0).decode()
+        return os.pread(self._stdout.fileno(), 1 << 24, 0).decode(errors="replace")
 
     @property
     def stderr(self) -> str:
         """What it has printed there so far."""
-        return os.pread(self._stderr.fileno(), 1 << 24, 0).decode()
+        return os.pread(self._stderr.fileno(), 1 << 24, 0).decode(errors="replace")
 
     def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Wait for its end; kill it if it does not come.
@@ -129,7 +152,7 @@ class Run:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
-        return subprocess.CompletedProcess("train.py", returncode, self.stdout, self.stderr)
+        return subprocess.CompletedProcess(self._arguments, returncode, self.stdout, self.stderr)
 
     def kill(self) -> None:
         """End it at once, and wait until it is gone."""
@@ -140,40 +163,42 @@ class Run:
         os.kill(self.pid, number)
 
     def workers(self, timeout: float = 120) -> list[int]:
-        """Return the process ids of its workers, once it has trained for a step."""
+        """Return the process ids of train.py's workers, once it has trained for a step."""
         deadline = time.monotonic() + timeout
         while not any(line.startswith("output") for line in self.stdout.splitlines()):
             assert time.monotonic() < deadline, "the run does not begin"
             assert _alive(self.pid), self.stderr
             time.sleep(0.02)
+        return self.children()
+
+    def children(self) -> list[int]:
+        """Return the ids of the processes that it has started and that are there."""
         found = subprocess.run(["pgrep", "-P", str(self.pid)], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
 
-def start(
-    *overrides: str, env: dict[str, str] | None = None, launcher: list[str] | None = None
-) -> Run:
-    """Start train.py in the background, as a user would.
-
-    It runs in a copy of a Python that has imported everything (see tests/fork_server.py), unless
-    ``env`` may change what is imported, or another program is to start it: ``launcher``.
-    """
-    env = env or {}
-    if launcher is None and (sys.platform != "linux" or not all(map(_READ_LATE.fullmatch, env))):
-        launcher = [sys.executable]
-    return Run(list(overrides), os.environ | env, launcher)
+def start(*overrides: str, env: dict[str, str] | None = None, under: Sequence[str] = ()) -> Run:
+    """Start train.py in the background; ``under``: Python's arguments of what is to start it."""
+    return Run([*under, "train.py", *overrides], env)
 
 
 def train(
     *overrides: str,
     code: int | None = None,
     env: dict[str, str] | None = None,
-    launcher: list[str] | None = None,
+    under: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py to its end, and expect the exit code ``code`` unless it is None."""
-    done = start(*overrides, env=env, launcher=launcher).wait()
+    done = start(*overrides, env=env, under=under).wait()
     assert code in (None, done.returncode), done.stderr
     return done
+
+
+def python(
+    *arguments: object, env: dict[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python command to its end."""
+    return Run([str(argument) for argument in arguments], env, cwd).wait()
 
 
 def _alive(pid: int) -> bool:

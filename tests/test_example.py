@@ -1,23 +1,19 @@
 """The example script trains as its first lines say to start it, on its own."""
 
 import re
-import subprocess
-import sys
 
-from tests.conftest import ROOT
+import pytest
+
 from tests.readmes import commands, words
+from tests.runs import python
+
+pytestmark = pytest.mark.slow
 
 
 def test_plain_loop_under_torchrun():
     (typed,) = [words(c.text) for c in commands() if c.page == "examples/plain_loop.py"]
     assert typed[0] == "torchrun"
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *typed[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    run = python("-m", "torch.distributed.run", "--standalone", *typed[1:])
     assert run.returncode == 0, run.stderr
     accuracy, sent = re.search(r"accuracy ([\d.]+)%, ([\d.]+) kB", run.stdout).groups()
     assert float(accuracy) > 85

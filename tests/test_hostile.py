@@ -4,11 +4,9 @@ import contextlib
 import faulthandler
 import io
 import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -34,7 +32,9 @@ from dlion.training.checkpoint import Checkpoint, find
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_cifar
-from tests.runs import start, train
+from tests.runs import python, start, train
+
+pytestmark = pytest.mark.slow
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 JSON = st.recursive(
@@ -293,20 +293,13 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     outputs = [
         train("dataset=digits", "workers=2", "steps=3", f"output_dir={tmp_path / 'run'}", env=env)
     ]
-    report = [sys.executable, "-m", "dlion.compare.report", str(tmp_path / "run")]
-    options = {
-        "cwd": ROOT,
-        "env": os.environ | env,
-        "capture_output": True,
-        "text": True,
-        "timeout": 120,
-    }
     shutil.copytree(tmp_path / "run", tmp_path / "run" / "other", symlinks=True)
     config = tmp_path / "run" / "other" / ".hydra" / "config.yaml"  # somebody else's may ask for it
     asking, count = re.subn(r"\n  lr: .*", "\n  lr: ${oc.env:MY_TOKEN}", config.read_text())
     assert count == 1
     config.write_text(asking)
-    outputs.append(subprocess.run([*report, "-o", str(tmp_path / "report.html")], **options))
+    report = ["-m", "dlion.compare.report", tmp_path / "run", "-o", tmp_path / "report.html"]
+    outputs.append(python(*report, env=env))
     assert [done.returncode for done in outputs] == [0, 0], outputs
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and not p.is_symlink()]
     assert len(written) > 8

@@ -22,10 +22,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dlion.config import settle
 from dlion.data.prepare import prepare
+from dlion.launch.check import check_settings
 from tests.conftest import ROOT
 from tests.readmes import Command, commands, words
-from tests.warm import Running
+from tests.runs import Run
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +50,16 @@ SMALL_MODELS = {
 SMALL_DATA = {
     "imagenet": {"dataset.image_size": "32", "dataset.loaders": "1"},
     "prepared_text": {"dataset.context": "16"},
-    "choices": {"dataset.context": "64", "workers": "2"},
+    "choices": {"dataset.context": "64", "workers": "1", "accumulate": "2"},
     "stdlib_text": {"dataset.max_bytes": "20000"},
+}
+# what pages let the reader choose, and what is chosen here
+CHOICES = {
+    "experiment=NAME": "experiment=vote_noniid",
+    "optimizer=NAME": "optimizer=dlion_mavo",
+    "=LR": "=1e-3",
+    "[_full]": "_full",
+    "[,VALUE...]": "",
 }
 # what a block of Python in a page may take for granted
 PRELUDE = """
@@ -109,7 +119,10 @@ def try_out(place: "Place", command: Command) -> None:
         block.write_text(PRELUDE + command.text)
         place.run(block.name)
         return
-    typed = words(command.text)
+    text = command.text
+    for choice, chosen in CHOICES.items():
+        text = text.replace(choice, chosen)
+    typed = words(text)
     while typed[0] in ("sudo", "python3", ".venv/bin/python"):
         typed = typed[1:] if typed[0] == "sudo" else ["python", *typed[1:]]
     for pattern, rule in RULES.items():
@@ -139,13 +152,10 @@ class Place:
             return
         out = str(self.root / "written" / str(len(self.tried)))
         filled = [word.replace(OUT, out) for word in command]
-        started = [
-            Running(filled, self.root, Path(f"{out}-{rank}.log"), variables)
-            for rank, variables in enumerate(processes)
-        ]
-        for running in started:
-            code, printed = running.wait()
-            assert code == 0, f"{' '.join(command)} ended with {code}:\n{printed}"
+        for run in [Run(filled, variables, self.root) for variables in processes]:
+            done = run.wait()
+            printed = f"{done.stdout}\n{done.stderr}"
+            assert done.returncode == 0, f"{' '.join(command)} failed:\n{printed}"
         self.tried.add(command)
 
     def data(self, name: str) -> str:
@@ -188,7 +198,10 @@ def write_data(root: Path) -> None:
 
 
 def train(place: Place, typed: list[str]) -> None:
-    """Compose everything that is typed, and run two steps of the first run of it."""
+    """Compose everything that is typed, and run two steps of the first run unless it is a recipe's.
+
+    Every recipe is run, shrunken, in tests/launch/test_recipes.py.
+    """
     if "--help" in typed:
         place.run(*typed[1:])
     elif (small := _small_training(place, typed[typed.index("train.py") + 1 :])) is not None:
@@ -236,6 +249,12 @@ def compare(place: Place, typed: list[str]) -> None:
         elif re.fullmatch(RECORDED, word):
             arguments[index] = place.runs()
     place.run(*arguments)
+
+
+def write_tables(place: Place, typed: list[str]) -> None:
+    """Check that there are pages whose tables would be written: test_readme.py writes some."""
+    place.run("-m", "dlion.compare.readme", "--help")
+    assert all(list(ROOT.glob(word)) for word in typed if word.endswith(".md"))
 
 
 def only_options(place: Place, typed: list[str]) -> None:
@@ -299,6 +318,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
     r"python -m dlion\.compare\.dashboard": only_options,
+    r"python -m dlion\.compare\.readme": write_tables,
     r"python -m dlion\.compare\.": compare,
     r"python -m dlion\.data\.prepare": prepare_text,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
@@ -314,8 +334,8 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
 def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     """Return the arguments of train.py's smallest form; None where all was to compose them.
 
-    Runs of full size are composed: they are run, shrunken, in tests/launch/test_recipes.py. Jobs of
-    SLURM are run in tests/launch/test_slurm.py, slow networks in test_network.py.
+    Recipes are run in tests/launch/test_recipes.py, jobs of SLURM in test_slurm.py, slow networks
+    in test_network.py.
     """
     chosen = {}
     for override in OverridesParser.create().parse_overrides(_filled_in(typed)):
@@ -327,16 +347,17 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         assert len(values) == 1 or several, f"{key} has several values, but there is no -m"
         for value in values[1:]:
             _compose(first | {key: value})
-    experiment = first.get("experiment", "")
-    if first.get("hydra/launcher") == "slurm" or experiment.endswith("_full"):
+    if "experiment" in first or first.get("hydra/launcher") == "slurm":
+        settings = settle(config, config.hydra)
+        if "path" in settings.dataset:
+            settings.dataset.path = None  # it is elsewhere
+        check_settings(settings)
         return None
     swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}
     texts = [f"{key}={values}" for key, values in swept.items() if key not in first]
     for override in OverridesParser.create().parse_overrides(texts):
         first[override.get_key_element()] = _values(override)[0]
-    small = first | FEW_STEPS | {"batch_size": "2"}
-    if config.accumulate > 1:
-        small["accumulate"] = "2"
+    small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
     small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:
         small["dataset.path"] = place.data(config.dataset.name)

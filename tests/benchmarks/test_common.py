@@ -1,15 +1,13 @@
 """What the benchmarks share: refusals, points that are kept, random order, spreads."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from dlion.errors import RunFailed, UserError
 from tests.benchmarks.scripts import script
-from tests.conftest import ROOT
+from tests.runs import python
 
 common = script("common")
 OVER_LINKS = ("exchange", "end_to_end", "time_to_accuracy", "soak")
@@ -140,12 +138,8 @@ def test_a_benchmark_ends_with_one_line_and_a_code(raised, code, capsys, tmp_pat
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_refusals_come_from_the_command_itself():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/exchange.py", "--rounds", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = python("benchmarks/exchange.py", "--rounds", "1")
     assert done.returncode == 2
     assert done.stderr == "error: argument --rounds: 1 is not a whole number of at least 2\n"

@@ -1,14 +1,15 @@
 """Two trees that train alike are found equal, and one bit that differs is found."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.runs import python
+
+pytestmark = pytest.mark.slow
 
 # the lowest bit of one parameter, in the first step only
 ONE_BIT = """
@@ -26,25 +27,15 @@ DistributedOptimizer.step = _nudged
 
 
 def same_bits(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/same_bits.py", *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return python("benchmarks/same_bits.py", *arguments, env={"COLUMNS": "120"})
 
 
-@pytest.mark.slow
 def test_a_tree_trains_to_the_bits_of_itself():
     done = same_bits("--tree", str(ROOT), "--smoke")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all 5 cases are equal" in done.stdout
 
 
-@pytest.mark.slow
 def test_one_bit_of_one_step_is_found(tmp_path: Path):
     shutil.copytree(ROOT / "src" / "dlion", tmp_path / "src" / "dlion")
     with (tmp_path / "src" / "dlion" / "optim" / "__init__.py").open("a") as file:
@@ -61,7 +52,6 @@ def test_a_commit_that_is_not_there_is_named():
     assert "no-such-commit cannot be checked out" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_commit_is_checked_out_and_gone_afterwards():
     def git(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)

@@ -1,8 +1,6 @@
 """The plot command on recorded runs."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -13,6 +11,7 @@ from dlion.compare.plot import main
 from dlion.compare.style import styles_of
 from dlion.record.studies import find_runs
 from tests.compare.runs import write_run
+from tests.runs import python
 
 
 @pytest.fixture
@@ -139,9 +138,9 @@ def test_wrong_input_is_one_clear_line(tmp_path, plot):
         assert sentence in run.stderr and len(run.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_it_is_a_command(tmp_path):
-    arguments = [sys.executable, "-m", "dlion.compare.plot", str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = python("-m", "dlion.compare.plot", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 

@@ -4,8 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.data.formats import write_cifar
 from tests.data.hub import serve
+from tests.runs import train
+
+pytestmark = pytest.mark.slow
 
 SIZES = "from dlion.data import cifar10; data = cifar10(); print(data.train_size, data.test_size)"
 
@@ -19,8 +24,8 @@ def test_a_data_set_is_downloaded_and_then_in_the_cache(tmp_path):
     assert subprocess.check_output(command, env=env, text=True, timeout=120) == "24 12\n"
 
 
-def test_without_hub_and_cache_one_sentence_says_what_to_type(tmp_path, train_py):
+def test_without_hub_and_cache_one_sentence_says_what_to_type(tmp_path):
     nowhere = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = train_py("dataset=cifar10", f"output_dir={tmp_path / 'run'}", env=nowhere)
+    done = train("dataset=cifar10", f"output_dir={tmp_path / 'run'}", env=nowhere)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr  # no attempts
     assert "no connection, and no copy in the cache): type dataset.path=DIR" in done.stderr

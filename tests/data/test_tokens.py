@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,7 +13,9 @@ from dlion.data import prepared_text
 from dlion.data.prepare import main, prepare
 from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
+from tests.conftest import ROOT
 from tests.data.formats import write_documents, write_tokenizer
+from tests.runs import Run
 
 
 @pytest.fixture
@@ -38,14 +39,15 @@ class Table:
         return {"text": self.texts[part]}
 
 
-def run(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+def run(*arguments, cwd=ROOT):
+    return start(*arguments, cwd=cwd).wait()
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "dlion.data.prepare", *map(str, arguments)]
+def start(*arguments, cwd=ROOT):
+    return Run(["-m", "dlion.data.prepare", *map(str, arguments)], cwd=cwd)
 
 
+@pytest.mark.slow
 def test_every_document_arrives(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 30) + write_documents(tmp_path / "b.jsonl", 25, 1)
     done = run(
@@ -90,17 +92,19 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
         assert (tmp_path / "cut" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 10_000)
     prepare(Table(texts), tokenizer, tmp_path / "whole")
     arguments = ["./a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
-    process = subprocess.Popen(command(*arguments), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not (tmp_path / "out" / "tokens.json").exists():
+    interrupted = start(*arguments, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out" / "tokens.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert errors.endswith("interrupted: type the same command again to go on\n")
+    interrupted.send_signal(signal.SIGINT)
+    done = interrupted.wait()
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.endswith("interrupted: type the same command again to go on\n")
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["documents"] < 10_000
     arguments[0] = tmp_path / "a.jsonl"  # another way to type it
     done = run(*arguments)
@@ -143,7 +147,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys)
         ([tmp_path / "cut.jsonl", *known], "cut.jsonl cannot be read (JSON parse error"),
         ([tmp_path / "a.jsonl", *known, "-o", tmp_path / "a.jsonl"], "is a file: give a folder"),
     ):
-        monkeypatch.setattr(sys, "argv", command(*arguments)[2:])
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
             main()
         *_, last = capsys.readouterr().err.splitlines()

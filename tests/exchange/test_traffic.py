@@ -93,6 +93,7 @@ def _count(processes, n, path):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_the_count_belongs_to_the_workers_not_to_their_spread(tmp_path):
     totals = {}
     for processes in (2, 4):

@@ -1,8 +1,6 @@
 """train.py as a user types it: one clear line for a wrong value, records for a right one."""
 
 import json
-import os
-import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -10,7 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
-from tests.launch.forked import train
+from tests.runs import TORCHRUN, start, train
+
+pytestmark = pytest.mark.slow
 
 QUICK = ["logger=none", "steps=4", "eval_every=4"]
 
@@ -151,27 +151,20 @@ def test_a_run_that_cannot_go_on_says_so_beside_its_own_settings(tmp_path):
     assert (out / ".hydra" / "overrides.yaml").read_text() == before
 
 
-def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(train_py, tmp_path):
-    import subprocess
-
+def test_torchrun_slurm_plain_and_the_reference_kernels_give_the_same_bits(tmp_path):
     settings = [*QUICK, "workers=4"]
-    assert train_py(*settings, "processes=1", f"output_dir={tmp_path / 'plain'}").returncode == 0
-
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = train_py(*settings, f"output_dir={tmp_path / 'torchrun'}", launcher=torchrun)
-    assert run.returncode == 0, run.stderr
-
+    train(*settings, "processes=1", f"output_dir={tmp_path / 'plain'}", code=0)
+    train(*settings, f"output_dir={tmp_path / 'torchrun'}", under=TORCHRUN, code=0)
     slow = {"DLION_KERNELS": "reference"}
-    assert train_py(*settings, f"output_dir={tmp_path / 'reference'}", env=slow).returncode == 0
+    train(*settings, f"output_dir={tmp_path / 'reference'}", env=slow, code=0)
 
     tasks = []
     for task in range(2):
         slurm = {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_TASKS": "2"}
         slurm |= {"PROCID": str(task), "LOCALID": str(task)}
-        env = os.environ | {f"SLURM_{k}": v for k, v in slurm.items()}
-        command = [sys.executable, "train.py", *settings, f"output_dir={tmp_path / 'slurm'}"]
-        tasks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL))
-    assert [task.wait(120) for task in tasks] == [0, 0]
+        env = {f"SLURM_{key}": value for key, value in slurm.items()}
+        tasks.append(start(*settings, f"output_dir={tmp_path / 'slurm'}", env=env))
+    assert [task.wait(120).returncode for task in tasks] == [0, 0]
 
     hashes = {
         json.loads((tmp_path / how / "summary.json").read_text())["parameters_sha256"]

@@ -4,13 +4,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.local import run_processes
-from tests.runs import assert_all_gone, latest_step, record, start, train
+from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
+
+pytestmark = pytest.mark.slow
 
 LONG = ["logger=none", "processes=4", "steps=100000"]
 FAULTY = [
@@ -92,7 +93,6 @@ def test_no_worker_outlives_the_launcher(tmp_path, how, code):
     assert_all_gone(workers)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["forward:11", "exchange:5", "saving:6"])
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(whole, tmp_path, fault):
     settings = ["checkpoint_every=2", "max_restarts=1"]
@@ -101,22 +101,19 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(whole, tmp_path, f
     assert record(tmp_path / "cut") == whole
 
 
-@pytest.mark.slow
 def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     train(
         *FAULTY,
         "checkpoint_every=2",
         f"output_dir={tmp_path / 'cut'}",
         env={"FAULT": "exchange:5", "MARKER": str(tmp_path / "marker")},
-        launcher=[*torchrun, "--max-restarts=1"],
+        under=[*TORCHRUN, "--max-restarts=1"],
         code=0,
     )
     assert (tmp_path / "marker").exists()
     assert record(tmp_path / "cut") == whole
 
 
-@pytest.mark.slow
 def test_a_run_that_is_told_to_end_saves_and_goes_on_later(tmp_path):
     settings = [*SMALL, "steps=60"]
     run = start(*settings, "processes=2", f"output_dir={tmp_path / 'cut'}")

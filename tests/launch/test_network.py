@@ -120,6 +120,7 @@ def test_rates():
             parse_rate(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

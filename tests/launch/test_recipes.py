@@ -33,7 +33,7 @@ from tests.data.formats import (
     write_llama,
     write_tasks,
 )
-from tests.launch.forked import train
+from tests.runs import train
 
 CONF = ROOT / "conf"
 FILES = {p.stem for p in (CONF / "experiment").glob("*.yaml")}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.launch import slurm
-from tests.runs import record
+from tests.runs import python, record, train
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 if slurm.reason_to_skip():
@@ -37,8 +37,9 @@ def start(environment, *overrides: str) -> subprocess.Popen[str]:
 
 
 def collect(directory, env) -> list[dict[str, str]]:
-    command = [sys.executable, "-m", "dlion.compare.collect", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    slurm_env = {name: env[name] for name in env.keys() - os.environ.keys()}
+    done = python("-m", "dlion.compare.collect", directory, env=slurm_env)
+    assert done.returncode == 0, done.stderr
     return list(csv.DictReader(io.StringIO(done.stdout)))
 
 
@@ -73,7 +74,7 @@ def jobs(environment) -> list[str]:
     return sorted(done.stdout.split(), key=int)
 
 
-def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_path):
+def test_a_sweep_is_submitted_finished_and_collected(environment, tmp_path):
     sweep = start(
         environment, "steps=10", "optimizer=dlion_mavo,g_lion", "seed=0,1",
         f"hydra.sweep.dir={tmp_path}",
@@ -88,7 +89,7 @@ def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_
     assert found == 4 * ["COMPLETED|2"]
     logs = [log.read_text() for log in tmp_path.rglob(".submitit/*/*_0_log.out")]
     assert all("2 processes of 2 virtual workers" in log for log in logs)
-    alone = train_py(
+    alone = train(
         *("workers=4", "steps=10", "eval_every=5", "logger=none", "seed=1"),
         f"output_dir={tmp_path / 'alone'}",
     )
@@ -105,7 +106,7 @@ def test_a_sweep_is_submitted_finished_and_collected(environment, train_py, tmp_
         ["scontrol", "requeue"],  # SIGTERM, a few seconds, SIGKILL, and back into the queue
     ],
 )
-def test_a_requeued_job_finds_its_checkpoint(environment, train_py, tmp_path, preempt):
+def test_a_requeued_job_finds_its_checkpoint(environment, tmp_path, preempt):
     settings = ["dataset=digits", "steps=200", "eval_every=20"]
     sweep = start(environment, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}")
     wait_for_rows(tmp_path / "sweep")
@@ -113,7 +114,7 @@ def test_a_requeued_job_finds_its_checkpoint(environment, train_py, tmp_path, pr
     subprocess.run([*preempt, job], env=environment, check=True)
     _, errors = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, errors
-    alone = train_py("workers=4", "logger=none", *settings, f"output_dir={tmp_path / 'alone'}")
+    alone = train("workers=4", "logger=none", *settings, f"output_dir={tmp_path / 'alone'}")
     assert alone.returncode == 0, alone.stderr
     (summary,) = (tmp_path / "sweep").rglob("summary.json")
     assert record(summary.parent) == record(tmp_path / "alone")

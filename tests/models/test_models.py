@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_explained(name, data, options, sentence):
         models.build(OmegaConf.merge(node(name), options), data)
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_before_it_is_used():
     code = "import sys, dlion.training, dlion.launch; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout

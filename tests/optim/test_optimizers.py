@@ -257,7 +257,7 @@ def test_what_nobody_knows_stays_and_what_one_knows_moves(cls, options, n):
             optimizer.collect(worker)
         optimizer.step()
     full = 1 / n if options.get("aggregation") == "avg" else 1.0
-    assert param[n].abs() <= 1.0
+    assert param[n].abs() < 1e-5  # it went back and forth, an even number of times
     for worker in range(n):
         share = -param[worker].item() / steps / full
         assert share >= 0.25 and share <= 1.01, (worker, share)
@@ -458,12 +458,14 @@ def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
     for t in range(4):
         four.set_participants([1, 3])
         for optimizer, model, ids in ((four, some, (1, 3)), (two, pair, (0, 1))):
-            for place, i in enumerate(ids):
-                loss_of(model, *samples(10 * t + place)).backward()
+            for position, i in enumerate(ids):
+                loss_of(model, *samples(10 * t + position)).backward()
+                if cls is TernGrad:  # each worker's coins are its own; these leave nothing to them
+                    for param in model.parameters():
+                        param.grad.sign_()
                 optimizer.collect(i)
             optimizer.step()
-    if cls is not TernGrad:  # whose coins are each worker's own
-        torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
+    torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
     for param in some.parameters():
         for name in four.own_state:
             rows = four.state[param][name]

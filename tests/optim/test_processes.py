@@ -15,6 +15,8 @@ from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.optim import DLion, GradDrop, LionCub
 
+pytestmark = pytest.mark.slow
+
 LOST = "hangs, or called step() less often than this one"
 
 

@@ -10,6 +10,8 @@ from dlion.training.checkpoint import find
 from tests.conftest import ROOT
 from tests.runs import latest_step, record, start, train, wait_for_step
 
+pytestmark = pytest.mark.slow
+
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 SETTINGS = ["dataset=digits", "logger=none", "workers=4", "steps=8", "eval_every=4", "log_every=3"]
 VARIANTS = {method: [] for method in METHODS} | {
@@ -37,7 +39,6 @@ def whole(tmp_path_factory):
     return directory
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_resuming_continues_to_the_bit(tmp_path, method):
     settings = [f"optimizer={method}", *VARIANTS[method]]
@@ -49,7 +50,6 @@ def test_resuming_continues_to_the_bit(tmp_path, method):
     assert record(tmp_path / "resumed") == (summary, rows[2:])
 
 
-@pytest.mark.slow
 def test_every_spread_reads_every_checkpoint(whole, tmp_path):
     for saved, resumed in ((4, 1), (2, 4), (1, 2)):
         directory = tmp_path / f"{saved}-{resumed}"
@@ -59,7 +59,6 @@ def test_every_spread_reads_every_checkpoint(whole, tmp_path):
         assert record(directory) == record(whole)
 
 
-@pytest.mark.slow
 def test_a_run_whose_launcher_is_killed_goes_on(tmp_path):
     settings = ["steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
     cut = tmp_path / "cut"
@@ -111,7 +110,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_is_not_whole_is_left_out(whole, tmp_path):
     state = whole / "checkpoint" / "step-00000006" / "state.json"
     identity = json.loads(state.read_text())["run"]

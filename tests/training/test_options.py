@@ -19,6 +19,7 @@ def trained(directory, *overrides: str):
     return record(directory)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
     settings = ["optimizer=g_adamw", "steps=20", "batch_size=16"]
     whole, _ = trained(tmp_path / "whole", *settings)
@@ -28,6 +29,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
     assert parts["sent_bytes_per_step"] == whole["sent_bytes_per_step"]
 
 
+@pytest.mark.slow
 def test_precisions_learn_alike(tmp_path):
     settings = ["optimizer=dlion_mavo", "optimizer.lr=3e-3", "steps=40", "model=vit_tiny"]
     summaries = [
@@ -39,6 +41,7 @@ def test_precisions_learn_alike(tmp_path):
     assert max(losses) < 2.0 and max(losses) < 1.2 * min(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["g_lion", "dlion_mavo", "dlion_avg"])
 def test_parameters_are_drawn_into_the_box(tmp_path, method):
     """Theorem 3.4 of arXiv 2404.00438: the distance shrinks by 1 - lr wd a step, at least."""
@@ -62,6 +65,7 @@ def test_parameters_are_drawn_into_the_box(tmp_path, method):
     assert rows[-1]["outside_box"] < 0.5 * rows[0]["outside_box"]
 
 
+@pytest.mark.slow
 def test_wrong_values_are_one_clear_line():
     for overrides, sentence in (
         (["accumulate=64"], "type accumulate=31 or less"),
@@ -92,6 +96,7 @@ def test_local_steps_send_the_mean_gradient_of_their_path():
     torch.testing.assert_close(model.weight.grad, (start - path.weight.detach()) / (3 * 0.1))
 
 
+@pytest.mark.slow
 def test_byzantine_workers_send_the_opposite(tmp_path):
     settings = ["steps=1", "optimizer=dlion_mavo", "optimizer.weight_decay=0", "batch_size=16"]
     moved = {}

@@ -19,6 +19,8 @@ from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.runs import record
 
+pytestmark = pytest.mark.slow
+
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 
 
