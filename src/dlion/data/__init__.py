@@ -4,11 +4,13 @@ from typing import Any
 
 from dlion.config import make
 from dlion.data.base import Data, Images, Text
-from dlion.data.choices import MultipleChoice, choices, next_line
+from dlion.data.choices import choices
 from dlion.data.cifar import cifar10, cifar100
 from dlion.data.digits import digits, mnist5k
 from dlion.data.image_files import ImageFiles, imagenet
 from dlion.data.images import ImageData
+from dlion.data.multiple_choice import MultipleChoice
+from dlion.data.next_line import next_line
 from dlion.data.sharding import Sharding
 from dlion.data.text import TextData, stdlib_text
 from dlion.data.tokens import prepared_text
