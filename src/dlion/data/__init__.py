@@ -1,4 +1,4 @@
-"""Data sets and how they are dealt out to workers."""
+"""Data sets, and how they are divided among workers."""
 
 from typing import Any
 
@@ -42,6 +42,6 @@ _USE = ("sharding", "alpha", "validation")
 
 
 def load(node: Any) -> Data:
-    """Return the data set of a config node; ``validation`` swaps the test set."""
+    """Load the data set of a config node; ``validation`` replaces its test set by training data."""
     data = make({key: value for key, value in node.items() if key not in _USE})
     return data.hold_out() if node.validation else data

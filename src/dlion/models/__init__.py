@@ -24,5 +24,5 @@ __all__ = [
 
 
 def build(node: Any, data: Data) -> nn.Module:
-    """The model of a config node for a data set."""
+    """Build the model of a config node for a data set."""
     return make(node, data)
