@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dlion.config import make
+from dlion.config import instantiate
 from dlion.data.base import Data, Images, Text
 from dlion.data.choices import choices
 from dlion.data.cifar import cifar10, cifar100
@@ -43,5 +43,5 @@ _USE = ("sharding", "alpha", "validation")
 
 def load(node: Any) -> Data:
     """Load the data set of a config node; ``validation`` replaces its test set by training data."""
-    data = make({key: value for key, value in node.items() if key not in _USE})
+    data = instantiate({key: value for key, value in node.items() if key not in _USE})
     return data.hold_out() if node.validation else data
