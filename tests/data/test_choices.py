@@ -62,7 +62,7 @@ def test_parts_of_a_batch_weigh_as_their_questions_do(data):
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_the_likeliest_answer_wins(data, knows):
-    """An oracle that finds the tokens of the right answers likely, or unlikely."""
+    """An oracle gives the tokens of the right answers a high likelihood, or a low one."""
     total = torch.zeros(data.sums, dtype=torch.float64)
     for start in range(0, data.test_size, data.test_batch_size):
         _, y = data.test_batch(start, start + data.test_batch_size)
