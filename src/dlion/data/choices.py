@@ -66,7 +66,7 @@ def _hellaswag(row: dict[str, Any]) -> tuple[str, list[str], int]:
 
 def _without_marks(text: str) -> str:
     """Remove WikiHow's marks from HellaSwag's text: [header], [title], [step], [substeps]."""
-    text = text.strip().replace(" [title]", ". ")  # what is before a title is one, too
+    text = text.strip().replace(" [title]", ". ")  # a title ends a sentence
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 

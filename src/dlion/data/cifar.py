@@ -27,7 +27,7 @@ def cifar10(
             ``test/*.parquet``, at any depth, of columns ``img`` (encoded images) and ``label``;
             None: the hub's ``uoft-cs/cifar10``.
         augment: random crop with 4 pixels of padding and horizontal flip.
-        train_limit, test_limit: use only so many images, drawn once and for all; None: all.
+        train_limit, test_limit: the number of images to use, the same in every run; None: all.
 
     Raises:
         UserError: if there is no such folder, no such file, no such column, or no hub.

@@ -4,7 +4,7 @@
     python -m dlion.data.prepare a.jsonl b.jsonl -o DIR             # from files of one kind
 
 writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
-``tokens.json``. Stopped half-way, the same command goes on where it was. Exit codes: 0 finished, 2
+``tokens.json``. After an interruption the same command continues. Exit codes: 0 finished, 2
 wrong input, 130 interrupted.
 """
 
@@ -42,7 +42,7 @@ def prepare(
         tokenizer: one of ``transformers``.
         folder: where the files go; those of an earlier call are continued.
         column: the one that holds the documents.
-        held_out: one document in so many is for the test.
+        held_out: every ``held_out``-th document is for the test.
         origin: the typed names of table, column and tokenizer; only the same can continue a folder.
 
     Raises:

@@ -88,7 +88,7 @@ def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
 
     Args:
         context: bytes a model sees at once.
-        max_bytes: train on only so many bytes; None: all.
+        max_bytes: the number of bytes to train on; None: all.
 
     Raises:
         UserError: if fewer bytes are left than a model sees at once.

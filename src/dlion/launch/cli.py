@@ -33,8 +33,8 @@ _EXIT_CODES = {
 def run(main: Callable[[], Any]) -> None:
     """Run a Hydra main function; an error that is written for the user ends it with one line.
 
-    Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to go on from, 130
-    interrupted.
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to continue
+    from, 130 interrupted.
     """
     # argparse cannot read overrides on both sides of an option
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))

@@ -23,8 +23,8 @@ _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
 _QUEUE = 1_000_000  # bytes that may wait at a port
 _SUBNET = "10.177.0.0/16"
-# Linux's own default, whatever this machine's is: under BBR, flows that share a link leave parts of
-# it idle (1.3 to 1.6 instead of 1.07 times the wire time at 10 Mbit/s).
+# Linux's default, which may not be this machine's: under BBR, flows that share a link leave parts
+# of it idle (1.3 to 1.6 instead of 1.07 times the wire time at 10 Mbit/s).
 _CONGESTION_CONTROL = "cubic"
 
 
