@@ -1,4 +1,4 @@
-"""The workers: processes times virtual workers. Here ranks become worker ids."""
+"""Who the workers are: processes x virtual workers. The one place where ranks are known."""
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,7 +48,7 @@ class Workers:
         return range(self.rank * self.local, (self.rank + 1) * self.local)
 
     def with_own_group(self) -> "Workers":
-        """Return the same workers with a new process group, for exchanges beside the first's."""
+        """The same workers with a process group of their own, to talk while others do."""
         if self.processes == 1:
             return self
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
