@@ -1,4 +1,4 @@
-"""From what Hydra composed to the plain settings of a run, and from a node to its object."""
+"""The settings of a run, from what Hydra composed, and the objects that they describe."""
 
 import difflib
 import re
@@ -13,31 +13,32 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from dlion.errors import UserError
 
 
-def make(node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the ``_target_`` of a node with its other values; ``name`` is for the records.
+def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the ``_target_`` of a node with its other values, but without ``name``.
 
-    Unlike hydra.utils.instantiate on its own, errors of the target arrive as they are.
+    Unlike with hydra.utils.instantiate alone, errors of the target arrive as they are.
     """
     options = {key: value for key, value in node.items() if key != "name"}
     return hydra.utils.instantiate(options, _partial_=True)(*args, **kwargs)
 
 
-def settle(config: DictConfig, facts: DictConfig) -> DictConfig:
-    """Return the settings of a run as plain values: nothing is left to be looked up.
+def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
+    """Return the settings of a run as plain values, without interpolations.
 
-    Over the settings of ``optimizer=NAME`` goes what the recipe has in ``methods.NAME``, and over
-    both what was typed or swept. A method that the recipe does not list keeps its own settings.
+    The recipe's table ``methods.NAME`` replaces settings of ``optimizer=NAME``, and typed or swept
+    values replace both. A method that the recipe does not list keeps its own settings.
 
     Args:
-        config: as composed; it is not changed.
-        facts: the ``hydra`` node: which files were chosen, and what was typed.
+        config: what Hydra composed; it is not changed.
+        hydra_node: its ``hydra`` node, which lists the chosen files and the typed values.
 
     Raises:
-        UserError: if a setting refers to another that does not exist.
+        UserError: if the table names an unknown setting, or a setting refers to another that does
+            not exist.
     """
     settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    typed = {override.lstrip("+~").partition("=")[0] for override in facts.overrides.task}
-    method = facts.runtime.choices.optimizer
+    typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
+    method = hydra_node.runtime.choices.optimizer
     try:
         for key, value in ((settings.methods or {}).get(method) or {}).items():
             if key not in settings.optimizer:
@@ -50,13 +51,13 @@ def settle(config: DictConfig, facts: DictConfig) -> DictConfig:
         plain = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    del plain["methods"]  # the method's own are in optimizer now
+    del plain["methods"]  # those of the chosen method are in optimizer now
     return OmegaConf.create(plain, flags={"struct": True})
 
 
-def leaves_out(config: DictConfig, facts: DictConfig) -> str | None:
-    """Return the method's name if the recipe has a table of methods without it."""
-    method, table = facts.runtime.choices.optimizer, config.methods
+def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
+    """Return the chosen method's name if the recipe has a table of methods without it."""
+    method, table = hydra_node.runtime.choices.optimizer, config.methods
     return method if table is None or (table and method not in table) else None
 
 
@@ -102,13 +103,13 @@ def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
     parent, prefix = error.parent_node, key.rpartition(".")[0]
     node = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
     known = _keys(node, f"{prefix}." if prefix else "")
-    same = sorted(name for name in known if name.endswith(f".{key}") and name[:6] != "hydra.")
-    guess = f" (did you mean {same[0]}?)" if same else did_you_mean(key, known)
+    same_end = sorted(name for name in known if name.endswith(f".{key}") and name[:6] != "hydra.")
+    guess = f" (did you mean {same_end[0]}?)" if same_end else did_you_mean(key, known)
     return f"{key} is not a setting{guess}: see `python train.py --help`"
 
 
 def _keys(node: Any, prefix: str) -> set[str]:
-    """Return all keys at or below a node, dotted."""
+    """Return the dotted names of all keys at or below a node."""
     if not isinstance(node, dict):
         return set()
     inner = {f"{prefix}{key}": value for key, value in node.items()}
@@ -116,5 +117,6 @@ def _keys(node: Any, prefix: str) -> set[str]:
 
 
 def _first_line(error: BaseException | None) -> str:
+    """Return the first line of a message, or of its cause's if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else _first_line(error.__cause__) if error else ""

@@ -1,11 +1,11 @@
-"""Files that are whole or not there."""
+"""Files that are either complete or absent."""
 
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file: all of it or, whatever happens, nothing."""
+    """Write a text file completely or, whatever happens, not at all."""
     temporary = path.with_name(f"{path.name}.part")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

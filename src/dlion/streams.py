@@ -1,6 +1,6 @@
-"""Random streams that depend on nothing but names: (seed, purpose, worker, step).
+"""Random streams that depend on their names alone: (seed, purpose, worker, step).
 
-A draw can be repeated from these four alone, so a run is the same however its workers are spread
+A draw can be repeated from these four, so a run is the same however its workers are spread
 over processes, and resuming needs no saved generator state.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 
 def stream_seed(seed: int, purpose: str, *ids: int) -> int:
-    """A 63-bit seed that is independent, for all practical purposes, between any two names."""
+    """Return a 63-bit seed; those of two names are independent for all practical purposes."""
     entropy = [seed, zlib.crc32(purpose.encode()), *ids]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
 
@@ -19,5 +19,5 @@ def stream_seed(seed: int, purpose: str, *ids: int) -> int:
 def stream(
     seed: int, purpose: str, *ids: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A fresh generator for the stream of that name."""
+    """Return a new generator at the beginning of the stream of that name."""
     return torch.Generator(device=device).manual_seed(stream_seed(seed, purpose, *ids))

@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""Measures where a step's time goes."""
 
 import time
 from collections import defaultdict
@@ -9,25 +9,29 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 class Timer:
     """Adds up the host's seconds by phase; does nothing while not ``enabled``.
 
-    A phase inside another, on the same thread, is taken out of the outer one.
+    The time of a phase inside another, on the main thread, counts for the inner one alone.
+
+    Attributes:
+        enabled: whether to measure.
+        seconds: the sum for each phase.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.seconds: dict[str, float] = defaultdict(float)
-        self._inner = 0.0  # seconds of phases that ended on the main thread
+        self._ended = 0.0  # seconds of the main thread's ended phases, without overlap
 
     def __call__(self, phase: str, beside: bool = False) -> AbstractContextManager[None]:
-        """Time what runs in here; ``beside``: on another thread, at the same time as the rest."""
+        """Time a phase; one ``beside`` runs on another thread, at the same time as the rest."""
         return self._timed(phase, beside) if self.enabled else nullcontext()
 
     @contextmanager
     def _timed(self, phase: str, beside: bool) -> Iterator[None]:
-        before, start = self._inner, time.perf_counter()
+        ended_before, start = self._ended, time.perf_counter()
         yield
         seconds = time.perf_counter() - start
         if beside:
             self.seconds[phase] += seconds
         else:
-            self.seconds[phase] += seconds - (self._inner - before)
-            self._inner = before + seconds
+            self.seconds[phase] += seconds - (self._ended - ended_before)  # less the inner phases
+            self._ended = ended_before + seconds

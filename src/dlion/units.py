@@ -8,10 +8,10 @@ _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def parse_rate(text: object) -> int:
-    """Bits per second of ``100mbit``, ``2.5gbit`` and so on.
+    """Return the bits per second of ``100mbit``, ``2.5gbit`` and so on.
 
     Raises:
-        UserError: if it is not a rate.
+        UserError: if it is not a rate; the message begins with the text.
     """
     match = re.fullmatch(r"([0-9.]+)(bit|kbit|mbit|gbit)", str(text).lower())
     try:
@@ -20,14 +20,14 @@ def parse_rate(text: object) -> int:
         rate = 0.0
     if rate < 1000:
         raise UserError(
-            f"network.rate={text} is not a rate: write a number and a unit, such as 100mbit or"
+            f"{text} is not a rate: write a number and a unit, such as 100mbit or"
             " 2.5gbit (at least 1kbit)"
         )
     return round(rate)
 
 
 def human_bytes(count: float) -> str:
-    """1,234,000 as ``1.23 MB`` (powers of 1,000)."""
+    """Write 1,234,000 as ``1.23 MB`` (powers of 1,000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -14,7 +14,7 @@ class Workers:
     Worker ids run process by process: process r hosts workers ``r * local .. (r + 1) * local - 1``.
 
     Attributes:
-        rank: this process, 0 to ``processes - 1``.
+        rank: number of this process, 0 to ``processes - 1``.
         processes: number of processes.
         local: virtual workers in each process (1: ordinary distributed training).
         group: the process group; None means the default group, or no group for one process.
@@ -40,12 +40,12 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """All workers."""
+        """n, the number of all workers."""
         return self.processes * self.local
 
     @property
     def ids(self) -> range:
-        """The workers hosted here."""
+        """The workers hosted by this process."""
         return range(self.rank * self.local, (self.rank + 1) * self.local)
 
     def with_own_group(self) -> "Workers":
@@ -87,7 +87,7 @@ class Workers:
         group: dist.ProcessGroup | None = None,
         timeout: float | None = None,
     ) -> "Workers":
-        """The workers of the initialised process group, or of this process alone without one."""
+        """Return the workers of the initialised process group, or else of this process alone."""
         if not dist.is_initialized():
             return cls(local=local)
         return cls(dist.get_rank(group), dist.get_world_size(group), local, group, timeout)

@@ -16,7 +16,7 @@ WORDS = "the cat sat on a mat and saw that dog run far away from big red barn ye
 
 
 def picture(size: int, shade: int, kind: str = "PNG", mode: str = "RGB") -> bytes:
-    """A noisy image whose brightness is its class's: 40 times ``shade`` and up to 40 more."""
+    """Draw a noisy image with pixels from 40 times ``shade`` to 39 more."""
     rng = np.random.default_rng(shade)
     pixels = rng.integers(40 * shade, 40 * shade + 40, (size, size, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -25,14 +25,14 @@ def picture(size: int, shade: int, kind: str = "PNG", mode: str = "RGB") -> byte
 
 
 def photo(number: int, shade: int) -> bytes:
-    """A JPEG as ImageNet has them: of any size, most in colours, some grey, some CMYK."""
+    """Draw a JPEG like ImageNet's: the sizes vary, most are coloured, some grey, some CMYK."""
     return picture(40 + number % 5, shade, "JPEG", ("RGB", "L", "RGB", "CMYK")[number % 4])
 
 
 def write_cifar(
     folder: Path, classes: int = 10, columns: tuple[str, ...] = ("img", "label"), count: int = 24
 ) -> None:
-    """The hub's layout of CIFAR: PNG images of 32 x 32 in parquet."""
+    """Write CIFAR in the hub's layout: PNG images of 32 x 32 in parquet."""
     for split, size in (("train", count), ("test", count // 2)):
         _write_images(
             folder / "plain_text", split, columns, classes, size, lambda _, c: picture(32, c % 6)
@@ -40,7 +40,7 @@ def write_cifar(
 
 
 def write_imagenet_parquet(folder: Path, classes: int = 3, each: int = 8) -> None:
-    """The hub's layout of ImageNet: JPEG images, classes with names."""
+    """Write ImageNet in the hub's layout: JPEG images, classes with names."""
     for split, count in (("train", classes * each), ("validation", 2 * classes)):
         _write_images(folder / "data", split, ("image", "label"), classes, count, photo)
 
@@ -63,25 +63,25 @@ def _write_images(
 
 
 def write_imagenet_folders(folder: Path, classes: int = 3, each: int = 8) -> None:
-    """torchvision's layout of ImageNet: split/CLASS/NAME.JPEG."""
+    """Write ImageNet in torchvision's layout: split/CLASS/NAME.JPEG."""
     for split, count in (("train", each), ("val", 2)):
         for label in range(classes):
-            place = folder / split / f"n{label:08}"
-            place.mkdir(parents=True)
+            class_folder = folder / split / f"n{label:08}"
+            class_folder.mkdir(parents=True)
             for i in range(count):
-                (place / f"{i}.JPEG").write_bytes(photo(i, label))
+                (class_folder / f"{i}.JPEG").write_bytes(photo(i, label))
 
 
 def as_the_hub_converts(folder: Path) -> None:
-    """``SPLIT-00000-of-00001.parquet`` becomes ``SPLIT/0000.parquet``, as in its own copies."""
+    """Rename ``SPLIT-00000-of-00001.parquet`` to ``SPLIT/0000.parquet``, as the hub does."""
     for file in list(folder.rglob("*-of-*.parquet")):
-        place = file.parent / file.name.split("-")[0]
-        place.mkdir()
-        file.rename(place / "0000.parquet")
+        split_folder = file.parent / file.name.split("-")[0]
+        split_folder.mkdir()
+        file.rename(split_folder / "0000.parquet")
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer of transformers."""
+    """Write a word-level tokenizer of transformers."""
     declare_missing_operators()
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -97,7 +97,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_documents(path: Path, count: int, seed: int = 0) -> list[str]:
-    """Documents as JSON lines; returns their texts."""
+    """Write documents as JSON lines, and return their texts."""
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(WORDS, rng.integers(20, 40))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -105,7 +105,7 @@ def write_documents(path: Path, count: int, seed: int = 0) -> list[str]:
 
 
 def write_llama(folder: Path) -> None:
-    """An untrained LLaMA with its tokenizer, as a folder of transformers with safetensors."""
+    """Write an untrained LLaMA and its tokenizer as a folder of transformers with safetensors."""
     write_tokenizer(folder)
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -138,19 +138,32 @@ ROWS = {  # questions of each task, in the columns of the hub: one question, wri
         {"question": "a cat run far", "passage": "cat -- that cat run far", "idx": 0, "label": 1}
     ],
     "piqa": [{"goal": "saw a barn", "sol1": "run away", "sol2": "sat on a mat", "label": 1}],
-    "siqa": [{
-        "context": "dog saw cat", "question": "and cat", "answerA": "sat", "answerB": "run away",
-        "answerC": "mat", "label": "2",
-    }],
+    "siqa": [
+        {
+            "context": "dog saw cat",
+            "question": "and cat",
+            "answerA": "sat",
+            "answerB": "run away",
+            "answerC": "mat",
+            "label": "2",
+        }
+    ],
     "hellaswag": [
         {
-            "ind": 1, "activity_label": "cat", "ctx_a": "the cat sat.", "ctx_b": "the dog",
-            "ctx": "the cat sat. the dog", "endings": ["dog", "far", "red", "on a mat"],
+            "ind": 1,
+            "activity_label": "cat",
+            "ctx_a": "the cat sat.",
+            "ctx_b": "the dog",
+            "ctx": "the cat sat. the dog",
+            "endings": ["dog", "far", "red", "on a mat"],
             "label": "3",
         },
         {
-            "ind": 2, "activity_label": "cat", "ctx_b": "",
-            "ctx_a": "[header] the cat sat [title] The dog", "label": "3",
+            "ind": 2,
+            "activity_label": "cat",
+            "ctx_b": "",
+            "ctx_a": "[header] the cat sat [title] The dog",
+            "label": "3",
             "ctx": "[header] the cat sat [title] The dog",
             "endings": ["[step] dog", "far", "red", "on a [substeps] mat"],
         },
@@ -158,11 +171,11 @@ ROWS = {  # questions of each task, in the columns of the hub: one question, wri
     "openbookqa": [
         {"id": "3", "question_stem": "dog run", "choices": _LETTERED, "answerKey": "C"},
     ],
-}  # fmt: skip
+}
 
 
 def write_tasks(folder: Path, count: int = 12) -> None:
-    """The seven multiple-choice tasks in the hub's columns, one folder each."""
+    """Write the seven multiple-choice tasks in the hub's columns, one folder each."""
     for task, rows in ROWS.items():
         test = "test" if task in ("arc_easy", "arc_challenge", "openbookqa") else "validation"
         (folder / task / "plain_text").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A hub on this machine, as much of one as ``datasets`` asks for."""
+"""A hub on this machine that answers the requests of ``datasets``."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ COMMIT = 40 * "a"
 
 @contextmanager
 def serve(folder: Path, name: str) -> Iterator[str]:
-    """The files of a folder as the data set ``name``; gives what HF_ENDPOINT must be."""
+    """Serve the files of a folder as the data set ``name``; yield the value for HF_ENDPOINT."""
     files = list(folder.iterdir())
     facts = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": p.name} for p in files]}
     tree = [

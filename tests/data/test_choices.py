@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from dlion.data import choices, next_line
-from dlion.data.choices import IGNORED, TASKS, Bytes, MultipleChoice, Question
+from dlion.data.choices import TASKS
+from dlion.data.multiple_choice import IGNORED, MultipleChoice, Question
+from dlion.data.next_line import ByteTokenizer
 from dlion.errors import UserError
 from tests.data.formats import ROWS, as_the_hub_converts, write_tasks, write_tokenizer
 
@@ -41,9 +43,9 @@ def test_only_the_right_answer_is_trained_on(data):
     x, y = data.batch(torch.arange(0, 84, 12), torch.Generator())
     for row, target, question in zip(x, y, data.train[::12], strict=True):
         prompt, answer = RIGHT[question.task]
-        kept = target != IGNORED
-        assert data.tokenizer.decode(target[kept]) == answer
-        last = int(kept.nonzero()[-1])
+        answered = target != IGNORED
+        assert data.tokenizer.decode(target[answered]) == answer
+        last = int(answered.nonzero()[-1])
         whole = data.tokenizer(f"{prompt} {answer}")["input_ids"]
         assert row[: last + 1].tolist() == whole[:-1]
 
@@ -60,7 +62,7 @@ def test_parts_of_a_batch_weigh_as_their_questions_do(data):
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_the_likeliest_answer_wins(data, knows):
-    """An oracle that finds the tokens of the right answers likely, or unlikely."""
+    """An oracle gives the tokens of the right answers a high likelihood, or a low one."""
     total = torch.zeros(data.sums, dtype=torch.float64)
     for start in range(0, data.test_size, data.test_batch_size):
         _, y = data.test_batch(start, start + data.test_batch_size)
@@ -68,8 +70,8 @@ def test_the_likeliest_answer_wins(data, knows):
         logits = torch.zeros(*y.shape, data.vocabulary)
         for question in data.test[start : start + data.test_batch_size]:
             right = row + question.right
-            for place in (y[right] != IGNORED).nonzero().flatten():
-                logits[right, place, y[right, place]] = 20.0 if knows else -20.0
+            for position in (y[right] != IGNORED).nonzero().flatten():
+                logits[right, position, y[right, position]] = 20.0 if knows else -20.0
             row += len(question.answers)
         assert row == len(y)
         total += data.score(logits, y, start)
@@ -94,7 +96,7 @@ def test_a_long_prompt_loses_its_beginning(data):
 def test_a_space_at_the_end_of_a_prompt_is_the_answers():
     """As in lm-eval, for tokenizers that put spaces before words."""
     question = Question("t", "the cat ", ["sat"], 0)
-    data = MultipleChoice([question], [question], Bytes(), context=64, shots=0)
+    data = MultipleChoice([question], [question], ByteTokenizer(), context=64, shots=0)
     _, y = data.test_batch(0, 1)
     assert bytes(y[y != IGNORED].tolist()) == b"  sat"
 

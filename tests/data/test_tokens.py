@@ -51,8 +51,14 @@ def start(*arguments, cwd=ROOT):
 def test_every_document_arrives(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 30) + write_documents(tmp_path / "b.jsonl", 25, 1)
     done = run(
-        *(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "-o", tmp_path / "out"),
-        *("--tokenizer", tmp_path / "tokenizer", "--held-out", 10),
+        tmp_path / "a.jsonl",
+        tmp_path / "b.jsonl",
+        "-o",
+        tmp_path / "out",
+        "--tokenizer",
+        tmp_path / "tokenizer",
+        "--held-out",
+        10,
     )
     assert done.returncode == 0, done.stderr
     assert f"type dataset.path={tmp_path / 'out'}" in done.stdout

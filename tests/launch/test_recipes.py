@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion import models
 from dlion.compare.commands import sweep_overrides
-from dlion.config import make, settle
+from dlion.config import instantiate, settle
 from dlion.data import ImageData, TextData
 from dlion.data.prepare import prepare
 from dlion.data.tokens import load_tokenizer
@@ -167,7 +167,9 @@ def test_every_full_run_can_be_built(recipe):
                 assert size == pytest.approx(SIZES[name], rel=0.03)
             if kind not in built_optimizers:
                 workers = Workers(local=settings.workers)
-                make(settings.optimizer, built_models[name].named_parameters(), workers=workers)
+                instantiate(
+                    settings.optimizer, built_models[name].named_parameters(), workers=workers
+                )
                 built_optimizers.add(kind)
     assert built_optimizers
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from dlion.config import make
+from dlion.config import instantiate
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
 from dlion.launch.environment import join_process_group
@@ -111,7 +111,7 @@ def runs(tmp_path_factory):
     """What every method gives, for 1, 2, 4 and 8 processes."""
     for method in METHODS:  # what is imported and compiled here is so in all processes
         params = [torch.nn.Parameter(torch.zeros(64))]
-        make(_optimizer(method), params, workers=Workers(local=2)).prepare()
+        instantiate(_optimizer(method), params, workers=Workers(local=2)).prepare()
     data, found = digits(), {}
     for processes in (1, 2, 4, 8):
         directory = tmp_path_factory.mktemp(f"spread{processes}")

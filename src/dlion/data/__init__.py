@@ -1,14 +1,16 @@
-"""Data sets and how they are dealt out to workers."""
+"""Data sets, and how they are divided among workers."""
 
 from typing import Any
 
-from dlion.config import make
+from dlion.config import instantiate
 from dlion.data.base import Data, Images, Text
-from dlion.data.choices import MultipleChoice, choices, next_line
+from dlion.data.choices import choices
 from dlion.data.cifar import cifar10, cifar100
 from dlion.data.digits import digits, mnist5k
 from dlion.data.image_files import ImageFiles, imagenet
 from dlion.data.images import ImageData
+from dlion.data.multiple_choice import MultipleChoice
+from dlion.data.next_line import next_line
 from dlion.data.sharding import Sharding
 from dlion.data.text import TextData, stdlib_text
 from dlion.data.tokens import prepared_text
@@ -40,6 +42,6 @@ _USE = ("sharding", "alpha", "validation")
 
 
 def load(node: Any) -> Data:
-    """Return the data set of a config node; ``validation`` swaps the test set."""
-    data = make({key: value for key, value in node.items() if key not in _USE})
+    """Load the data set of a config node; ``validation`` replaces its test set by training data."""
+    data = instantiate({key: value for key, value in node.items() if key not in _USE})
     return data.hold_out() if node.validation else data

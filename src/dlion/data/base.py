@@ -1,4 +1,4 @@
-"""What the training loop asks of a data set."""
+"""The interface between the training loop and a data set."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Data(ABC):
-    """Samples to train on and to test on, by number.
+    """Numbered samples to train on and to test on.
 
     Attributes:
-        train_size, test_size: samples.
-        test_batch_size: samples of a test batch; fixed, as it may touch the last bit of a result.
-        sums: length m of what :meth:`score` gives.
+        train_size, test_size: number of samples.
+        test_batch_size: samples in a test batch; fixed, as it may touch the last bit of a result.
+        sums: length m of what :meth:`score` returns.
     """
 
     test_batch_size: int
@@ -33,45 +33,48 @@ class Data(ABC):
 
     @property
     def labels(self) -> Tensor | None:
-        """Of the training samples, int64, where each has one."""
+        """The training samples' labels, int64, if each sample has one."""
         return None
 
     @abstractmethod
     def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
-        """Training samples, what a model takes and what it should answer.
+        """Return training samples: a model's inputs and its targets.
 
-        ``generator`` (on the CPU) makes all random choices.
+        Args:
+            indices: numbers of the samples, int64 ``[B]``.
+            generator: makes all random choices, on the CPU.
+            device: where the batch shall be.
         """
 
     @abstractmethod
     def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
-        """Test samples ``start .. stop - 1``, like :meth:`batch`."""
+        """Return test samples ``start .. stop - 1``, like :meth:`batch`."""
 
     @abstractmethod
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
-        """The same data with part of the training set as test set, for tuning."""
+        """Return the same data with part of the training set as test set, for tuning."""
 
     @abstractmethod
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """What training makes small: the mean over a batch, a scalar."""
+        """Return the mean loss over a batch, a scalar, which training minimises."""
 
     @abstractmethod
     def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
-        """Sums over the test batch that begins at sample ``start``, float64 ``[m]``."""
+        """Return sums over the test batch that begins at sample ``start``, float64 ``[m]``."""
 
     @abstractmethod
     def results(self, sums: list[float]) -> dict[str, float]:
-        """``test_loss`` (nats) and the like from the sums over all test batches."""
+        """Return ``test_loss`` (nats) and other results from the sums over all test batches."""
 
     def batches(
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:
-        """A training batch for every (indices, seed of all random choices), in that order."""
+        """Yield a training batch for every (indices, seed of all random choices), in order."""
         for indices, seed in requests:
             yield self.batch(indices, torch.Generator().manual_seed(seed), device)
 
     def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
-        """The test batches that begin at these samples, in that order."""
+        """Yield the test batches that begin at these samples, in order."""
         for start in starts:
             yield self.test_batch(start, start + self.test_batch_size, device)
 
@@ -80,7 +83,9 @@ class Images(Data):
     """Images, normalised float32 ``[B, C, H, W]``, and labels ``[B]`` or shares ``[B, classes]``.
 
     Attributes:
-        channels, image_size, classes: what a model must fit; images are square.
+        channels: number of colour channels, C.
+        image_size: height and width in pixels.
+        classes: number of labels.
     """
 
     channels: int
@@ -101,7 +106,7 @@ class Images(Data):
 
 
 class Text(Data):
-    """Tokens ``[B, T]`` and those that follow them, int64.
+    """Tokens ``[B, T]`` and the tokens that follow them, int64.
 
     Attributes:
         vocabulary: number of different tokens.
@@ -114,7 +119,7 @@ class Text(Data):
 
     @property
     def test_batch_size(self) -> int:  # type: ignore[override]
-        """As many as make 8,192 tokens."""
+        """Samples in a test batch: as many as make 8,192 tokens."""
         return max(1, 8192 // self.context)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -129,13 +134,13 @@ class Text(Data):
 
 
 def split_off(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the samples to keep, and of a random fraction of all to hold out."""
+    """Return the numbers of the samples that stay, and of a random fraction that is held out."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-    held = round(fraction * size)
-    return order[held:], order[:held]
+    held_out = round(fraction * size)
+    return order[held_out:], order[:held_out]
 
 
 def _loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Sum of the losses and number of labels; labels of -100 do not count."""
+    """Return the sum of the losses and the number of labels; labels of -100 do not count."""
     loss = F.cross_entropy(logits.flatten(0, -2).float(), y.flatten(), reduction="sum")
     return torch.stack([loss.double(), (y != -100).sum().double()])

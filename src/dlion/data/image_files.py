@@ -2,38 +2,39 @@
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from dlion.data.base import Batch, Images, split_off
-from dlion.data.parquet import load_parquet
+from dlion.data.parquet import keep_encoded, load_parquet
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
 
-_PATIENCE = 300  # seconds for a batch, after which a helper counts as stuck
-# of ImageNet, as torchvision's models use them
+_PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
+# ImageNet's, as torchvision's models use them
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass
 class ImageFiles(Images):
-    """Encoded images and labels, decoded when asked for.
+    """Encoded images and labels, decoded when they are needed.
 
-    What a sample becomes depends on its batch's seed alone, not on which helper decodes it.
+    Random changes of a sample depend on its batch's seed alone, not on the process that decodes it.
 
     Attributes:
         train, test: sequences of (PIL image, label).
         classes: number of labels.
         image_size: pixels, of square crops.
         auto_augment: torchvision's policy for ImageNet (Cubuk et al. 2019, arXiv 1805.09501).
-        mixup: alpha of MixUp (Zhang et al. 2018, arXiv 1710.09412), 0: none; training labels are
-            then shares ``[B, classes]``.
-        loaders: helper processes of each process; 0: none.
+        mixup: alpha of MixUp (Zhang et al. 2018, arXiv 1710.09412), which makes training labels
+            shares ``[B, classes]``; 0: none.
+        loaders: helper processes that decode, for each process; 0: none.
     """
 
     train: Sequence[tuple[Any, int]]
@@ -43,6 +44,10 @@ class ImageFiles(Images):
     auto_augment: bool = False
     mixup: float = 0.0
     loaders: int = 0
+    # their helper processes stay for the next evaluation
+    _test_loaders: dict[tuple[tuple[int, ...], str], DataLoader] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     channels = 3
     test_batch_size = 128
@@ -56,23 +61,23 @@ class ImageFiles(Images):
         return len(self.test)
 
     def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
-        return _on(device, _Training(self)[indices.tolist(), generator.initial_seed()])
+        return _to(device, _Training(self)[indices.tolist(), generator.initial_seed()])
 
     def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
-        return _on(device, _Testing(self, stop - start)[start])
+        return _to(device, _Testing(self, stop - start)[start])
 
     def batches(
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:
-        lists = ((indices.tolist(), seed) for indices, seed in requests)
-        return (_on(device, batch) for batch in self._loader(_Training(self), lists, device))
+        samplings = ((indices.tolist(), seed) for indices, seed in requests)
+        return (_to(device, batch) for batch in self._loader(_Training(self), samplings, device))
 
     def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
-        kept = self.__dict__.setdefault("_test_loaders", {})  # helpers stay for the next time
         key = tuple(starts), device
-        if key not in kept:
-            kept[key] = self._loader(_Testing(self, self.test_batch_size), key[0], device)
-        return (_on(device, batch) for batch in kept[key])
+        if key not in self._test_loaders:
+            dataset = _Testing(self, self.test_batch_size)
+            self._test_loaders[key] = self._loader(dataset, key[0], device)
+        return (_to(device, batch) for batch in self._test_loaders[key])
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
         train, test = split_off(self.train_size, fraction, seed)
@@ -81,6 +86,7 @@ class ImageFiles(Images):
         )
 
     def _loader(self, dataset: Dataset, requests: Iterable[Any], device: str) -> DataLoader:
+        """Return a loader of ``dataset[request]`` for each request."""
         return DataLoader(
             dataset,
             batch_size=None,  # a request is a batch
@@ -93,7 +99,7 @@ class ImageFiles(Images):
 
 
 class _Training(Dataset):
-    """(indices, seed) -> a training batch."""
+    """Training batches by their samples and seed: ``(indices, seed)`` is an index."""
 
     def __init__(self, data: ImageFiles):
         declare_missing_operators()
@@ -104,7 +110,7 @@ class _Training(Dataset):
             [
                 v2.RandomResizedCrop(data.image_size),
                 v2.RandomHorizontalFlip(),
-                *([v2.AutoAugment()] if data.auto_augment else []),
+                v2.AutoAugment() if data.auto_augment else v2.Identity(),
                 v2.PILToTensor(),
             ]
         )
@@ -120,7 +126,7 @@ class _Training(Dataset):
 
 
 class _Testing(Dataset):
-    """First sample -> a test batch."""
+    """Test batches by their first sample."""
 
     def __init__(self, data: ImageFiles, size: int):
         declare_missing_operators()
@@ -142,13 +148,14 @@ class _Testing(Dataset):
 
 
 def _stack(samples: Iterable[tuple[Tensor, int]]) -> Batch:
+    """Make a normalised batch of uint8 images and their labels."""
     images, labels = zip(*samples, strict=True)
     mean, deviation = (torch.tensor(c).view(3, 1, 1) for c in (_MEAN, _DEVIATION))
     x = torch.stack(images).to(torch.float32).div_(255).sub_(mean).div_(deviation)
     return x, torch.tensor(labels, dtype=torch.int64)
 
 
-def _on(device: str, batch: Batch) -> Batch:
+def _to(device: str, batch: Batch) -> Batch:
     x, y = (part.to(device, non_blocking=True) for part in batch)
     return x, y
 
@@ -160,13 +167,14 @@ def imagenet(
     mixup: float = 0.0,
     loaders: int = 4,
 ) -> ImageFiles:
-    """ImageNet-1K, or any other set of images in one of its two layouts.
+    """Load ImageNet-1K, or any other set of images in one of its two layouts.
 
     Args:
         path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (torchvision's
             ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
             ``train/*.parquet`` and ``validation/*.parquet``, at any depth, of columns ``image`` and
             ``label`` (the hub's ``ILSVRC/imagenet-1k``).
+        image_size, auto_augment, mixup, loaders: see :class:`ImageFiles`.
 
     Raises:
         UserError: if there is neither, or if the two parts differ in their classes.
@@ -177,16 +185,14 @@ def imagenet(
             " val/CLASS/*.JPEG, or with the hub's parquet files"
         )
     root = Path(path).expanduser()
-    find = _folders if (root / "train").is_dir() and _class_folders(root / "train") else _parquet
-    train, test, classes = find(root)
+    has_class_folders = any(entry.is_dir() for entry in root.glob("train/*"))
+    load = _load_folders if has_class_folders else _load_parquet
+    train, test, classes = load(root)
     return ImageFiles(train, test, classes, image_size, auto_augment, mixup, loaders)
 
 
-def _class_folders(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-
-
-def _folders(root: Path) -> tuple[Sequence, Sequence, int]:
+def _load_folders(root: Path) -> tuple[Sequence, Sequence, int]:
+    """Return training samples, test samples and the number of classes."""
     declare_missing_operators()
     from torchvision.datasets import ImageFolder
 
@@ -195,16 +201,16 @@ def _folders(root: Path) -> tuple[Sequence, Sequence, int]:
     except FileNotFoundError as error:
         raise UserError(f"dataset.path={root}: {error}") from error
     if train.classes != test.classes:
-        odd = sorted(set(train.classes) ^ set(test.classes))
+        unmatched = sorted(set(train.classes) ^ set(test.classes))
         raise UserError(
             f"dataset.path={root}: train and val differ in their class folders,"
-            f" {', '.join(odd[:3])} for instance"
+            f" {', '.join(unmatched[:3])} for instance"
         )
     return train, test, len(train.classes)
 
 
 class _Rows(Dataset):
-    """Rows of a table of the hub, decoded when asked for."""
+    """Rows of a table of the hub, decoded when they are needed."""
 
     def __init__(self, table: Any):
         self.table = table
@@ -213,22 +219,17 @@ class _Rows(Dataset):
         return len(self.table)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        from PIL import Image
-
         row = self.table[int(index)]
         return Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), row["label"]
 
 
-def _parquet(root: Path) -> tuple[Sequence, Sequence, int]:
-    from datasets import Image
-
-    files = {"train": "train", "test": "validation"}
-    splits = {
-        name: table.cast_column("image", Image(decode=False))
-        for name, table in load_parquet(root, files, {"image", "label"}).items()
-    }
-    labels = splits["train"].features["label"]
-    classes = getattr(labels, "num_classes", None) or max(splits["train"].unique("label")) + 1
-    if max(splits["test"].unique("label")) >= classes:
+def _load_parquet(root: Path) -> tuple[Sequence, Sequence, int]:
+    """Return training samples, test samples and the number of classes."""
+    splits = {"train": "train", "test": "validation"}
+    tables = load_parquet(root, splits, {"image", "label"})
+    train, test = (keep_encoded(tables[name], "image") for name in ("train", "test"))
+    labels = train.features["label"]
+    classes = getattr(labels, "num_classes", None) or max(train.unique("label")) + 1
+    if max(test.unique("label")) >= classes:
         raise UserError(f"dataset.path={root}: validation has labels that train has not")
-    return _Rows(splits["train"]), _Rows(splits["test"]), classes
+    return _Rows(train), _Rows(test), classes

@@ -1,4 +1,4 @@
-"""Images that fit in memory, as tensors: batches are cut by index, nothing runs beside."""
+"""Images that fit in memory, as tensors: a batch is cut by index, without helper processes."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +11,7 @@ from dlion.data.base import Batch, Images, split_off
 
 @dataclass
 class ImageData(Images):
-    """Images and labels.
+    """Images and their labels.
 
     Attributes:
         train_x, test_x: uint8 ``[N, C, H, W]``, square.
@@ -72,7 +72,7 @@ class ImageData(Images):
 
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each channel, from at most 10,000 training images."""
+        """Return mean and deviation of each channel, from at most 10,000 training images."""
         sample = self.train_x[:10_000].to(torch.float32)
         deviation, mean = torch.std_mean(sample, dim=(0, 2, 3), correction=0, keepdim=True)
         return mean[0], deviation[0].clamp(min=1)
@@ -83,15 +83,15 @@ class ImageData(Images):
 
 
 def crop_and_flip(
-    images: Tensor, padding: int, mirrored: float, generator: torch.Generator
+    images: Tensor, padding: int, flip_probability: float, generator: torch.Generator
 ) -> Tensor:
-    """Shift each image by up to ``padding`` pixels each way (zeros come in), mirror some.
+    """Shift each image by up to ``padding`` pixels each way (zeros come in), and mirror some.
 
     The usual augmentation of CIFAR-10 (4 pixels at 32), for the whole batch at once.
     """
     count, _, size, _ = images.shape
     shift = torch.randint(2 * padding + 1, (2, count), generator=generator)
-    flip = torch.rand(count, generator=generator) < mirrored
+    flip = torch.rand(count, generator=generator) < flip_probability
     padded = torch.nn.functional.pad(images, 4 * (padding,))
     windows = padded.unfold(2, size, 1).unfold(3, size, 1)  # [N, C, 2 padding + 1, same, S, S]
     cut = windows[torch.arange(count), :, shift[0], shift[1]]

@@ -1,4 +1,7 @@
-"""Tables in the parquet layout of the Hugging Face hub: from a folder, or from the hub itself."""
+"""Tables in the parquet layout of the Hugging Face hub: from a folder, or from the hub itself.
+
+``datasets`` is imported inside the functions, as it takes seconds that most runs can do without.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +12,18 @@ from dlion.errors import UserError
 
 
 def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:
-    """Tables of the files ``SPLIT-*.parquet`` or ``SPLIT/*.parquet`` below a folder, at any depth.
+    """Load the files ``SPLIT-*.parquet`` or ``SPLIT/*.parquet`` below a folder, at any depth.
 
     The first is the hub's layout, the second that of its own parquet copies (the branch
     ``refs/convert/parquet``).
 
     Args:
-        splits: name of a table -> split of the hub.
-        columns: what each table must have.
+        path: the folder.
+        splits: the split of the hub for each name that a table shall have.
+        columns: those that each table must have.
+
+    Returns:
+        The tables, by the names in ``splits``.
 
     Raises:
         UserError: if there is no such folder, file or column, or if a split lies in several
@@ -29,19 +36,19 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
         raise UserError(f"dataset.path={path} is not a folder: give that of the parquet files")
     files: dict[str, list[str]] = {}
     for name, split in splits.items():
-        found = sorted({*folder.rglob(f"{split}-*.parquet"), *folder.rglob(f"{split}/*.parquet")})
-        homes = sorted({str(file.parent.relative_to(folder)) for file in found})
-        if not found:
+        matches = sorted({*folder.rglob(f"{split}-*.parquet"), *folder.rglob(f"{split}/*.parquet")})
+        parents = sorted({str(file.parent.relative_to(folder)) for file in matches})
+        if not matches:
             raise UserError(
                 f"dataset.path={path} holds no {split}-*.parquet and no {split}/*.parquet: give a"
                 " folder in the layout of the hub"
             )
-        if len(homes) > 1:
+        if len(parents) > 1:
             raise UserError(
-                f"dataset.path={path} holds parquet files of {split} in {' and in '.join(homes)}:"
+                f"dataset.path={path} holds parquet files of {split} in {' and in '.join(parents)}:"
                 " leave one of these folders there"
             )
-        files[name] = [str(file) for file in found]
+        files[name] = [str(file) for file in matches]
     disable_progress_bars()
     try:
         tables = load_dataset("parquet", data_files=files)
@@ -56,20 +63,23 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
 
 
 def open_hub(name: str, config: str | None = None, **options: Any) -> Any:
-    """``datasets.load_dataset``; of data sets that are scripts, the hub's own parquet copy."""
+    """Call ``datasets.load_dataset``; read the hub's own parquet copy of data sets with scripts."""
     from datasets import load_dataset
 
     use_the_cache_if_offline()
     try:
         return load_dataset(name, config, **options)
-    except RuntimeError as error:
+    except RuntimeError as error:  # datasets has no class of its own for this one
         if "scripts are no longer supported" not in str(error):
             raise
         return load_dataset(name, revision="refs/convert/parquet", **options)
 
 
 def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[str, Any]:
-    """The tables of a data set on the hub, or of its copy in the cache.
+    """Load the tables of a data set on the hub, or of its copy in the cache.
+
+    Returns:
+        The tables by split.
 
     Raises:
         UserError: if it is in neither, or lacks a column.
@@ -92,11 +102,18 @@ def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[st
 
 
 def check_columns(tables: Mapping[str, Any], columns: set[str], where: str) -> None:
-    """Refuse tables that lack a column."""
+    """Refuse tables that lack a column; ``where`` names them in the message."""
     for table in tables.values():
-        found = set(table.column_names)
-        if not found >= columns:
+        present = set(table.column_names)
+        if not present >= columns:
             raise UserError(
-                f"{where} has the columns {', '.join(sorted(found))}:"
+                f"{where} has the columns {', '.join(sorted(present))}:"
                 f" {' and '.join(sorted(columns))} are needed"
             )
+
+
+def keep_encoded(table: Any, column: str) -> Any:
+    """Return a table that gives its images as ``{"bytes": ...}``, as they are stored."""
+    from datasets import Image
+
+    return table.cast_column(column, Image(decode=False))

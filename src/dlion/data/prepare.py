@@ -4,7 +4,7 @@
     python -m dlion.data.prepare a.jsonl b.jsonl -o DIR             # from files of one kind
 
 writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
-``tokens.json``. Stopped half-way, the same command goes on where it was. Exit codes: 0 finished, 2
+``tokens.json``. After an interruption the same command continues. Exit codes: 0 finished, 2
 wrong input, 130 interrupted.
 """
 
@@ -13,8 +13,9 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -37,10 +38,12 @@ def prepare(
     """Write the tokens of all documents, each followed by the end-of-text token.
 
     Args:
-        table: of ``datasets``, or anything that gives ``table[start:stop][column]``.
-        tokenizer: of ``transformers``.
-        held_out: every so many documents one is for the test.
-        origin: what was typed to name table, column and tokenizer; another one cannot go on.
+        table: a table of ``datasets``, or anything that gives ``table[start:stop][column]``.
+        tokenizer: one of ``transformers``.
+        folder: where the files go; those of an earlier call are continued.
+        column: the one that holds the documents.
+        held_out: every ``held_out``-th document is for the test.
+        origin: the typed names of table, column and tokenizer; only the same can continue a folder.
 
     Raises:
         UserError: if the tokenizer has no such token, a document is not text, or the folder was
@@ -52,43 +55,56 @@ def prepare(
         raise UserError(
             "--tokenizer has no end-of-text token (eos_token) to put after documents: give another"
         )
-    dtype = "uint16" if len(tokenizer) <= 2**16 else "int32"
     facts: dict[str, Any] = {
         "documents": 0,
         "of": len(table),
         "tokens": dict.fromkeys(PARTS, 0),
         "vocabulary": len(tokenizer),
-        "dtype": dtype,
+        "dtype": "uint16" if len(tokenizer) <= 2**16 else "int32",
         "held_out": held_out,
         "origin": origin,
     }
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / FACTS).exists():
-        facts = _resume(read_facts(folder), facts, folder)
-    with Progress() as progress:
+        facts = _continued(read_facts(folder), facts, folder)
+    with Progress() as progress, ExitStack() as stack:
         bar = progress.add_task("documents", total=facts["of"], completed=facts["documents"])
-        with (folder / "train.bin").open("ab") as train, (folder / "val.bin").open("ab") as val:
-            files = {"train": train, "val": val}
-            for part, file in files.items():  # what was written after the last count
-                file.truncate(facts["tokens"][part] * np.dtype(dtype).itemsize)
-            while facts["documents"] < facts["of"]:
-                start = facts["documents"]
-                texts = table[start : start + _BATCH][column]
-                _check_texts(texts, start, column)
-                for i, ids in enumerate(tokenizer(texts)["input_ids"], start):
-                    part = "val" if i % held_out == 0 else "train"
-                    document = np.array([*ids, tokenizer.eos_token_id], dtype)
-                    files[part].write(document.tobytes())
-                    facts["tokens"][part] += len(document)
-                for file in files.values():
-                    file.flush()
-                    os.fsync(file.fileno())
-                facts["documents"] = start + len(texts)
-                write_atomically(folder / FACTS, json.dumps(facts, indent=2) + "\n")
-                progress.update(bar, completed=facts["documents"])
+        files = {part: stack.enter_context(_open_part(folder, part, facts)) for part in PARTS}
+        while facts["documents"] < facts["of"]:
+            start = facts["documents"]
+            texts = table[start : start + _BATCH][column]
+            _check_texts(texts, start, column)
+            documents = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+            _append(documents, files, facts)
+            write_atomically(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+            progress.update(bar, completed=facts["documents"])
 
 
-def _resume(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
+    """Open the file of a part, without what was written after the last count."""
+    file = (folder / f"{part}.bin").open("ab")
+    file.truncate(facts["tokens"][part] * np.dtype(facts["dtype"]).itemsize)
+    return file
+
+
+def _append(documents: list[list[int]], files: dict[str, BinaryIO], facts: dict[str, Any]) -> None:
+    """Write documents to the files of their parts, on the disk for sure, and count them."""
+    for number, ids in enumerate(documents, facts["documents"]):
+        part = "val" if number % facts["held_out"] == 0 else "train"
+        files[part].write(np.array(ids, facts["dtype"]).tobytes())
+        facts["tokens"][part] += len(ids)
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    facts["documents"] += len(documents)
+
+
+def _continued(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the facts of a folder that was begun with the settings of this call.
+
+    Raises:
+        UserError: if it was begun with others, or lacks tokens that were counted.
+    """
     for key in ("origin", "of", "vocabulary", "dtype", "held_out"):
         if old[key] != new[key]:
             raise UserError(
@@ -96,26 +112,28 @@ def _resume(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str,
                 f" it, or choose another folder"
             )
     for part, count in old["tokens"].items():
-        have = stored_tokens(folder, part, old)
-        if have < count:
+        stored = stored_tokens(folder, part, old)
+        if stored < count:
             raise UserError(
-                f"{folder / part}.bin holds {have:,} tokens, but {FACTS} says {count:,}: delete the"
-                " folder and begin again"
+                f"{folder / part}.bin holds {stored:,} tokens, but {FACTS} says {count:,}: delete"
+                " the folder and begin again"
             )
     return old
 
 
 def _check_texts(texts: list[Any], start: int, column: str) -> None:
+    """Refuse a document that is not text; the first of ``texts`` is document ``start``, from 0."""
     for number, text in enumerate(texts, start + 1):
         if not isinstance(text, str):
-            found = "null" if text is None else type(text).__name__
+            kind = "null" if text is None else type(text).__name__
             raise UserError(
                 f"document {number:,}, counted from 1, has no text in the column {column} but"
-                f" {found}: leave it out of the source"
+                f" {kind}: leave it out of the source"
             )
 
 
-def _open(sources: list[str], split: str) -> Any:
+def _load_documents(sources: list[str], split: str) -> Any:
+    """Return the table of files of one kind, or of a split of one data set on the hub."""
     from datasets import load_dataset
 
     kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -129,14 +147,14 @@ def _open(sources: list[str], split: str) -> Any:
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
-    found = {kinds.get(Path(source).suffix) for source in sources}
-    if len(found) != 1 or None in found:
+    used_kinds = {kinds.get(Path(source).suffix) for source in sources}
+    if len(used_kinds) != 1 or None in used_kinds:
         raise UserError(
             f"{', '.join(sources)}: give files of one kind, {', '.join(kinds)}, or one name of the"
             " hub"
         )
     try:
-        return load_dataset(found.pop(), data_files=sources, split="train")
+        return load_dataset(used_kinds.pop(), data_files=sources, split="train")
     except Exception as error:  # pyarrow and datasets have many, all about the files
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(
@@ -145,12 +163,13 @@ def _open(sources: list[str], split: str) -> Any:
         ) from error
 
 
-def _whole(name: str) -> str:
-    """A path in full, so that every way to type it is the same; a name of the hub as it is."""
+def _resolved(name: str) -> str:
+    """Return the same text for every way to type a path; a name of the hub stays as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def main() -> None:
+    """Prepare what the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m dlion.data.prepare", description=__doc__.splitlines()[0]
     )
@@ -170,7 +189,7 @@ def main() -> None:
             )
         if args.output.exists() and not args.output.is_dir():
             raise UserError(f"--output={args.output} is a file: give a folder")
-        table = _open(args.sources, args.split)
+        table = _load_documents(args.sources, args.split)
         if args.column not in table.column_names:
             raise UserError(
                 f"--column={args.column}: there are {', '.join(table.column_names)} only"
@@ -182,8 +201,8 @@ def main() -> None:
             args.column,
             args.held_out,
             origin=shlex.join(
-                [*map(_whole, args.sources), "--split", args.split, "--column", args.column]
-                + ["--tokenizer", _whole(args.tokenizer)]
+                [*map(_resolved, args.sources), "--split", args.split, "--column", args.column]
+                + ["--tokenizer", _resolved(args.tokenizer)]
             ),
         )
     except UserError as error:
@@ -195,7 +214,7 @@ def main() -> None:
     print(f"{args.output}: {counts} tokens; type dataset.path={args.output}")
 
 
-def _leave(sentence: str, code: int) -> None:
+def _leave(sentence: str, code: int) -> NoReturn:
     print(sentence, file=sys.stderr)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""Which samples a worker sees at which step: a function of the seed and the step alone."""
+"""The samples that a worker sees at a step: a function of the seed and the step alone."""
 
 import math
 
@@ -13,29 +13,32 @@ MODES = ("partition", "replicate", "dirichlet")
 
 
 class Sharding:
-    """Deals samples out to workers.
+    """Divides the samples among the workers.
 
     ``partition``: every sample belongs to one worker, and is seen once per epoch. ``replicate``:
     every worker sees every sample once per epoch (as in arXiv 2404.00438, section 5.1).
-    ``dirichlet``: a partition into equal parts, but the shares of the classes are drawn for each
-    worker from a Dirichlet distribution around those of all (Hsu et al. 2019, arXiv 1909.06335),
+    ``dirichlet``: a partition into equal parts, but each worker generator its shares of the classes
+    from a Dirichlet distribution around those of the whole set (Hsu et al. 2019, arXiv 1909.06335),
     with concentration ``alpha`` a class: 100 is nearly even, 0.1 gives most workers two or three.
 
-    Each worker walks through its own samples in an order that is new in every epoch. Batches of an
-    epoch differ by at most one sample, so that the last is not a small one.
+    Each worker sees its shard in an order that is new in every epoch. Batches of an epoch differ by
+    at most one sample in size, so that the last is not a small one.
 
     Args:
-        size: samples.
+        size: number of samples.
         workers: n.
-        batch_size: of a worker, at most.
-        seed: of the partition and of the orders.
+        batch_size: samples in a worker's batch, at most.
+        seed: decides the shards and the orders.
         mode: partition | replicate | dirichlet.
-        labels: of the samples, for ``dirichlet``.
-        alpha: of ``dirichlet``.
+        labels: one for each sample; ``dirichlet`` needs them.
+        alpha: the concentration of ``dirichlet``.
 
     Raises:
-        UserError: if a worker has fewer samples than a batch, or the labels that are needed are not
-            there.
+        UserError: if a worker has fewer samples than a batch, or labels are needed and missing.
+
+    Attributes:
+        steps_per_epoch: batches of a worker in an epoch.
+        smallest_batch: samples in the smallest batch of an epoch.
     """
 
     def __init__(
@@ -68,21 +71,22 @@ class Sharding:
             )
         self.steps_per_epoch = -(-largest // batch_size)
         self.smallest_batch = smallest // self.steps_per_epoch
-        deal = torch.randperm(size, generator=stream(seed, "shards"))
+        order = torch.randperm(size, generator=stream(seed, "shards"))
         if mode == "dirichlet" and labels is not None:
-            self._shards = [deal[own] for own in _dirichlet(labels[deal], workers, alpha, seed)]
+            positions = _dirichlet(labels[order], workers, alpha, seed)
+            self._shards = [order[shard] for shard in positions]
         elif mode == "partition":
-            self._shards = [deal[worker::workers] for worker in range(workers)]
+            self._shards = [order[worker::workers] for worker in range(workers)]
         else:
-            self._shards = workers * [deal]
+            self._shards = workers * [order]
         self._orders: dict[int, tuple[int, Tensor]] = {}
 
     def indices(self, worker: int, step: int) -> Tensor:
-        """The samples of a worker's batch at a step (counted from 0), int64."""
-        epoch, place = divmod(step, self.steps_per_epoch)
+        """Return the numbers of the samples of a worker's batch at a step (from 0), int64."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
         order = self._order(worker, epoch)
-        start = place * len(order) // self.steps_per_epoch
-        stop = (place + 1) * len(order) // self.steps_per_epoch
+        start = batch * len(order) // self.steps_per_epoch
+        stop = (batch + 1) * len(order) // self.steps_per_epoch
         return order[start:stop]
 
     def _order(self, worker: int, epoch: int) -> Tensor:
@@ -96,25 +100,28 @@ class Sharding:
 
 
 def _dirichlet(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:
-    """Places of each worker's samples; a worker takes others where a class it wants is used up."""
-    draws = np.random.default_rng(stream_seed(seed, "dirichlet"))
+    """Return the positions of each worker's samples in ``labels``.
+
+    A worker falls back to the remaining classes when one is exhausted.
+    """
+    generator = np.random.default_rng(stream_seed(seed, "dirichlet"))
     classes, sizes = np.unique(labels.numpy(), return_counts=True)
-    places = [np.flatnonzero(labels.numpy() == c) for c in classes]
+    positions = [np.flatnonzero(labels.numpy() == c) for c in classes]
     used = np.zeros(len(classes), dtype=np.int64)
     shards = []
     for worker in range(workers):
-        wanted = draws.dirichlet(alpha * len(classes) * sizes / sizes.sum())
-        room = len(range(worker, len(labels), workers))
+        wanted = generator.dirichlet(alpha * len(classes) * sizes / sizes.sum())
+        missing = len(range(worker, len(labels), workers))
         shard: list[np.ndarray] = []
-        while room:
+        while missing:
             left = sizes - used
             weights = np.where(left > 0, wanted, 0.0)
             if weights.sum() == 0:
                 weights = left.astype(float)
-            counts = np.minimum(draws.multinomial(room, weights / weights.sum()), left)
+            counts = np.minimum(generator.multinomial(missing, weights / weights.sum()), left)
             for c, count in enumerate(counts):
-                shard.append(places[c][used[c] : used[c] + count])
+                shard.append(positions[c][used[c] : used[c] + count])
             used += counts
-            room -= int(counts.sum())
+            missing -= int(counts.sum())
         shards.append(torch.from_numpy(np.concatenate(shard)))
     return shards

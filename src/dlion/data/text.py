@@ -1,4 +1,4 @@
-"""Text as tokens, and some on every machine: the source of the running Python's library."""
+"""Text as tokens, and a text for every machine: the source of the running Python's library."""
 
 import sysconfig
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 from dlion.data.base import Batch, Text
 from dlion.errors import TrainingFailed, UserError
 
-# tests, what others installed, generated tables, and bundled programs
+# tests, installed packages, generated tables, and bundled programs
 _LEFT_OUT = {
     "__pycache__",
     "encodings",
@@ -28,7 +28,7 @@ _TEST_EVERY = 20  # files
 class TextData(Text):
     """Tokens for next-token prediction.
 
-    Sample i is the i-th stretch of ``context`` tokens and the one after it.
+    Sample i is the i-th stretch of ``context`` tokens and the token after it.
 
     Attributes:
         train_tokens, test_tokens: integers ``[T]``.
@@ -50,7 +50,7 @@ class TextData(Text):
         return (len(self.test_tokens) - 1) // self.context
 
     def batch(self, indices: Tensor, generator: torch.Generator, device: str = "cpu") -> Batch:
-        """Tokens ``[B, context]`` and the tokens that follow them, int64.
+        """Return tokens ``[B, context]`` and the tokens that follow them, int64.
 
         The stretches are shifted together by a random offset, so that epochs differ.
         """
@@ -64,15 +64,16 @@ class TextData(Text):
         return self._windows(self.test_tokens, starts, device)
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "TextData":
-        """The end of the training text becomes the test text."""
+        """Return the same data with the end of the training text as test text."""
         cut = round((1 - fraction) * len(self.train_tokens))
         return replace(
             self, train_tokens=self.train_tokens[:cut], test_tokens=self.train_tokens[cut:]
         )
 
-    def _windows(self, tokens: Tensor, starts: Tensor, device: str) -> tuple[Tensor, Tensor]:
-        places = starts.unsqueeze(1) + torch.arange(self.context + 1)
-        window = tokens[places].to(torch.int64)
+    def _windows(self, tokens: Tensor, starts: Tensor, device: str) -> Batch:
+        """Return the tokens from each start on, and those that follow them."""
+        positions = starts.unsqueeze(1) + torch.arange(self.context + 1)
+        window = tokens[positions].to(torch.int64)
         if not 0 <= window.min() <= window.max() < self.vocabulary:
             raise TrainingFailed(
                 f"the text holds tokens outside 0 .. {self.vocabulary - 1}: its files are damaged,"
@@ -83,11 +84,14 @@ class TextData(Text):
 
 
 def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
-    """Bytes of the standard library's Python files, about 9 MB; every 20th file is for the test.
+    """Load the standard library's Python files as bytes, about 9 MB; every 20th is for the test.
 
     Args:
         context: bytes a model sees at once.
-        max_bytes: use only so many bytes to train; None: all.
+        max_bytes: the number of bytes to train on; None: all.
+
+    Raises:
+        UserError: if fewer bytes are left than a model sees at once.
     """
     if context < 1:
         raise UserError(f"dataset.context={context} is not possible: give at least 1")
@@ -102,7 +106,7 @@ def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
 
 
 def library_sources() -> tuple[list[bytes], list[bytes]]:
-    """The Python files of the standard library, to train and, every 20th, to test."""
+    """Return the Python files of the standard library to train on, and every 20th to test on."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path.read_bytes()

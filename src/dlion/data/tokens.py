@@ -10,18 +10,20 @@ import torch
 
 from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.text import TextData
+from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
-TYPES = ("uint16", "int32")
+DTYPES = ("uint16", "int32")
+_COUNTS = ("vocabulary", "documents", "of", "held_out")
 
 
 def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
-    """Tokens that ``python -m dlion.data.prepare`` has written, read as they are needed.
+    """Map tokens that ``python -m dlion.data.prepare`` has written into memory.
 
     Args:
-        path: the folder.
+        path: the folder that was prepared.
         context: tokens a model sees at once.
 
     Raises:
@@ -45,7 +47,7 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
             f" with `python -m dlion.data.prepare {facts['origin']} --held-out {facts['held_out']}"
             f" -o {shlex.quote(str(path))}`"
         )
-    parts = []
+    tensors = []
     for part in PARTS:
         size = stored_tokens(folder, part, facts)
         if size != facts["tokens"][part]:
@@ -59,41 +61,49 @@ def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
                 f"{context}: give a smaller context"
             )
         stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
-        parts.append(torch.from_numpy(stored))
-    return TextData(*parts, vocabulary=facts["vocabulary"], context=context)
+        tensors.append(torch.from_numpy(stored))
+    return TextData(*tensors, vocabulary=facts["vocabulary"], context=context)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What a prepared folder says about itself, checked."""
-    numbers = ("vocabulary", "documents", "of", "held_out")
+    """Return what a prepared folder says about itself.
+
+    Raises:
+        UserError: if the file that says it is damaged.
+    """
     try:
         facts = json.loads((folder / FACTS).read_text())
-        found = [facts[name] for name in numbers] + [facts["tokens"][part] for part in PARTS]
-        right = all(type(number) is int and number >= 0 for number in found)
-        right = right and facts["dtype"] in TYPES and isinstance(facts["origin"], str)
+        if _are_valid(facts):
+            return facts
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        right = False
-    if not right:
-        raise UserError(
-            f"{folder / FACTS} is damaged: copy it again, or delete {folder} and prepare it again"
-        )
-    return facts
+        pass
+    raise UserError(
+        f"{folder / FACTS} is damaged: copy it again, or delete {folder} and prepare it again"
+    )
+
+
+def _are_valid(facts: Any) -> bool:
+    """Whether facts have the right types; those that lack a key or are no dict raise an error."""
+    counts = [facts[name] for name in _COUNTS] + [facts["tokens"][part] for part in PARTS]
+    return (
+        all(type(count) is int and count >= 0 for count in counts)  # True is no count
+        and facts["dtype"] in DTYPES
+        and isinstance(facts["origin"], str)
+    )
 
 
 def stored_tokens(folder: Path, part: str, facts: dict[str, Any]) -> int:
-    """How many tokens the file of a part holds; none where there is no file."""
+    """Return how many tokens the file of a part holds: 0 if it does not exist."""
     file = folder / f"{part}.bin"
     return file.stat().st_size // np.dtype(facts["dtype"]).itemsize if file.exists() else 0
 
 
 def load_tokenizer(name: str, setting: str) -> Any:
-    """A tokenizer of transformers, from a folder, the cache, or the hub.
+    """Load a tokenizer of transformers from a folder, the cache, or the hub.
 
     Raises:
-        UserError: if there is none of that name, naming the ``setting``.
+        UserError: if none has that name; the message says that ``setting`` is wrong.
     """
-    from dlion.data.torchvision_ops import declare_missing_operators
-
     declare_missing_operators()
     from transformers import AutoTokenizer
 

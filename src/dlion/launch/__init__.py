@@ -1,4 +1,4 @@
-"""From a configuration to running processes: by itself, under torchrun, or under SLURM."""
+"""Checks a configuration and starts its processes, or joins those of torchrun or SLURM."""
 
 from dlion.launch import cli
 from dlion.launch.runner import launch

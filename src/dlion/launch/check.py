@@ -1,4 +1,4 @@
-"""Wrong values are found here, before any process starts."""
+"""Checks all settings of a run before any process starts."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion import data as datasets
 from dlion import models
-from dlion.config import make
+from dlion.config import instantiate
 from dlion.data import Data, Sharding
 from dlion.errors import UserError
 from dlion.launch.environment import RankInfo, restarted
@@ -28,11 +28,11 @@ from dlion.workers import Workers
 
 
 class Rule(NamedTuple):
-    """What a setting may be.
+    """The values that a setting may have.
 
     Attributes:
-        words: how a message about a wrong value goes on, after "KEY=VALUE is".
-        holds: whether a value is allowed.
+        words: the end of the message about a wrong value, after "KEY=VALUE is".
+        holds: tells whether a value is allowed.
         optional: whether null is allowed too.
     """
 
@@ -95,7 +95,12 @@ RULES = {
 
 
 def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job:
-    """Check all of a configuration.
+    """Check a whole configuration and make a job of it.
+
+    Args:
+        config: the settings.
+        output_dir: where the run will be recorded.
+        started: this process's number, if torchrun or SLURM started it.
 
     Raises:
         UserError: one sentence about the first thing that is wrong.
@@ -107,11 +112,11 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
     backend = config.backend or ("nccl" if device == "cuda" else "gloo")
     if backend == "nccl":
         gpus = torch.cuda.device_count() if device == "cuda" else 0
-        here = started.local_processes if started else processes
-        if here > gpus:
+        local_processes = started.local_processes if started else processes
+        if local_processes > gpus:
             raise UserError(
-                f"backend=nccl needs a GPU for each process, but {here} processes share {gpus}:"
-                f" type processes={gpus} (virtual workers share a GPU) or backend=gloo"
+                f"backend=nccl needs a GPU for each process, but {local_processes} processes share"
+                f" {gpus}: type processes={gpus} (virtual workers share a GPU) or backend=gloo"
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
@@ -148,7 +153,11 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
 
 
 def check_output(config: DictConfig, output_dir: Path) -> None:
-    """Refuse to write over another run."""
+    """Refuse to write over another run.
+
+    Raises:
+        UserError: if the directory holds one.
+    """
     if holds_another(config, output_dir):
         raise UserError(
             f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
@@ -157,44 +166,47 @@ def check_output(config: DictConfig, output_dir: Path) -> None:
 
 
 def holds_another(config: DictConfig, output_dir: Path) -> bool:
-    """Whether a run was recorded there that this one does not go on with."""
+    """Whether the directory holds a run that this one does not continue."""
     return resuming(config, output_dir) != "auto" and holds_run(output_dir)
 
 
 def resuming(config: DictConfig, output_dir: Path) -> str | None:
-    """``resume``; what SLURM or torchrun has started anew goes on by itself."""
+    """Return ``resume``, or ``auto`` for a run that SLURM or torchrun has started again."""
     if restarted() and (config.resume is None or holds_run(output_dir)):
         return "auto"
     return config.resume
 
 
 def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
-    """The checkpoint to go on from; later ones that cannot be used are named."""
-    found, complaints = find(directory, identity(config))
+    """Return the latest usable checkpoint, and print which later ones cannot be used."""
+    checkpoint, complaints = find(directory, identity(config))
     for complaint in complaints:
         print(f"left out: {complaint}", file=sys.stderr)
-    return found
+    return checkpoint
 
 
 def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
-    where = resuming(config, output_dir)
-    if where is None:
+    """Return the checkpoint to start from; None: start at step 0."""
+    source = resuming(config, output_dir)
+    if source is None:
         return None
-    found = latest_checkpoint(config, output_dir if where == "auto" else Path(where).expanduser())
-    if found is None and where != "auto":
+    directory = output_dir if source == "auto" else Path(source).expanduser()
+    checkpoint = latest_checkpoint(config, directory)
+    if checkpoint is None and source != "auto":
         raise UserError(f"resume={config.resume} holds no checkpoint: give a run's directory")
-    if found is not None and found.progress.step >= steps:
+    if checkpoint is not None and checkpoint.progress.step >= steps:
         raise UserError(
-            f"{found.directory} is after step {found.progress.step}, nothing is left of {steps}"
-            f" steps: type steps=N with more"
+            f"{checkpoint.directory} is after step {checkpoint.progress.step}, nothing is left of"
+            f" {steps} steps: type steps=N with more"
         )
-    return found
+    return checkpoint
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
-    """Check what can be checked by looking at the settings alone.
+    """Check what the settings alone can show, without loading data or a model.
 
     Args:
+        settings: of a run.
         data_is_here: whether this machine is the one that will load the data.
 
     Raises:
@@ -234,22 +246,26 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
         raise UserError(f"dataset.path={path} is not a folder: give that of the data")
 
 
-def _device(asked: str | None) -> str:
-    # asks the driver without starting CUDA, which must not happen before a fork
+def _device(setting: str | None) -> str:
+    """Return the device of a run: by default a GPU if this machine has one."""
+    # torch asks the driver without starting CUDA, which must not happen before a fork
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    there = torch.cuda.is_available()
-    if asked is None:
-        return "cuda" if there else "cpu"
-    if asked == "cuda" and not there:
+    has_gpu = torch.cuda.is_available()
+    if setting is None:
+        return "cuda" if has_gpu else "cpu"
+    if setting == "cuda" and not has_gpu:
         raise UserError("device=cuda, but torch finds no GPU on this machine: type device=cpu")
-    return asked
+    return setting
 
 
 def _rate(config: DictConfig, backend: str, started: RankInfo | None) -> int | None:
-    """Bits per second of the emulated links, None for the machine's own network."""
+    """Return the bits per second of the emulated links, None for the machine's own network."""
     if config.network.rate is None:
         return None
-    rate = parse_rate(config.network.rate)
+    try:
+        rate = parse_rate(config.network.rate)
+    except UserError as error:
+        raise UserError(f"network.rate={error}") from None
     if started is not None:
         raise UserError(
             f"network={config.network.name} needs train.py to start its own processes, but"
@@ -265,11 +281,12 @@ def _rate(config: DictConfig, backend: str, started: RankInfo | None) -> int | N
 
 
 def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int:
+    """Return the number of processes: by default as many as this machine has room for."""
     if started is None:
         if config.processes is not None:
             return config.processes
-        room = torch.cuda.device_count() if device == "cuda" else cores()
-        return max(p for p in range(1, room + 1) if config.workers % p == 0)
+        most = torch.cuda.device_count() if device == "cuda" else cores()
+        return max(p for p in range(1, most + 1) if config.workers % p == 0)
     if config.processes not in (None, started.processes):
         raise UserError(
             f"processes={config.processes}, but {started.source} started {started.processes}: leave"
@@ -284,11 +301,11 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
 
 
 def _check_method(config: DictConfig, data: Data, device: str) -> None:
-    """Build model and optimizer without memory: whatever they refuse, they refuse here."""
+    """Build model and optimizer without memory, so that they refuse wrong settings here."""
     with torch.device("meta"):
         model = models.build(config.model, data)
     try:
-        optimizer = make(
+        optimizer = instantiate(
             config.optimizer,
             model.named_parameters(),
             workers=Workers(local=config.workers),

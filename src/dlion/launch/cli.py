@@ -1,4 +1,4 @@
-"""What the person at the keyboard meets: one clear line for an error, and exit codes."""
+"""The command line: an error is one clear sentence and an exit code."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from dlion.config import explain, leaves_out, settle
+from dlion.config import explain, settle, unlisted_method
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.check import holds_another
 from dlion.launch.environment import is_first
@@ -31,14 +31,14 @@ _EXIT_CODES = {
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Run a Hydra main function; what a user is meant to read ends it with one line.
+    """Run a Hydra main function; an error that is written for the user ends it with one line.
 
-    Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to go on from, 130
-    interrupted.
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to continue
+    from, 130 interrupted.
     """
-    # argparse would not read what stands on both sides of an option
+    # argparse cannot read overrides on both sides of an option
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what is raised comes here instead of being printed
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
     try:
         main()
     except tuple(_EXIT_CODES) as error:
@@ -52,8 +52,8 @@ def run(main: Callable[[], Any]) -> None:
 def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> Any:
     """Call ``launch(settings, output_dir)`` from inside Hydra's main function.
 
-    Hydra would wrap what is raised into its own traceback, so a single run leaves here. In a
-    multirun the error goes on to Hydra, which runs the other jobs first.
+    Hydra would print errors with its own traceback, so a single run exits here. In a multirun Hydra
+    gets the error, and runs the other jobs first.
     """
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
@@ -62,12 +62,12 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         if not multirun and hydra.run.dir != ".":
             raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
         settings = settle(config, hydra)
-        _note_own_settings(leaves_out(config, hydra))
+        _note_own_settings(unlisted_method(config, hydra))
         return launch(settings, output_dir)
     except Stopped as stop:
         if stop.signal is not None and callable(signal.getsignal(stop.signal)):
             print(stop, file=sys.stderr)
-            signal.raise_signal(stop.signal)  # whoever listened before: submitit requeues the job
+            signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
             sys.exit(75)
         if multirun and stop.signal is None:
             raise
@@ -77,7 +77,7 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
             _leave(error)
         if not holds_run(output_dir):
             record_config(output_dir, config)
-        if not holds_another(config, output_dir):  # whose record stays as it is
+        if not holds_another(config, output_dir):  # the record of another run stays as it is
             record_failure(output_dir, str(error))
         raise
     except (Exception, KeyboardInterrupt) as error:
@@ -88,6 +88,7 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
 
 
 def _note_own_settings(method: str | None) -> None:
+    """Print that the recipe's table does not list the method, if there is one to name."""
     if method is not None and is_first():
         print(
             f"note: the recipe has no settings for optimizer={method} here, which keeps those of"
@@ -96,7 +97,8 @@ def _note_own_settings(method: str | None) -> None:
         )
 
 
-def _leave(error: BaseException) -> None:
+def _leave(error: BaseException) -> NoReturn:
+    """Print the error's sentence and exit with its code; of several processes the first prints."""
     code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
     if is_first() or code == 1:
         print("" if code == 75 else "error: ", _sentence(error), sep="", file=sys.stderr)
@@ -104,6 +106,7 @@ def _leave(error: BaseException) -> None:
 
 
 def _sentence(error: BaseException) -> str:
+    """Return the sentence that an error is recorded and printed with."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -112,7 +115,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _job_failure(error: Exception) -> str:
-    """Say in one sentence what became of a job of a sweep on SLURM."""
+    """Return one sentence about a failed job of a sweep on SLURM."""
     text = str(error)
     job = re.search(r"\b\d+_\d+\b", text)
     state = re.search(r"state: ([A-Z_ ]+)", text)

@@ -1,4 +1,4 @@
-"""What torchrun or SLURM says about this process, and how it joins the others of its run."""
+"""Reads what torchrun or SLURM says about this process, and joins the processes of its run."""
 
 import os
 import re
@@ -26,7 +26,7 @@ class RankInfo:
         local_rank: number of this process on its machine.
         local_processes: number of processes on this machine (SLURM: on the step's first machine).
         one_machine: whether all processes are on one machine.
-        address, port: where the processes meet, if the launcher did not say it itself.
+        address, port: where the processes meet; None: MASTER_ADDR and MASTER_PORT say it.
     """
 
     source: str
@@ -41,7 +41,7 @@ class RankInfo:
     def export(self) -> None:
         """Set the variables that :func:`join_process_group` reads, as torchrun would.
 
-        What stays on one machine stays on loopback, unless GLOO_SOCKET_IFNAME names an interface.
+        Processes on one machine use loopback, unless GLOO_SOCKET_IFNAME names an interface.
 
         Raises:
             UserError: if nothing says where the processes meet.
@@ -63,7 +63,7 @@ class RankInfo:
 
 
 def detect() -> RankInfo | None:
-    """Return what started this process among others, or None: train.py starts processes itself.
+    """Return this process's number if torchrun or SLURM started it, else None.
 
     Raises:
         UserError: if a variable is missing or is not a number.
@@ -72,21 +72,22 @@ def detect() -> RankInfo | None:
 
 
 def is_first() -> bool:
-    """Whether this process keeps the records and prints what concerns all."""
+    """Whether this process writes the records and prints for all processes."""
     try:
         started = detect()
-    except UserError:  # each process that cannot tell says so
+    except UserError:  # the variables are wrong, and each process shall say so
         return True
     return started is None or started.rank == 0
 
 
 def restarted() -> bool:
-    """Whether SLURM or torchrun starts this another time, after the last time was cut off."""
+    """Whether SLURM or torchrun has started this run again after it was cut off."""
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return any(_number(os.environ, name, 0) > 0 for name in names)
 
 
 def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
+    """Read torchrun's variables; None: it did not start this process."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, processes = _number(env, "RANK"), _number(env, "WORLD_SIZE")
@@ -101,13 +102,16 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _slurm(env: Mapping[str, str]) -> RankInfo | None:
-    """Read a SLURM step of several tasks; a batch script, which is none, has SLURM_PROCID too."""
+    """Read the variables of a SLURM step of several tasks; None: this process is not in one.
+
+    SLURM_PROCID alone does not show it, as a batch script has that as well.
+    """
     processes = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "SLURM_STEP_ID" not in env or processes == 1:
         return None
     per_machine = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x4) or 8,4
     one_machine = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
-    # a port of the step's own, as steps of several jobs may share a machine
+    # the port depends on the step, as steps of several jobs may share a machine
     step = 100 * _number(env, "SLURM_JOB_ID", 0) + _number(env, "SLURM_STEP_ID")
     return RankInfo(
         source="slurm",
@@ -128,6 +132,7 @@ def _first_host(hosts: str) -> str | None:
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as a number, or the default if it is not set."""
     value = env.get(name) or default
     try:
         return int(value)  # type: ignore[arg-type]
@@ -139,7 +144,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def join_process_group(backend: str, timeout: float = 600) -> None:
-    """Join the other processes of the run, whoever started them; wait ``timeout`` seconds."""
+    """Initialise the process group of the run; wait ``timeout`` seconds for other processes."""
     env = os.environ
     method = env.get("DLION_RENDEZVOUS", "env://")  # file://... from dlion.launch.local
     rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -161,7 +166,7 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
 
 
 def _hosts_store(env: Mapping[str, str]) -> bool:
-    """Whether this process hosts the store in which all meet, and for this machine alone."""
+    """Whether this process must host the store for a run on this machine alone."""
     agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     local = env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
     return env["RANK"] == "0" and local and not agent_hosts
@@ -177,5 +182,5 @@ def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore
         int(env["WORLD_SIZE"]),
         is_master=True,
         timeout=timeout,
-        master_listen_fd=listener.detach(),  # the socket is the store's from now on
+        master_listen_fd=listener.detach(),  # the store closes the socket
     )

@@ -1,10 +1,10 @@
-"""Starts the processes of a run on this machine, and ends them all when one fails.
+"""Starts the processes of a run on this machine, and ends all of them when one fails.
 
 Processes are forked where possible: they start in a tenth of a second and share the loaded data.
 A fork is safe only while its parent has no threads of its own, so nothing here starts one; the
 processes meet through a file, not through a server in the parent. (torch.distributed.launcher
-hosts such a server and forks beside it: now and then a child inherits a lock that is held, and
-never starts.)
+hosts such a server and forks beside it: now and then a child inherits a held lock and never
+starts.)
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.training.signals import SIGNALS, SignalNotice
 
-# seconds that a process that lost a peer waits, so that the peer's own failure is the one reported
+# seconds that a process waits after it lost a peer, so that the peer's failure is reported first
 PATIENCE = 2.0
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
 _SENTENCES = (TrainingFailed, UserError)  # their messages are enough
@@ -43,27 +43,35 @@ _LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.I
 def run_processes(
     processes: int, work: Callable[..., Any], *args: Any, network: Network | None = None
 ) -> Any:
-    """Run ``work(*args)`` in so many processes; return what process 0 returned, as JSON carries it.
+    """Run ``work(*args)`` in several processes.
 
-    In each, :func:`dlion.launch.environment.join_process_group` joins the others, over the emulated
-    ``network`` (already entered here) if there is one, else over loopback.
+    ``work`` can call :func:`dlion.launch.environment.join_process_group`.
+
+    Args:
+        processes: how many to start.
+        work: the function to run.
+        args: its arguments.
+        network: connects the processes, and is entered already; None: loopback does.
+
+    Returns:
+        The result of process 0, after a round trip through JSON.
 
     Raises:
-        RunFailed: naming the process that failed first and its error. The others are ended.
-        Stopped: if ``work`` raised it. SIGTERM is handed on to the processes, which may do so.
-        KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all are ended.
+        RunFailed: naming the process that failed first and its error, when all have ended.
+        Stopped: if ``work`` raised it. SIGTERM is passed on to the processes, which may do so.
+        KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all have ended.
     """
     children: list[BaseProcess] = []
     signals: list[int] = []
 
-    def hand_on(number: int) -> None:
-        if number in signals:  # whoever sends it twice does not want to wait
+    def pass_on(number: int) -> None:
+        if number in signals:  # a second one means: do not wait
             raise KeyboardInterrupt
         signals.append(number)
         for child in children:
             child.terminate()
 
-    with SignalNotice(hand_on) as notice, tempfile.TemporaryDirectory(prefix="dlion-") as name:
+    with SignalNotice(pass_on) as notice, tempfile.TemporaryDirectory(prefix="dlion-") as name:
         directory = Path(name)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         context = start_processes(
@@ -88,13 +96,17 @@ def run_processes(
 
 
 def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> None:
-    """Wait until all processes have ended well, or one has not, and raise what that means."""
+    """Wait until all processes have succeeded or one has failed.
+
+    Raises:
+        RunFailed, Stopped, KeyboardInterrupt: as :func:`run_processes` does.
+    """
     ended, suspended = False, []
     try:
         while not ended:
             connection.wait(context.sentinels.keys())
             suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
-            ended = context.join(grace_period=0)  # after a failure nobody else can do more
+            ended = context.join(grace_period=0)  # after a failure the others cannot continue
     except ProcessException as error:
         signal_name = getattr(error, "signal_name", None)
         if signal_name == "SIGINT":  # Ctrl-C reaches the workers too
@@ -108,14 +120,15 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> Non
 def _outcome_file(directory: Path, rank: int) -> Path:
     """Return the file in which process ``rank`` says how it ended, as JSON of one of three shapes.
 
-    ``{"result": what work returned}``, ``{"stopped_after": step}`` or ``{"failed": a sentence,
-    "lost_peer": whether the others are to blame}``. A killed process leaves none.
+    They are ``{"result": what work returned}``, ``{"stopped_after": step}`` and ``{"failed": a
+    sentence, "lost_peer": whether it waited for another process in vain}``. A killed process leaves
+    no file.
     """
     return directory / f"outcome-{rank}.json"
 
 
 def _reason(rank: int, signal_name: str | None, suspended: list[int], directory: Path) -> str:
-    """Say in one sentence why process ``rank`` failed; one that only waited is not to blame."""
+    """Return one sentence about why process ``rank`` failed, or the peer for which it waited."""
     file = _outcome_file(directory, rank)
     if not file.exists():
         how = f"was killed by {signal_name}" if signal_name else "ended early"
@@ -123,7 +136,7 @@ def _reason(rank: int, signal_name: str | None, suspended: list[int], directory:
     failure = json.loads(file.read_text())
     if failure["lost_peer"] and suspended:
         return f"process {suspended[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
-    if failure["lost_peer"]:  # one that had died would have been seen first
+    if failure["lost_peer"]:  # not a dead one, which would have been reported first
         return (
             f"process {rank} failed: it has lost the others, who are still there: for longer than"
             f" timeout= one of them hangs, or a link is cut ({failure['failed']})"
@@ -132,6 +145,7 @@ def _reason(rank: int, signal_name: str | None, suspended: list[int], directory:
 
 
 def _is_suspended(pid: int) -> bool:
+    """Whether a process is stopped or traced; never where /proc does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
@@ -140,7 +154,7 @@ def _is_suspended(pid: int) -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt in here, as SIGINT does, so that contexts are left."""
+    """Let SIGTERM raise KeyboardInterrupt inside, as SIGINT does, so that contexts are exited."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -161,7 +175,8 @@ def _work(
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # the launcher's handlers were inherited; until it trains, a process just ends
+    """Set up a new process, run ``work(*args)`` in it, and write its outcome."""
+    # the launcher's handlers were inherited; before training a signal may simply end the process
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # a whole SLURM step may get them
@@ -173,8 +188,7 @@ def _work(
         "WORLD_SIZE": str(processes),
         "LOCAL_RANK": str(rank),
         "DLION_RENDEZVOUS": f"file://{directory}/rendezvous",
-        # everything stays on this machine
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,  # everything stays on this machine
     }
     if network is not None:
         network.enter(rank)
@@ -191,7 +205,7 @@ def _work(
 
 
 def report_failure(work: Callable[..., Any], *args: Any) -> Any:
-    """Run ``work(*args)``; print where an error came from, unless it is that of a lost peer."""
+    """Run ``work(*args)``; print the traceback of an error, unless it is that of a lost peer."""
     try:
         return work(*args)
     except Stopped:
@@ -206,7 +220,7 @@ def report_failure(work: Callable[..., Any], *args: Any) -> Any:
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Whether a collective waited in vain; gloo's plain RuntimeError is known by its text alone."""
+    """Whether a collective waited in vain; only the text tells gloo's RuntimeError from others."""
     return _LOST.search(str(error)) is not None
 
 
@@ -223,5 +237,5 @@ def _die_with(parent: int) -> None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the launcher died before the line above
         os._exit(1)

@@ -1,9 +1,9 @@
-"""A slow Ethernet on one machine: a network namespace for every process, around one switch.
+"""Emulates a slow Ethernet on one machine: a network namespace for each process, and a switch.
 
 Each process gets a namespace with one interface, a link to a bridge, and both directions of the
 link are shaped by a token bucket (``tc tbf``), as by a switch port of that speed. The bridge has a
-namespace of its own: no interface of the machine is touched, and removing the namespaces removes
-all there is.
+namespace as well: no interface of the machine is touched, and removing the namespaces removes
+everything.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")
 _QUEUE = 1_000_000  # bytes that may wait at a port
 _SUBNET = "10.177.0.0/16"
-# Linux's own default, whatever this machine's is: under BBR, flows that share a link leave parts of
-# it idle (1.3 to 1.6 instead of 1.07 times the wire time at 10 Mbit/s).
+# Linux's default, which may not be this machine's: under BBR, flows that share a link leave parts
+# of it idle (1.3 to 1.6 instead of 1.07 times the wire time at 10 Mbit/s).
 _CONGESTION_CONTROL = "cubic"
 
 
@@ -32,7 +32,7 @@ def check_possible() -> None:
     """Refuse a machine that cannot emulate a network.
 
     Raises:
-        UserError: saying what it lacks.
+        UserError: naming what it lacks.
     """
     if sys.platform != "linux":
         raise UserError("an emulated network needs Linux: type network=none")
@@ -49,11 +49,11 @@ def check_possible() -> None:
 class Network:
     """Network namespaces for the processes of a run, which exist while the context is entered.
 
-    Their names hold the launcher's process id and start time, so that what a killed launcher left
-    is recognised, and removed, when the next one starts.
+    Their names hold the launcher's process id and start time, so that the next launcher recognises
+    and removes those that a killed one left.
 
     Args:
-        processes: how many there are.
+        processes: number of processes in the run.
         rate: of each link, in bits per second.
     """
 

@@ -1,4 +1,4 @@
-"""Checks a configuration and runs it, in processes of its own or as one that others started."""
+"""Runs a configuration: in processes started here, or in one that torchrun or SLURM started."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     Raises:
         UserError: before any process starts, about a wrong value.
         RunFailed: if a process failed more often than ``max_restarts`` allows.
-        Stopped: if it ended before its last step, as ``stop_after`` or a signal asked.
+        Stopped: if it ended before its last step because of ``stop_after`` or a signal.
     """
     started = detect()
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
@@ -60,6 +60,7 @@ def _run_with_restarts(job: Job) -> float | None:
 
 
 def _run(job: Job) -> float | None:
+    """Run all processes once, over the emulated network if the job has a rate."""
     processes = job.workers.processes
     if job.rate is None:
         return run_processes(processes, work, job)
@@ -68,7 +69,7 @@ def _run(job: Job) -> float | None:
 
 
 def _result(output_dir: Path) -> float | None:
-    """Return the result of a run, as :func:`launch` does, or None if it is not finished."""
+    """Return what :func:`launch` returns for a finished run, and None for another."""
     summary = load_run(output_dir).summary
     if summary is None:
         return None
@@ -76,7 +77,7 @@ def _result(output_dir: Path) -> float | None:
 
 
 def work(job: Job) -> float | None:
-    """Train in one process of a run, which torchrun's variables number."""
+    """Train in one process of a run; torchrun's variables say which one this is."""
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -92,7 +93,7 @@ def work(job: Job) -> float | None:
 
 
 def _check_same(job: Job) -> None:
-    """Compare the settings of all processes, whose messages would not fit otherwise.
+    """Refuse to train with settings that differ between processes: their messages would not fit.
 
     Raises:
         TrainingFailed: naming the settings that differ from those of process 0.
@@ -108,7 +109,7 @@ def _check_same(job: Job) -> None:
 
 
 def _from_first(text: str, device: str) -> str:
-    """Return the text that process 0 gives."""
+    """Broadcast the text of process 0."""
     size = torch.tensor([len(text.encode())], device=device)
     dist.broadcast(size, 0)
     content = torch.zeros(int(size), dtype=torch.uint8)

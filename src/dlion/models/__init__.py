@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from dlion.config import make
+from dlion.config import instantiate
 from dlion.data import Data
 from dlion.models.factories import causal_lm, gpt, gpt2, linear, resnet, timm_model, vit
 from dlion.models.transformer import GPT, ViT
@@ -24,5 +24,5 @@ __all__ = [
 
 
 def build(node: Any, data: Data) -> nn.Module:
-    """The model of a config node for a data set."""
-    return make(node, data)
+    """Build the model of a config node for a data set."""
+    return instantiate(node, data)

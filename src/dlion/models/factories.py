@@ -1,6 +1,11 @@
-"""Models by name, made to fit a data set."""
+"""Models by name, built to fit a data set.
+
+torchvision, timm and transformers are imported inside the functions, as each takes seconds.
+"""
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ from dlion.models.transformer import GPT, ViT
 
 
 def linear(data: Data) -> nn.Module:
-    """Logistic regression on the pixels: what a model has to beat."""
+    """Build a logistic regression on the pixels, the baseline of every other model."""
     images = _images(data)
     pixels = images.channels * images.image_size**2
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, images.classes))
@@ -30,7 +35,11 @@ def vit(
     mlp_dim: int = 128,
     dropout: float = 0.0,
 ) -> ViT:
-    """A vision transformer; a patch size of None cuts the image into 4 x 4 patches."""
+    """Build a vision transformer; a patch size of None cuts the image into 4 x 4 patches.
+
+    Raises:
+        UserError: if the patches do not fill the image, or the heads the width.
+    """
     images = _images(data)
     patch = patch_size or max(images.image_size // 4, 1)
     if images.image_size % patch:
@@ -41,15 +50,15 @@ def vit(
         )
     _check_heads(dim, heads)
     return ViT(
-        images.image_size,
-        images.channels,
-        images.classes,
-        patch,
-        dim,
-        depth,
-        heads,
-        mlp_dim,
-        dropout,
+        image_size=images.image_size,
+        channels=images.channels,
+        classes=images.classes,
+        patch_size=patch,
+        dim=dim,
+        depth=depth,
+        heads=heads,
+        mlp_dim=mlp_dim,
+        dropout=dropout,
     )
 
 
@@ -64,16 +73,29 @@ def gpt(
     init_std: float | None = None,
     modern: bool = False,
 ) -> GPT:
-    """A small GPT for the vocabulary and context of the data."""
+    """Build a small GPT for the vocabulary and context of the data; see :class:`GPT`."""
     text = _text(data)
     _check_heads(dim, heads)
-    shape = (text.vocabulary, text.context, dim, depth, heads, mlp_dim)
-    return GPT(*shape, dropout, tie_embeddings, init_std, modern)
+    return GPT(
+        vocabulary=text.vocabulary,
+        context=text.context,
+        dim=dim,
+        depth=depth,
+        heads=heads,
+        mlp_dim=mlp_dim,
+        dropout=dropout,
+        tie_embeddings=tie_embeddings,
+        init_std=init_std,
+        modern=modern,
+    )
 
 
 def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
-    """torchvision's ResNet. Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is
-    usual for CIFAR (He et al. 2016, arXiv 1512.03385, section 4.2)."""
+    """Build torchvision's ResNet.
+
+    Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is usual for CIFAR (He et al.
+    2016, arXiv 1512.03385, section 4.2).
+    """
     images = _images(data)
     declare_missing_operators()
     from torchvision import models
@@ -90,20 +112,24 @@ def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
 
 
 def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
-    """Any model of timm, untrained, for the size, channels and classes of the data."""
+    """Build any model of timm, untrained, for the size, channels and classes of the data.
+
+    Raises:
+        UserError: if timm has no such model, or the model refuses images of this size.
+    """
     images = _images(data)
     declare_missing_operators()
     import timm
 
     if not timm.is_model(architecture):
-        near = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
-        hint = f": did you mean {', '.join(near)}?" if near else ": see timm.list_models()"
+        similar = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
+        hint = f": did you mean {', '.join(similar)}?" if similar else ": see timm.list_models()"
         raise UserError(f"model.architecture={architecture} is not a model of timm{hint}")
-    facts = {"num_classes": images.classes, "in_chans": images.channels, **options}
+    options = {"num_classes": images.classes, "in_chans": images.channels, **options}
     try:
-        return timm.create_model(architecture, img_size=images.image_size, **facts)
+        return timm.create_model(architecture, img_size=images.image_size, **options)
     except TypeError:  # convolutional networks take any size and no such argument
-        return timm.create_model(architecture, **facts)
+        return timm.create_model(architecture, **options)
     except (AssertionError, ValueError) as error:
         raise UserError(
             f"model.architecture={architecture} does not take images of {images.image_size} pixels"
@@ -112,7 +138,7 @@ def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
 
 
 class CausalLM(nn.Module):
-    """A language model of transformers as tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``."""
+    """A language model of transformers: tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -129,7 +155,7 @@ def gpt2(
     n_head: int = 12,
     dropout: float = 0.0,
 ) -> CausalLM:
-    """GPT-2 of any size, untrained, for the vocabulary and context of the data."""
+    """Build GPT-2 in any size, untrained, for the vocabulary and context of the data."""
     text = _text(data)
     _check_heads(n_embd, n_head)
     declare_missing_operators()
@@ -153,13 +179,14 @@ def gpt2(
 def causal_lm(
     data: Data, path: str | None = None, architecture: str = "llama", **options: Any
 ) -> CausalLM:
-    """Any causal language model of transformers.
+    """Build any causal language model of transformers, pretrained or not.
 
     Args:
-        path: of a pretrained one: a folder, or a name of the hub. Only safetensors are read, and no
-            code that comes with a model is run.
-        architecture: of an untrained one, for the vocabulary of the data; ``options`` are its
-            configuration's (llama's defaults are those of the 7-billion model).
+        data: text; an untrained model takes its vocabulary.
+        path: a pretrained model: a folder, or a name of the hub. Only safetensors are read, and no
+            code that comes with a model is run. None: an untrained one.
+        architecture: the name of an untrained one.
+        options: entries of its configuration (llama's defaults are those of the 7-billion model).
 
     Raises:
         UserError: if there is no such model, or the data has tokens it does not know.
@@ -168,28 +195,34 @@ def causal_lm(
     declare_missing_operators()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if path is not None and not Path(path).is_dir():
-        use_the_cache_if_offline()
     setting = f"model.path={path}" if path else f"model.architecture={architecture}"
-    try:
+    with _model_errors_named(setting):
         if path is None:
             config = AutoConfig.for_model(architecture, vocab_size=text.vocabulary, **options)
         else:
+            if not Path(path).is_dir():
+                use_the_cache_if_offline()
             config = AutoConfig.from_pretrained(path, **options)
-        if text.vocabulary > config.vocab_size:
-            raise UserError(
-                f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
-                " prepare it with the tokenizer of the model"
-            )
+    if text.vocabulary > config.vocab_size:
+        raise UserError(
+            f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
+            " prepare it with the tokenizer of the model"
+        )
+    with _model_errors_named(setting):
         if path is None or torch.get_default_device().type == "meta":
-            return CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-        return CausalLM(
-            AutoModelForCausalLM.from_pretrained(
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=torch.float32, use_safetensors=True
             )
-        )
-    except UserError:
-        raise
+    return CausalLM(model)
+
+
+@contextmanager
+def _model_errors_named(setting: str) -> Iterator[None]:
+    """Turn what transformers raises about a model into a UserError that names the setting."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise UserError(
             f"{setting} is not a causal language model of transformers that can be had here:"

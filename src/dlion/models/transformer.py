@@ -1,4 +1,4 @@
-"""The small transformers of the default runs: a ViT and a byte-level GPT of the same blocks."""
+"""The small transformers of the default runs: a ViT and a GPT of the same blocks."""
 
 import math
 
@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, ``[B, T, dim]`` to the same.
+    """Pre-norm attention and MLP, ``[B, T, dim]`` -> ``[B, T, dim]``.
 
-    ``modern``: RMSNorm, and an MLP whose hidden units are gated (SwiGLU, Shazeer 2020,
-    arXiv 2002.05202).
+    A ``modern`` block has RMSNorm and an MLP with gated hidden units (SwiGLU, Shazeer 2020, arXiv
+    2002.05202).
     """
 
     def __init__(
@@ -88,13 +88,14 @@ class ViT(nn.Module):
 class GPT(nn.Module):
     """Decoder-only language model with learned positions, GPT-2's shape.
 
-    ``modern``: with RMSNorm and gated MLPs, the GPT2++ of arXiv 2404.00438, section 5.2.
+    Tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``.
+
+    With ``modern`` blocks (RMSNorm and gated MLPs) it is the GPT2++ of arXiv 2404.00438, section
+    5.2.
 
     Weights start with deviation ``init_std``, by default ``1 / sqrt(dim)``. GPT-2's 0.02 suits its
-    width of 768; at a width of 64 sign updates, whose size does not depend on the weights, shake so
-    small weights apart (results/stdlib_text).
-
-    Tokens ``[B, T]`` -> logits ``[B, T, vocabulary]``.
+    width of 768. At a width of 64 such weights are too small for sign updates, whose size does not
+    depend on the weights (results/stdlib_text).
     """
 
     def __init__(
@@ -131,6 +132,6 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.tokens(tokens) + self.positions(places))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.tokens(tokens) + self.positions(positions))
         return self.head(self.norm(self.blocks(x)))

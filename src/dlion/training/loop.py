@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dlion import models
-from dlion.config import make
+from dlion.config import instantiate
 from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
 from dlion.optim import DistributedOptimizer
@@ -55,7 +55,7 @@ class Trainer:
         model = in_precision(models.build(config.model, job.data), config.precision, job.device)
         self.model = model.train()
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
-        self.optimizer: DistributedOptimizer = make(
+        self.optimizer: DistributedOptimizer = instantiate(
             config.optimizer,
             model.named_parameters(),
             workers=workers,

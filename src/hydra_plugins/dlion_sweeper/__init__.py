@@ -1,4 +1,4 @@
-"""Hydra looks for sweepers in this namespace; conf/hydra/sweeper/quick.yaml names this one."""
+"""A Hydra sweeper, in the namespace where Hydra looks for plugins; hydra/sweeper=quick."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from omegaconf import OmegaConf
 
 
 class QuickSweeper(BasicSweeper):
-    """Hydra's sweeper over all combinations, with another check of them before the first run.
+    """Hydra's sweeper over all combinations, with a faster check before the first run.
 
-    Hydra composes every run. Here every value is looked at once, and only files of conf/ have to be
-    composed again: a sweep over 3 methods, 4 numbers of workers and 10 seeds costs 3 compositions
-    instead of 120.
+    Hydra composes every run. Here each value is checked once, and only another file of conf/
+    needs a composition: a sweep over 3 methods, 4 numbers of workers and 10 seeds costs 3 instead
+    of 120.
     """
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Check every value of the sweep, each in a combination that will be run.
 
         Raises:
-            UserError: one sentence about the first wrong one.
+            UserError: one sentence about the first wrong value.
             HydraException: about a file or a setting that does not exist.
         """
         # imported here, as Hydra loads this module whenever it starts
@@ -29,17 +29,17 @@ class QuickSweeper(BasicSweeper):
 
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader
-        local = self.config.hydra.runtime.choices["hydra/launcher"] == "basic"
+        runs_here = self.config.hydra.runtime.choices["hydra/launcher"] == "basic"
         parse = OverridesParser.create().parse_overrides
         groups = {
             value.key_or_group
             for value in parse(list(batch[0]))
             if loader.get_group_options(value.key_or_group)
         }
-        settings, seen = None, set[str]()
+        settings, checked = None, set[str]()
         for overrides in batch:
-            values = parse([override for override in overrides if override not in seen])
-            if seen and any(value.key_or_group == "experiment" for value in values):
+            values = parse([override for override in overrides if override not in checked])
+            if checked and any(value.key_or_group == "experiment" for value in values):
                 raise UserError("one recipe at a time: type experiment=NAME once, without commas")
             if settings is None or any(value.key_or_group in groups for value in values):
                 config = loader.load_sweep_config(self.config, list(overrides))
@@ -48,5 +48,5 @@ class QuickSweeper(BasicSweeper):
                 if value.key_or_group not in groups:
                     OmegaConf.update(settings, value.key_or_group, value.value(), force_add=True)
             if values:
-                check_settings(settings, data_is_here=local)
-            seen.update(overrides)
+                check_settings(settings, data_is_here=runs_here)
+            checked.update(overrides)
