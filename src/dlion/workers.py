@@ -34,8 +34,8 @@ class Workers:
             )
         if not 0 <= self.rank < self.processes:
             raise ValueError(
-                f"rank={self.rank} is not one of {self.processes} processes: a process outside of a"
-                " group cannot be one of its workers"
+                f"rank={self.rank} is not possible in {self.processes} processes: a process outside"
+                " of a group cannot be one of its workers"
             )
 
     @property
@@ -67,7 +67,9 @@ class Workers:
         common = free[1:].nonzero().flatten().tolist()
         if not common:
             limit = None if self.timeout is None else timedelta(seconds=self.timeout)
-            group = dist.new_group(list(ranks), limit, use_local_synchronization=True)
+            # a name that counts groups is the safer one, but all processes have to be there
+            some = len(ranks) < dist.get_world_size()
+            group = dist.new_group(list(ranks), limit, use_local_synchronization=some)
             pool.groups.append(group)
             pool.free.append(False)
             common = [len(pool.groups) - 1]

@@ -158,6 +158,35 @@ def schedules(r: int) -> tuple[int, str]:
     return 4, "accepted"
 
 
+def unfrozen_here(r: int, overlap: bool = False) -> str:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = DLion(model.parameters(), overlap=overlap)
+    backward(model, r)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(r == 1)
+    backward(model, r)
+    return refused(optimizer.step)
+
+
+def unfrozen_here_overlap(r: int) -> str:
+    return unfrozen_here(r, overlap=True)
+
+
+def another(r: int) -> list[float]:
+    kept = []
+    for t in range(3):
+        model = net()
+        optimizer = DLion(model.parameters(), lr=1e-2, overlap=True)
+        if r == 1:
+            kept.append(optimizer)  # as where something else still holds it
+        backward(model, 10 * t + r)
+        optimizer.step()
+        del optimizer
+    return flat(model)
+
+
 def wrapped_later(r: int) -> str:
     model = net()
     optimizer = DLion(model.parameters())
@@ -218,7 +247,7 @@ def dropped(r: int) -> tuple[int, int]:
 CASES = [
     *(order, shapes, names, dtypes, buckets, overlap, rates, methods, bits, frozen, groups),
     *(wrapped, wrapped_later, parameters, other_state, other_steps, schedules, scaler, absent),
-    dropped,
+    *(dropped, unfrozen_here, unfrozen_here_overlap, another),
 ]
 
 
@@ -276,15 +305,25 @@ def test_the_state_of_another_worker_is_refused(seen, case):
 
 
 def test_processes_in_different_steps_are_named(seen):
-    assert "worker 1 is in step 8, worker 0 in step 1" in seen["other_steps"][0]
-    assert "worker 0 is in step 1, worker 1 in step 8" in seen["other_steps"][1]
+    for message in seen["other_steps"]:
+        assert "worker 1 is in step 8, worker 0 in step 1" in message
 
 
 def test_a_step_that_was_left_out_shows_in_the_next_one(seen):
     (step0, message0), (step1, message1) = seen["schedules"]
     assert (step0, step1) == (1, 2)  # the second step of each
-    assert "in step 2 worker 1 has other hyperparameters than worker 0 (lr=0.005)" in message0
-    assert "in step 2 worker 0 has other hyperparameters than worker 1 (lr=0.0025)" in message1
+    for message, rate in ((message0, 0.005), (message1, 0.0025)):
+        assert "in step 2 worker 1 has other hyperparameters or frozen parameters" in message
+        assert f"lr={rate}" in message
+
+
+def test_unfreezing_on_one_process_only_is_named(seen):
+    for message in seen["unfrozen_here"] + seen["unfrozen_here_overlap"]:
+        assert "in step 2 worker 1 has other hyperparameters or frozen parameters" in message
+
+
+def test_an_optimizer_that_is_dropped_on_one_process_first_makes_way_for_another(seen):
+    assert seen["another"][0] == seen["another"][1]
 
 
 def test_an_overflow_on_one_worker_skips_the_step_on_all(seen):

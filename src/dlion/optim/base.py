@@ -55,7 +55,8 @@ class DistributedOptimizer(BucketedOptimizer):
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
     residuals count it as zero everywhere: what they held back must still be sent.) A frozen
     parameter is neither sent nor given state; it may be unfrozen between steps. One that is frozen
-    later keeps its state and its bits in the messages, and is not updated.
+    later keeps its state and its bits in the messages, and is not updated. To load a state that was
+    saved after unfreezing, unfreeze first.
 
     Under ``torch.amp.GradScaler`` an overflow on one worker skips the step on all. That takes one
     more small collective a step, ``overlap=False`` and one worker a process; each process keeps a
@@ -70,7 +71,8 @@ class DistributedOptimizer(BucketedOptimizer):
             bucket, each as soon as its gradients and the bucket before it are there; give
             ``bucket_cap_mb`` too. Then what changes gradients between ``backward()`` and
             ``step()``, clipping say, comes too late and is refused, and all but the last of several
-            backward passes per step must run in :meth:`no_sync`. The result is the same to the bit.
+            backward passes per step must run in :meth:`no_sync`. The result is the same to the bit
+            (for equal buckets, where a method draws random numbers).
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
             one bucket a group.
@@ -125,6 +127,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._collected: set[int] = set()
         self._sent = 0  # buckets whose messages have left
         self._stepped = False
+        self._in_backward = False  # or in what a failed pass has left
         self._synchronising = True
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self._hooks: list[RemovableHandle] = []
@@ -217,11 +220,23 @@ class DistributedOptimizer(BucketedOptimizer):
             self._synchronising = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. With ``overlap``, after a backward pass that failed, try it again then.
+        """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
 
-        What had left by then stays sent: the gradients of the failed pass count for these buckets.
+        What had left of a pass that raised an exception stays sent: its gradients count for these
+        buckets.
+
+        Raises:
+            RuntimeError: if messages of a pass that went well have left; step() has to follow then.
         """
+        if self._sent and not self._in_backward:
+            raise RuntimeError(
+                "zero_grad() after a backward pass whose messages have left, before step(): call"
+                " step(), or, where a pass is not to count (through another model's parameters, of"
+                " a batch to be skipped), run it in `with optimizer.no_sync():`, freeze them with"
+                " requires_grad_(False), or create the optimizer with overlap=False"
+            )
         super().zero_grad(set_to_none)
+        self._in_backward = False
         for bucket in self.buckets:
             bucket.flight.waiting = None
             bucket.flight.restarted = bucket.flight.sent
@@ -249,11 +264,11 @@ class DistributedOptimizer(BucketedOptimizer):
 
     def _encode_unsent(self, local: int) -> None:
         """Encode a local worker's messages of all buckets that have not left yet."""
+        for bucket in self.buckets[: self._sent]:
+            bucket.check_unchanged()
         if not self._collected:
             self._include_unfrozen()
         self._collected.add(local)
-        for bucket in self.buckets[: self._sent]:
-            bucket.check_unchanged()
         for bucket in self.buckets[self._sent :]:
             self._encode(bucket, local)
 
@@ -265,6 +280,9 @@ class DistributedOptimizer(BucketedOptimizer):
             return
         if flight.sent and flight.restarted:
             return
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_went_well)
         if flight.waiting is None:
             flight.waiting = sum(slot.tensor.requires_grad for slot in bucket.slots)
         flight.waiting -= 1
@@ -280,6 +298,9 @@ class DistributedOptimizer(BucketedOptimizer):
             complete.note_gradients()
             self._send(complete)
 
+    def _backward_went_well(self) -> None:
+        self._in_backward = False
+
     @torch.no_grad()
     def _encode(self, bucket: Bucket, local: int) -> None:
         if self.nonfinite is not None:
@@ -290,7 +311,7 @@ class DistributedOptimizer(BucketedOptimizer):
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
-        bucket.encode_header(local, present, self.flag)
+        bucket.encode_header(local, present, self._trained(), self.flag)
 
     def _look_at_gradients(self, bucket: Bucket, local: int) -> None:
         """Drop gradients that are not finite, or measure them for the exchange to look at."""
@@ -326,7 +347,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._skipping.clear()
         self._collected.clear()
         self._sent = 0
-        self._stepped = True
+        self._stepped, self._in_backward = True, False
         for group in self.param_groups:
             group["steps"] += 1
         for bucket in self.buckets:
@@ -348,8 +369,20 @@ class DistributedOptimizer(BucketedOptimizer):
         if self.grad_scale is not None:
             tensors = (tensor for group in self.param_groups for tensor in group["params"])
             grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-            torch._foreach_mul_(grads, 1 / self.grad_scale.item())
+            if grads:
+                torch._foreach_mul_(grads, 1 / self.grad_scale.item())
         return False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; all processes add the same group, between two steps.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            TrainingFailed: if processes add different ones.
+        """
+        if self._collected or self._sent:
+            raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
+        super().add_param_group(param_group)
 
     def _settings(self) -> dict[str, Any]:
         """The public attributes that say what this optimizer does."""

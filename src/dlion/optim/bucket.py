@@ -219,7 +219,9 @@ class Bucket:
         present = [index for index, here in enumerate(self.present()) if here]
         if present:
             grads = [self.slots[index].gradient() for index in present]
-            norms[present] = torch.stack(torch._foreach_norm(grads, dtype=torch.float32))
+            precision = torch.promote_types(self.dtype, torch.float32)
+            found = torch.stack(torch._foreach_norm(grads, dtype=precision))
+            norms[present] = found.to(torch.float32)
         return norms
 
     def count(self, name: str) -> list[tuple[int, slice]]:
@@ -268,9 +270,15 @@ class Bucket:
         self._check_in_step(headers)
         self.flight.present, self.flight.flag = headers.present, headers.flag
 
-    def encode_header(self, local: int, present: list[bool], flag: bool) -> None:
-        """Write the header of a local worker's message."""
-        header = self.header.encode(self.step, self._checksum(), present, flag)
+    def encode_header(self, local: int, present: list[bool], trained: int, flag: bool) -> None:
+        """Write the header of a local worker's message.
+
+        Its checksum is of what must be equal on all workers as long as they keep in step: the
+        hyperparameters and how many parameters are trained.
+        """
+        names = self.group.keys() - {"params", "param_names", "steps"}
+        facts = [trained, *((name, self.group[name]) for name in sorted(names))]
+        header = self.header.encode(self.step, zlib.crc32(repr(facts).encode()), present, flag)
         self.exchange.encode_header(local, header.to(self.device))
 
     def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
@@ -298,25 +306,24 @@ class Bucket:
                 yield Piece(slot, at - slot.start, end - slot.start, view)
                 at = end
 
-    def _checksum(self) -> int:
-        """Of the hyperparameters, which are equal on all workers as long as they keep in step."""
-        names = self.group.keys() - {"params", "param_names", "steps"}
-        return zlib.crc32(repr([(name, self.group[name]) for name in sorted(names)]).encode())
-
     def _check_in_step(self, headers: Headers) -> None:
-        channel, checksum = self.exchange.channel, self._checksum()
-        here = channel.workers.ids[0]
-        for sender, step, theirs in zip(channel.participants, *headers[:2], strict=True):
-            if step != self.step & 0xFFFFFFFF:
+        """Compare all senders with the first."""
+        first, *senders = self.exchange.channel.participants
+        step, checksum = headers.steps[0], headers.checksums[0]
+        others = zip(senders, headers.steps[1:], headers.checksums[1:], strict=True)
+        for sender, their_step, their_checksum in others:
+            if their_step != step:
                 raise TrainingFailed(
-                    f"worker {sender} is in step {step + 1}, worker {here} in step {self.step + 1}:"
-                    " all processes must load the same state and call step() equally often"
+                    f"worker {sender} is in step {their_step + 1}, worker {first} in step"
+                    f" {step + 1}: all processes must load the same state and call step() equally"
+                    " often"
                 )
-            if theirs != checksum:
+            if their_checksum != checksum:
                 raise TrainingFailed(
-                    f"in step {self.step + 1} worker {sender} has other hyperparameters than worker"
-                    f" {here} (lr={self.group['lr']}): all processes must set the same, and call"
-                    " step() of the optimizer and of its schedules equally often"
+                    f"in step {step + 1} worker {sender} has other hyperparameters or frozen"
+                    f" parameters than worker {first} (here: lr={self.group['lr']}): all processes"
+                    " must set the same, and call step() of the optimizer and of its schedules"
+                    " equally often"
                 )
 
     def _check_finite(self) -> None:

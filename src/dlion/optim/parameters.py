@@ -145,6 +145,11 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self._add_buckets(group, [t for t in group["params"] if id(t) in unfrozen])
         self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
 
+    def _trained(self) -> int:
+        """How many parameters are in buckets, or will be in the next step."""
+        unfrozen = sum(tensor.requires_grad for tensor in self._frozen)
+        return sum(len(bucket.slots) for bucket in self.buckets) + unfrozen
+
     def _publish_state(self, bucket: Bucket) -> None:
         """Show the flat state as ``self.state[param][name]``, as views.
 
@@ -194,6 +199,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: if it is of other workers, or of other parameters or settings.
         """
+        self._include_unfrozen()
         params = [param for group in self.param_groups for param in group["params"]]
         own = [self.state.get(param, {}) for param in params]
         check_state(state_dict["state"], own, self._worker())

@@ -116,11 +116,15 @@ class DGC(SparseOptimizer):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, **common)
-        if clip_norm is not None and len(self.buckets) > 1:
+
+    def make_exchange(self, bucket: Bucket) -> SparseMean:
+        if self.clip_norm is not None and bucket.index > 0:
             raise ValueError(
-                f"clip_norm={clip_norm} needs the whole gradient, which is in {len(self.buckets)}"
-                " buckets here: give bucket_cap_mb=null (None) and one group of parameters"
+                f"clip_norm={self.clip_norm} needs the whole gradient, which is in several buckets"
+                " here: give bucket_cap_mb=null (None), one group of parameters of one dtype, and"
+                " unfreeze none"
             )
+        return super().make_exchange(bucket)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         grad = bucket.gradients()
