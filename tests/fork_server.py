@@ -132,6 +132,7 @@ def run(first: str, *rest: str) -> None:
     """Run a script, or a module behind ``-m``, as ``python`` does with these arguments."""
     if first == "-m":
         sys.argv, sys.path[0] = list(rest), str(Path.cwd())
+        sys.modules.pop(rest[0], None)  # which python would not have imported
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
