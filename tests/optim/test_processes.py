@@ -44,65 +44,84 @@ def refused(make: Callable[[], Any]) -> str:
     return "accepted"
 
 
-# Each case runs in both of two processes and returns what process r has seen.
+CASES: list[Callable[[int], Any]] = []
 
 
+def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Have a function run in both of two processes; it returns what process r has seen."""
+    CASES.append(function)
+    return function
+
+
+@case
 def order(r: int) -> str:
     params = list(net().parameters())
     return refused(lambda: DLion(params if r == 0 else params[::-1]))
 
 
+@case
 def shapes(r: int) -> str:
     return refused(lambda: DLion(net(width=40 + r).parameters()))
 
 
+@case
 def names(r: int) -> str:
     named = [(f"{name}{'x' * r}", param) for name, param in net().named_parameters()]
     return refused(lambda: DLion(named))
 
 
+@case
 def dtypes(r: int) -> str:
     model = net().to(torch.bfloat16) if r else net()
     return refused(lambda: DLion(model.parameters()))
 
 
+@case
 def buckets(r: int) -> str:
     return refused(lambda: DLion(net().parameters(), bucket_cap_mb=0.002 * (r + 1)))
 
 
+@case
 def overlap(r: int) -> str:
     return refused(lambda: DLion(net().parameters(), overlap=r == 0))
 
 
+@case
 def rates(r: int) -> str:
     return refused(lambda: DLion(net().parameters(), lr=1e-3 * (r + 1)))
 
 
+@case
 def methods(r: int) -> str:
     return refused(lambda: (DLion if r else LionCub)(net().parameters()))
 
 
+@case
 def bits(r: int) -> str:
     return refused(lambda: LionCub(net().parameters(), bits=2 * (r + 1)))
 
 
+@case
 def frozen(r: int) -> str:
     model = net()
     model[0].weight.requires_grad_(r == 0)
     return refused(lambda: DLion(model.parameters()))
 
 
+@case
 def groups(r: int) -> str:
     optimizer = DLion(net().parameters())
     extra = torch.nn.Parameter(torch.zeros(3 + r))
     return refused(lambda: optimizer.add_param_group({"params": [extra]}))
 
 
+@case
 def wrapped(r: int) -> str:
     model = DistributedDataParallel(net())
     return refused(lambda: DLion(model.parameters()))
 
 
+@case
 def parameters(r: int) -> bool:
     """Those of process 0 are handed out, frozen ones and those of later groups too."""
     model, late = net(r), torch.nn.Parameter(torch.full((3,), float(r)))
@@ -111,6 +130,7 @@ def parameters(r: int) -> bool:
     return flat(model) == flat(net()) and late.tolist() == [0, 0, 0]
 
 
+@case
 def other_state(r: int) -> str:
     model = net()
     optimizer = GradDrop(model.parameters())
@@ -133,6 +153,7 @@ def torch_checkpoint(r: int, folder: str) -> str:
     return refused(lambda: optimizer.load_state_dict(state["optimizer"]))
 
 
+@case
 def other_steps(r: int) -> str:
     model = net()
     optimizer = DLion(model.parameters())
@@ -142,6 +163,7 @@ def other_steps(r: int) -> str:
     return refused(optimizer.step)
 
 
+@case
 def schedules(r: int) -> tuple[int, str]:
     """Process 1 leaves out the step of one batch, but not that of the schedule."""
     model = net()
@@ -158,6 +180,7 @@ def schedules(r: int) -> tuple[int, str]:
     return 4, "accepted"
 
 
+@case
 def unfrozen_here(r: int, overlap: bool = False) -> str:
     model = net()
     model[0].requires_grad_(False)
@@ -170,10 +193,12 @@ def unfrozen_here(r: int, overlap: bool = False) -> str:
     return refused(optimizer.step)
 
 
+@case
 def unfrozen_here_overlap(r: int) -> str:
     return unfrozen_here(r, overlap=True)
 
 
+@case
 def another(r: int) -> list[float]:
     kept = []
     for t in range(3):
@@ -187,6 +212,7 @@ def another(r: int) -> list[float]:
     return flat(model)
 
 
+@case
 def wrapped_later(r: int) -> str:
     model = net()
     optimizer = DLion(model.parameters())
@@ -195,6 +221,7 @@ def wrapped_later(r: int) -> str:
     return refused(optimizer.step)
 
 
+@case
 def scaler(r: int) -> tuple[bool, list[float], float]:
     """An overflow on process 1 skips the step on both."""
     model, plain = net(), net()
@@ -214,6 +241,7 @@ def scaler(r: int) -> tuple[bool, list[float], float]:
     return flat(model) == flat(plain), flat(model), scaler.get_scale()
 
 
+@case
 def absent(r: int) -> list[float]:
     model = net()
     optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, bucket_cap_mb=1e-3)
@@ -223,6 +251,7 @@ def absent(r: int) -> list[float]:
     return flat(model)
 
 
+@case
 def dropped(r: int) -> tuple[int, int]:
     """Threads and open files before and after optimizers that are made and dropped."""
 
@@ -242,13 +271,6 @@ def dropped(r: int) -> tuple[int, int]:
         dist.barrier()
         counts.append(count())
     return counts[1], counts[-1]
-
-
-CASES = [
-    *(order, shapes, names, dtypes, buckets, overlap, rates, methods, bits, frozen, groups),
-    *(wrapped, wrapped_later, parameters, other_state, other_steps, schedules, scaler, absent),
-    *(dropped, unfrozen_here, unfrozen_here_overlap, another),
-]
 
 
 def run_cases(folder: str) -> dict[str, list[Any]]:

@@ -385,7 +385,7 @@ class DistributedOptimizer(BucketedOptimizer):
         super().add_param_group(param_group)
 
     def _settings(self) -> dict[str, Any]:
-        """The public attributes that say what this optimizer does."""
+        """Return the public attributes that say what this optimizer does."""
         plain = (int, float, str, bool, list, tuple, type(None))
         facts = {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, plain)}
         return {"method": type(self).__name__, **facts}
