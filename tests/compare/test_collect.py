@@ -3,7 +3,9 @@
 import csv
 import io
 import os
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,7 +18,9 @@ from tests.compare.runs import write_run
 
 @pytest.fixture
 def run_collect(command, monkeypatch):
-    monkeypatch.setenv("SLURM_CONF", "/nowhere")  # whatever SLURM may be here is not asked
+    monkeypatch.setenv(
+        "PATH", str(Path(sys.executable).parent)
+    )  # SLURM, if it is here, is not asked
     return partial(command, main)
 
 
