@@ -127,6 +127,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._collected: set[int] = set()
         self._sent = 0  # buckets whose messages have left
         self._stepped = False
+        self._trained: int | None = None  # parameters in this step, once they are counted
         self._in_backward = False  # or in what a failed pass has left
         self._synchronising = True
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
@@ -311,7 +312,9 @@ class DistributedOptimizer(BucketedOptimizer):
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
-        bucket.encode_header(local, present, self._trained(), self.flag)
+        if self._trained is None:
+            self._trained = self._count_trained()
+        bucket.encode_header(local, present, self._trained, self.flag)
 
     def _look_at_gradients(self, bucket: Bucket, local: int) -> None:
         """Drop gradients that are not finite, or measure them for the exchange to look at."""
@@ -347,7 +350,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._skipping.clear()
         self._collected.clear()
         self._sent = 0
-        self._stepped, self._in_backward = True, False
+        self._stepped, self._in_backward, self._trained = True, False, None
         for group in self.param_groups:
             group["steps"] += 1
         for bucket in self.buckets:

@@ -145,8 +145,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             self._add_buckets(group, [t for t in group["params"] if id(t) in unfrozen])
         self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
 
-    def _trained(self) -> int:
-        """How many parameters are in buckets, or will be in the next step."""
+    def _count_trained(self) -> int:
+        """Count the parameters that are in buckets, or will be before this step is over."""
         unfrozen = sum(tensor.requires_grad for tensor in self._frozen)
         return sum(len(bucket.slots) for bucket in self.buckets) + unfrozen
 
