@@ -33,9 +33,10 @@ def coins(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.parametrize("mode", ["partition", "contiguous"])
 @pytest.mark.parametrize(("size", "workers", "batch"), [(100, 4, 8), (101, 8, 5), (4000, 8, 32)])
-def test_every_sample_once_an_epoch(size, workers, batch):
-    sharding = Sharding(size, workers, batch, seed=1, mode="partition")
+def test_every_sample_once_an_epoch(size, workers, batch, mode):
+    sharding = Sharding(size, workers, batch, seed=1, mode=mode)
     orders = []
     for epoch in range(2):
         steps = range(epoch * sharding.steps_per_epoch, (epoch + 1) * sharding.steps_per_epoch)
@@ -49,7 +50,7 @@ def test_every_sample_once_an_epoch(size, workers, batch):
     assert orders[0] == orders[1]  # a worker keeps its shard
 
 
-@pytest.mark.parametrize("mode", ["partition", "replicate"])
+@pytest.mark.parametrize("mode", ["partition", "contiguous", "replicate"])
 def test_every_epoch_has_an_order_of_its_own(mode):
     sharding = Sharding(200, 2, 20, seed=1, mode=mode)
     length = sharding.steps_per_epoch
@@ -89,6 +90,35 @@ def test_dirichlet_shards_are_a_partition_of_unlike_parts():
         counts = torch.stack([labels[part].bincount(minlength=10) for part in parts])
         spread[alpha] = counts[0].max().item()  # the largest class of the first worker
     assert spread[1000] < 25 < 50 < spread[0.1]
+
+
+def test_contiguous_shards_are_stretches_in_the_sets_own_order():
+    for seed in (1, 2):
+        sharding = Sharding(103, 4, 5, seed, "contiguous")
+        steps = range(sharding.steps_per_epoch)
+        parts = [torch.cat([sharding.indices(w, s) for s in steps]) for w in range(4)]
+        assert [sorted(part.tolist()) for part in parts] == [
+            list(range(start, stop)) for start, stop in ((0, 25), (25, 51), (51, 77), (77, 103))
+        ]
+        assert all(part.tolist() != sorted(part.tolist()) for part in parts)
+
+
+def test_contiguous_shards_of_a_text_are_other_modules():
+    data = stdlib_text(context=32, max_bytes=400_000)
+    sharding = Sharding(data.train_size, 4, 8, 0, "contiguous")
+    seen = []
+    for worker in range(4):
+        indices = torch.cat([sharding.indices(worker, s) for s in range(sharding.steps_per_epoch)])
+        starts = indices.sort().values * data.context
+        stretch = data.train_tokens[int(starts[0]) : int(starts[-1]) + data.context]
+        assert len(stretch) == len(indices) * data.context
+        seen.append(bytes(stretch.tolist()))
+    assert b"".join(seen) == bytes(data.train_tokens[: data.train_size * data.context].tolist())
+
+
+def test_an_unknown_way_to_divide_is_refused():
+    with pytest.raises(UserError, match="choose partition, contiguous, replicate, dirichlet"):
+        Sharding(100, 4, 8, 0, "by_file")
 
 
 def test_a_batch_larger_than_a_shard_is_refused():

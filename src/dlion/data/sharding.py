@@ -1,6 +1,7 @@
 """The samples that a worker sees at a step: a function of the seed and the step alone."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -9,15 +10,18 @@ from torch import Tensor
 from dlion.errors import UserError
 from dlion.streams import stream, stream_seed
 
-MODES = ("partition", "replicate", "dirichlet")
+MODES = ("partition", "contiguous", "replicate", "dirichlet")
 
 
 class Sharding:
     """Divides the samples among the workers.
 
-    ``partition``: every sample belongs to one worker, and is seen once per epoch. ``replicate``:
-    every worker sees every sample once per epoch (as in arXiv 2404.00438, section 5.1).
-    ``dirichlet``: a partition into equal parts, but each worker generator its shares of the classes
+    ``partition``: every sample belongs to one worker, drawn at random, and is seen once per epoch.
+    ``contiguous``: a partition into n equal stretches of the data set in its own order, worker i
+    has the i-th; what stands together (modules of a library, tasks, folders of classes) stays with
+    one worker, so that workers see unlike data, the same for every seed. ``replicate``: every
+    worker sees every sample once per epoch (as in arXiv 2404.00438, section 5.1).
+    ``dirichlet``: a partition into equal parts, but each worker draws its shares of the classes
     from a Dirichlet distribution around those of the whole set (Hsu et al. 2019, arXiv 1909.06335),
     with concentration ``alpha`` a class: 100 is nearly even, 0.1 gives most workers two or three.
 
@@ -28,8 +32,8 @@ class Sharding:
         size: number of samples.
         workers: n.
         batch_size: samples in a worker's batch, at most.
-        seed: decides the shards and the orders.
-        mode: partition | replicate | dirichlet.
+        seed: decides the shards (but those of ``contiguous``) and the orders.
+        mode: partition | contiguous | replicate | dirichlet.
         labels: one for each sample; ``dirichlet`` needs them.
         alpha: the concentration of ``dirichlet``.
 
@@ -56,7 +60,7 @@ class Sharding:
         if mode == "dirichlet" and labels is None:
             raise UserError(
                 "dataset.sharding=dirichlet needs a label for each sample, which this data set does"
-                " not have: type dataset.sharding=partition"
+                " not have: type dataset.sharding=partition, or contiguous for unlike parts"
             )
         if not (isinstance(alpha, (int, float)) and 0 < alpha < math.inf):
             raise UserError(f"dataset.alpha={alpha} is not possible: give a number above 0")
@@ -77,6 +81,9 @@ class Sharding:
             self._shards = [order[shard] for shard in positions]
         elif mode == "partition":
             self._shards = [order[worker::workers] for worker in range(workers)]
+        elif mode == "contiguous":
+            cuts = [worker * size // workers for worker in range(workers + 1)]
+            self._shards = [torch.arange(*cut) for cut in pairwise(cuts)]
         else:
             self._shards = workers * [order]
         self._orders: dict[int, tuple[int, Tensor]] = {}
