@@ -48,6 +48,7 @@ CUTS = {
     "prepared_text": ["dataset.path={tokens}", "dataset.context=16"],
     "causal_lm": ["model.path={llama}"],
     "gpt2": ["model.n_embd=32", "model.n_layer=1", "model.n_head=2"],
+    "gpt2pp_350m": TINY,
     "gpt2pp_760m": TINY,
     "gpt_tiny": TINY,
     "llama_tiny": ["model.hidden_size=16", "model.num_hidden_layers=1"],
@@ -245,6 +246,63 @@ def check_methods(recipe: str, expected: dict[tuple[str, tuple], tuple]) -> list
             optimizer = found[model, method]
             assert (optimizer.lr, *optimizer.betas, optimizer.weight_decay) == values
     return full
+
+
+def pick(choices: list, share: float):
+    return choices[int(len(choices) * share)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rates", "gradient_rates", "betas", "adam_betas"),
+    [
+        (
+            "unlike_data_tune",
+            (5e-4, 1e-2),
+            (2e-2, 1.0),
+            [[0.9, 0.99], [0.9, 0.95], [0.8, 0.9], [0.7, 0.8]],
+            [[0.9, 0.999], [0.9, 0.99], [0.9, 0.95], [0.8, 0.9]],
+        ),
+        (
+            "unlike_text_tune",
+            (1.5e-3, 2e-2),
+            (3e-2, 3.0),
+            [[0.9, 0.95], [0.8, 0.9], [0.7, 0.8], [0.6, 0.8]],
+            [[0.9, 0.999], [0.9, 0.95], [0.8, 0.95], [0.7, 0.8]],
+        ),
+    ],
+)
+def test_a_search_has_the_points_of_the_sequence_that_it_names(
+    recipe, rates, gradient_rates, betas, adam_betas
+):
+    points = torch.quasirandom.SobolEngine(3, scramble=True, seed=0).draw(12).tolist()
+    expected = {
+        name: {
+            "lr": pytest.approx(rates[0] * (rates[1] / rates[0]) ** x, rel=0.05),
+            "gradient_lr": pytest.approx(
+                gradient_rates[0] * (gradient_rates[1] / gradient_rates[0]) ** x, rel=0.05
+            ),
+            "betas": pick(betas, y),
+            "adam_betas": pick(adam_betas, y),
+            "momentum": pick([0.95, 0.9, 0.8, 0.5], y),
+            "ratio": pick([1.05, 1.1, 1.2, 1.3], z),
+        }
+        for name, (x, y, z) in zip("abcdefghijkl", points, strict=True)
+    }
+    search = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
+    assert OmegaConf.to_container(search.candidates, resolve=False) == expected
+    full = OmegaConf.load(CONF / "experiment" / f"{recipe}_full.yaml").candidates
+    for name, (x, _, _) in zip("abcdefghijkl", points, strict=True):
+        assert full[name].lr == pytest.approx(2e-5 * 25**x, rel=0.05)
+        assert full[name].gradient_lr == pytest.approx(1e-3 * 100**x, rel=0.05)
+
+
+@pytest.mark.parametrize("recipe", ["unlike_data_tune", "unlike_text_tune"])
+def test_a_search_varies_every_method(recipe):
+    search = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
+    methods = OmegaConf.to_container(search.methods, resolve=False)
+    assert set(methods) == set(search.hydra.sweeper.params.optimizer.split(","))
+    assert all("${candidate}.lr}" in str(settings) or "gradient_lr" in str(settings)
+               for settings in methods.values())
 
 
 def test_full_imagenet_is_the_papers():
