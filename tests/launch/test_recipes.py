@@ -301,8 +301,10 @@ def test_a_search_varies_every_method(recipe):
     search = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
     methods = OmegaConf.to_container(search.methods, resolve=False)
     assert set(methods) == set(search.hydra.sweeper.params.optimizer.split(","))
-    assert all("${candidate}.lr}" in str(settings) or "gradient_lr" in str(settings)
-               for settings in methods.values())
+    assert all(
+        "${candidate}.lr}" in str(settings) or "gradient_lr" in str(settings)
+        for settings in methods.values()
+    )
 
 
 def test_full_imagenet_is_the_papers():
