@@ -23,6 +23,27 @@ import torch
 from torch import Tensor
 
 from dlion.kernels import reference
+from dlion.kernels.steps import Coder, nearest_level, step_size
+
+__all__ = [
+    "Coder",
+    "apply_levels",
+    "apply_signs",
+    "apply_trits",
+    "choose",
+    "compare_sum",
+    "decode_deltas",
+    "descend",
+    "encode_deltas",
+    "encode_levels",
+    "encode_signs",
+    "lion",
+    "measure",
+    "nearest_level",
+    "pack_votes",
+    "step_size",
+    "sum_planes",
+]
 
 
 def encode_signs(
@@ -112,6 +133,61 @@ def pack_votes(greater: Tensor, equal: Tensor, out: Tensor) -> None:
         out: uint8 ``[ceil(64 * words / 5)]``.
     """
     _compiled(greater.device.type).pack_votes(greater, equal, out)
+
+
+def encode_deltas(
+    message: Tensor,
+    start: int,
+    momentum: Tensor,
+    grad: Tensor,
+    coder: Coder,
+    beta1: float,
+    beta2: float,
+    rise: int,
+) -> None:
+    """Update a worker's momentum and delta-modulate its Lion direction, in one pass.
+
+    A bit is 1 where ``u >= h``; see :func:`decode_deltas` for what follows from it. NaN says 0.
+
+    Args:
+        message: int64 ``[n, 1, words]``.
+        start, momentum, grad, beta1, beta2: as for :func:`encode_signs`. The elements up to the
+            next multiple of 64 after the end have a direction of 0.
+        coder: the worker's, of all elements of the message.
+        rise: levels gained, see :func:`decode_deltas`.
+    """
+    module = choose(momentum, grad)
+    module.encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise)
+
+
+def decode_deltas(
+    messages: Tensor,
+    rows: Tensor,
+    coders: Coder,
+    weights: Tensor | None,
+    rise: int,
+    lookahead: float,
+    positive: Tensor,
+    tied: Tensor,
+) -> None:
+    """Follow the messages of delta modulation about one slice, and find the sign of their sum.
+
+    A bit that differs from the worker's last one lowers its level by 1, the second equal one leaves
+    it, and every later one raises it by ``rise``, within 0 and 255. Then the estimate moves by
+    :func:`step_size` of the level, up for 1 and down for 0. The sign is that of
+    ``sum h + lookahead * sum (steps of the senders)``, added from worker 0 to n - 1.
+
+    Args:
+        messages: int64 ``[m, 1, words]`` of the senders.
+        rows: for each worker the row of its message, -1 without one: int64 ``[n]``.
+        coders: of the n workers. If ``weights`` is None, the estimate is their sum,
+            ``[1, 64 * words]``.
+        weights: of the workers' estimates and steps in the sum, float32 ``[n]``.
+        positive, tied: the results, a bit for each sum that is above, or equal to, 0: int64
+            ``[words]``.
+    """
+    module = _compiled(messages.device.type)
+    module.decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied)
 
 
 def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:

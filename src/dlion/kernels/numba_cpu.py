@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlion.kernels import steps
+
 _BLOCK = 512  # words of a vote at a time: its planes stay in the first cache
 _SMALL = 1 << 17  # elements below which threads do not pay
 _LOWEST = np.uint64(0x0101010101010101)  # the lowest bit of each of eight bytes
@@ -21,6 +23,8 @@ _GATHER = np.uint64(0x0102040810204080)  # moves the bits of eight 0/1 bytes int
 _TOP = np.uint64(56)
 _ZERO, _ONES = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer
+_ONE, _SIGN = np.uint32(1), np.uint32(31)
+_SHIFT, _BASE = np.uint32(steps.SHIFT), np.uint32(steps.BASE)
 _UNSIGNED = {torch.int64: torch.uint64, torch.bfloat16: torch.uint16}  # NumPy has no bfloat16
 
 _inline = numba.extending.register_jitable
@@ -66,6 +70,21 @@ def compare_sum(rows, largest, constant, greater, equal):
 
 def pack_votes(greater, equal, out):
     _pack_votes(_array(greater), _array(equal), out.numpy())
+
+
+def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
+    factors = (float(beta1), float(beta2), rise)
+    args = (message.numpy(), start // 64, momentum.numpy(), _array(grad), *map(_array, coder))
+    _spread(_encode_deltas, (*args, *factors), momentum.numel())
+
+
+def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
+    weighted = weights is not None
+    weights = weights.numpy() if weighted else np.ones(len(rows), np.float32)
+    received = (_layout(messages)[0], messages.stride(0), rows.numpy())
+    args = (*received, *map(_array, coders), weighted, weights, rise, np.float32(lookahead))
+    masks = (_array(positive), _array(tied))
+    _spread(_decode_deltas, (*args, *masks), 64 * len(positive), len(rows))
 
 
 def apply_signs(params, answers, lr, weight_decay):
@@ -353,6 +372,115 @@ def _pack_votes(greater, equal, out):
         for j in range(3, -1, -1):
             value = 3 * value + digits[j]
         out[byte] = value
+
+
+@_inline
+def _delta_steps(bits, last, repeated, level, rise, scratch):
+    """Adapt 64 levels to a word of bits; the signed step sizes go to ``scratch``.
+
+    Returns which bits equal the last ones.
+    """
+    _, sizes = scratch
+    same = ~(bits ^ last)
+    rises = same & repeated
+    for half in range(0, 64, 32):
+        up, kept, risen = _half(bits, half), _half(same, half), _half(rises, half)
+        for j in range(32):
+            lane = np.uint32(j)
+            change = (-np.int32(risen >> lane & _ONE) & rise) - np.int32(~kept >> lane & _ONE)
+            changed = min(max(np.int32(level[half + j]) + change, np.int32(0)), np.int32(255))
+            level[half + j] = np.uint8(changed)
+            negative = (~up >> lane & _ONE) << _SIGN
+            sizes[half + j] = ((np.uint32(changed) << _SHIFT) + _BASE) | negative
+    return same
+
+
+@_inline
+def _half(word, first):
+    """Return 32 bits of a word: vectors of 32-bit lanes are twice as long."""
+    return np.uint32(word >> np.uint64(first) & np.uint64(0xFFFFFFFF))
+
+
+@_compile
+def _encode_deltas(
+    message, first, momentum, grad, estimate, level, history, beta1, beta2, rise, start, stop
+):
+    (b1, a1), (b2, a2) = _weights(beta1), _weights(beta2)
+    scratch, steps, flags = _scratch(), _scratch(), np.empty(64, np.uint8)
+    packed, floats, rise = flags.view(np.uint64), steps[0], np.int32(rise)
+    momenta, grads = _parts(momentum, start, stop), _parts(grad, start, stop)
+    for i in range(2):
+        for s in range(0, momenta[i].size, 64):
+            m, g = momenta[i][s : s + 64], _widen(grads[i][s : s + 64], scratch)
+            word = first + (start + i * momenta[0].size + s) // 64
+            h, l = estimate[64 * word : 64 * word + 64], level[64 * word : 64 * word + 64]
+            for j in range(64):
+                old, new = m[j], g[j]
+                flags[j] = np.uint8(b1 * old + a1 * new >= h[j])
+                m[j] = b2 * old + a2 * new
+            bits = _plane(packed, 0)
+            same = _delta_steps(bits, history[0, word], history[1, word], l, rise, steps)
+            for j in range(64):
+                h[j] += floats[j]
+            history[0, word], history[1, word] = bits, same
+            owner, column = divmod(word, message.shape[2])
+            message[owner, 0, column] = bits
+    _keep(momentum, stop, momenta[1])
+
+
+@_compile
+def _decode_deltas(
+    messages,
+    row,
+    rows,
+    estimate,
+    level,
+    history,
+    weighted,
+    weights,
+    rise,
+    lookahead,
+    positive,
+    tied,
+    start,
+    stop,
+):
+    steps, rise = _scratch(), np.int32(rise)
+    floats = steps[0]
+    total, ahead = np.empty(64, np.float32), np.empty(64, np.float32)
+    above, equal = np.empty(64, np.uint8), np.empty(64, np.uint8)
+    for word in range(start // 64, stop // 64):
+        s = 64 * word
+        total[:] = np.float32(0)
+        if not weighted:
+            total[:] = estimate[0, s : s + 64]
+        ahead[:] = np.float32(0)
+        for i in range(len(rows)):
+            if rows[i] < 0:
+                floats[:] = np.float32(0)
+            else:
+                bits, last = messages[rows[i] * row + word], history[i, 0, word]
+                lanes, repeated = level[i, s : s + 64], history[i, 1, word]
+                same = _delta_steps(bits, last, repeated, lanes, rise, steps)
+                history[i, 0, word], history[i, 1, word] = bits, same
+            if weighted:
+                h, weight = estimate[i, s : s + 64], weights[i]
+                for j in range(64):
+                    h[j] += floats[j]
+                    total[j] += weight * h[j]
+                    ahead[j] += weight * floats[j]
+            else:
+                for j in range(64):
+                    total[j] += floats[j]
+                    ahead[j] += floats[j]
+        if not weighted:
+            estimate[0, s : s + 64] = total
+        for j in range(64):
+            value = total[j] + ahead[j] * lookahead
+            above[j] = np.uint8(value > np.float32(0))
+            equal[j] = np.uint8(value == np.float32(0))
+        positive[word] = _plane(above.view(np.uint64), 0)
+        tied[word] = _plane(equal.view(np.uint64), 0)
 
 
 @_compile

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dlion.kernels.steps import step_size
 from dlion.wire import packing
 
 
@@ -63,6 +64,52 @@ def pack_votes(greater, equal, out):
     out.copy_(packing.pack_trits(2 * more.to(torch.int8) + same.to(torch.int8) - 1))
 
 
+def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
+    direction = lion_direction(momentum, grad, beta1, beta2)
+    direction = torch.nn.functional.pad(direction, (0, -len(direction) % 64))
+    stop = start + len(direction)
+    estimate, level = coder.estimate[start:stop], coder.level[start:stop]
+    bits = direction >= estimate
+    estimate += delta_steps(bits, level, coder.history[:, start // 64 : stop // 64], rise)
+    _write(message, start, bits.to(torch.uint8))
+
+
+def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
+    total, ahead = torch.zeros(2, coders.level.shape[-1], device=messages.device)
+    if weights is None:
+        total = coders.estimate[0]
+    for worker, row in enumerate(rows.tolist()):
+        steps = torch.zeros_like(total)
+        if row >= 0:
+            bits = _read(messages[row : row + 1], len(total)) == 1
+            steps = delta_steps(bits, coders.level[worker], coders.history[worker], rise)
+        if weights is None:
+            total += steps
+            ahead += steps
+        else:
+            coders.estimate[worker] += steps
+            total += weights[worker] * coders.estimate[worker]
+            ahead += weights[worker] * steps
+    value = total + ahead * lookahead
+    for mask, flags in ((positive, value > 0), (tied, value == 0)):
+        _pack_into(mask, flags)
+
+
+def delta_steps(bits: Tensor, level: Tensor, history: Tensor, rise: int) -> Tensor:
+    """Adapt levels, uint8 ``[m]``, and history, int64 ``[2, m / 64]``, to new bits, bool ``[m]``.
+
+    Returns the steps with their signs, float32 ``[m]``.
+    """
+    last, repeated = packing.unpack_bits(history.view(torch.uint8), len(bits))
+    same = bits == last
+    change = torch.where(same, torch.where(repeated, rise, 0), -1)
+    level.copy_((level.to(torch.int32) + change).clamp(0, 255))
+    _pack_into(history[0], bits)
+    _pack_into(history[1], same)
+    size = step_size(level)
+    return torch.where(bits, size, -size)
+
+
 def descend(params, answer, lr, weight_decay):
     change = answer * -lr  # torch's add_(alpha=) would round product and sum at once
     if params.dtype.itemsize < 4:
@@ -89,6 +136,10 @@ def apply_trits(params, answers, length, lr, weight_decay):
 def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     direction = lion_direction(momentum, grad, beta1, beta2)
     descend(params, direction.sign_(), lr, weight_decay)
+
+
+def _pack_into(words: Tensor, flags: Tensor) -> None:
+    words.copy_(packing.pack_bits(flags).view(torch.int64))
 
 
 def _write(message: Tensor, start: int, values: Tensor) -> None:
