@@ -8,7 +8,18 @@ import torch
 from lion_pytorch import Lion
 
 from dlion.errors import TrainingFailed
-from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.optim import (
+    DGC,
+    DLion,
+    EF21Sign,
+    EFSignSGD,
+    GAdamW,
+    GLion,
+    GradDrop,
+    LionCub,
+    Signum,
+    TernGrad,
+)
 from dlion.optim.sync import MomentumSync
 from dlion.workers import Workers
 
@@ -23,6 +34,8 @@ ALL = [
     (TernGrad, {}),
     (GradDrop, {"density": 0.1}),
     (DGC, {"density": 0.1, "warmup_steps": 3, "clip_norm": 5.0}),
+    (EFSignSGD, {}),
+    (EF21Sign, {}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
 ]
@@ -98,7 +111,7 @@ def test_one_bit_lion_cub_is_distributed_lion():
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
 def test_every_method_learns(cls, options):
     model = net()
-    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2}.get(cls, 3e-3)
+    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2, EFSignSGD: 3e-2}.get(cls, 3e-3)
     optimizer = cls(model.parameters(), lr=lr, workers=Workers(local=4), **options)
     x, y = samples()
     before = loss_of(model, x, y).item()
