@@ -111,7 +111,7 @@ def test_one_bit_lion_cub_is_distributed_lion():
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
 def test_every_method_learns(cls, options):
     model = net()
-    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2, EFSignSGD: 3e-2}.get(cls, 3e-3)
+    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2, EFSignSGD: 3e-1}.get(cls, 3e-3)
     optimizer = cls(model.parameters(), lr=lr, workers=Workers(local=4), **options)
     x, y = samples()
     before = loss_of(model, x, y).item()

@@ -169,7 +169,7 @@ METHODS = {
     "dgc": (DGC, {"density": 0.1}, dgc(float("inf"), 0), 0),
     "dgc warmup": (DGC, {"density": 0.1, "warmup_steps": 6}, dgc(float("inf"), 6), 0),
     "dgc clip": (DGC, {"density": 0.1, "clip_norm": 5.0}, dgc(5.0, 0), NORM),
-    "ef_signsgd": (EFSignSGD, {}, ef_signsgd, 0),
+    "ef_signsgd": (EFSignSGD, {"momentum": 0.9}, ef_signsgd, 0),
     "ef21_sign": (EF21Sign, {}, ef21_sign, 0),
     **{
         f"lion_cub {p} {scale}": (LionCub, {"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)

@@ -28,13 +28,14 @@ class EFSignSGD(DistributedOptimizer):
     Memory: 8 + 4 / n bytes of state a parameter (residual and momentum on every worker, the error
     of the answer on its owner).
 
-    When not to use it: where gradients of one slice are of very unlike sizes, as in transformers
-    (embeddings and norms beside matrices): one scale for all is noise to the small ones. A
-    parameter without gradients is moved about by a scale; the residual keeps it near its place. NaN
-    in a gradient spoils the scale, and residuals for ever: use ``nonfinite``.
+    When not to use it: to train where :class:`DLion` can; this is here to compare. An answer is as
+    large everywhere in a slice, which is noise to the parameters with small gradients. One without
+    any moves too, and the residual keeps it near its place. NaN in a gradient spoils the scale, and
+    residuals for ever: use ``nonfinite``.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr, momentum, weight_decay: of SGD; the decay is decoupled. The residual already acts as
+            momentum, and more of it makes the noise of the answers last.
     """
 
     own_state = ["residual"]
@@ -44,8 +45,8 @@ class EFSignSGD(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        momentum: float = 0.9,
+        lr: float = 1e-1,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         **common: Unpack[Common],
     ):
@@ -85,9 +86,9 @@ class EF21Sign(DistributedOptimizer):
     Memory: 8 + 4 / n bytes and 1 / n bits of state a parameter (momentum and estimate on every
     worker, sum and previous answer on the owner); Distributed Lion has 4 bytes and 1 / n bits.
 
-    When not to use it: on i.i.d. data, where :class:`DLion` needs half of the memory, and where
-    directions of one slice are of very unlike sizes: with one scale for all, estimates of the small
-    ones are noise. NaN in a gradient spoils the scale, and estimates for ever: use ``nonfinite``.
+    When not to use it: on i.i.d. data, where :class:`DLion` learns faster with half of the memory.
+    With one scale for all of a slice, estimates of small directions are noise. NaN in a gradient
+    spoils the scale, and estimates for ever: use ``nonfinite``.
 
     Args:
         lr, betas, weight_decay: as for Lion; the decay is decoupled.
