@@ -71,6 +71,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "graddrop": ("GradDrop", {**_SGD, "density": 0.1}),
     "dgc": ("DGC", {**_SGD, "density": 0.1, "warmup_steps": 2}),
     "lion_cub": ("LionCub", {**_LION, "bits": 4}),
+    "ef_signsgd": ("EFSignSGD", _SGD),
+    "ef21_sign": ("EF21Sign", _LION),
 }
 
 # none is a multiple of 64 elements, but head.weight is, and norm.scale has no dimension

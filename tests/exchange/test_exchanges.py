@@ -8,9 +8,11 @@ from dlion.exchange import (
     Channel,
     DenseMean,
     LevelMean,
+    ScaledSignMean,
     ScaledTernaryMean,
     SparseMean,
     TernaryMean,
+    TrackingVote,
     Vote,
     WeightedVote,
 )
@@ -105,6 +107,40 @@ def test_scaled_ternary_mean_shares_the_largest_scale_and_is_unbiased():
         total += exchange.decode()[:D]
     assert (total / steps - rows.mean(0)).abs().max() < 5 * 0.5 / (n * steps) ** 0.5
     assert exchange.decode()[:D].abs().max() <= 1.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("spans", [None, [(0, 100), (128, 130), (192, D)]])
+def test_scaled_signs_of_equal_sizes_are_exact_whatever_the_padding(n, spans):
+    """So no padding is in a scale, and none gets a value or an error."""
+    exchange = ScaledSignMean(Channel(Workers(local=n)), D, spans)
+    values = torch.zeros(exchange.numel)
+    for start, stop in spans or [(0, D)]:
+        values[start:stop] = 3.0 * (2 * votes(1)[0, start:stop] - 1)
+    rows = values.repeat(n, 1)
+    for local, row in enumerate(rows):
+        exchange.encode(local, row)
+    exchange.run(0)
+    assert torch.equal(exchange.decode(), values)
+    assert not rows.any() and not exchange.state["error"].any()
+
+
+def test_a_tracking_vote_goes_on_counting_the_absent():
+    channel, rows = Channel(Workers(local=3)), 2.0 * votes(3) - 1  # sizes of 1 are followed exactly
+    exchange = TrackingVote(channel, D)
+    assert torch.equal(ask(exchange, rows), rows.sum(0).sign())
+    channel.set_participants([1])
+    exchange.encode(1, torch.nn.functional.pad(-rows[1], (0, exchange.numel - D)))
+    exchange.run(1)
+    assert torch.equal(exchange.decode()[:D], (rows[0] - rows[1] + rows[2]).sign())
+    assert torch.equal(exchange.state["estimate"][:, :D], torch.stack([rows[0], -rows[1], rows[2]]))
+    assert not exchange.state["estimate"][:, D:].any()
+
+
+def test_a_tracking_vote_of_exactly_zero_repeats_the_last_answer():
+    exchange, row = TrackingVote(Channel(Workers(local=2)), D), 2.0 * votes(1)[0] - 1
+    assert torch.equal(ask(exchange, torch.stack([row, row])), row)
+    assert torch.equal(ask(exchange, torch.stack([row, -row])), row)
 
 
 def test_dense_mean_adds_in_the_order_of_the_workers():

@@ -8,7 +8,18 @@ import torch
 
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
-from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.optim import (
+    DGC,
+    DLion,
+    EF21Sign,
+    EFSignSGD,
+    GAdamW,
+    GLion,
+    GradDrop,
+    LionCub,
+    Signum,
+    TernGrad,
+)
 from dlion.workers import Workers
 
 D = 200_000
@@ -44,6 +55,8 @@ METHODS = {
     "terngrad": (TernGrad, {}, bits(1.6, lambda n: math.ceil(math.log2(2 * n + 1)))),
     "graddrop": (GradDrop, {"density": 0.04}, sparse(0.04)),
     "dgc": (DGC, {"density": 0.04}, sparse(0.04)),
+    "ef_signsgd": (EFSignSGD, {}, bits(1, 1)),
+    "ef21_sign": (EF21Sign, {}, bits(1, 1)),
     "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
     "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),

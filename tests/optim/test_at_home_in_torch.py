@@ -11,10 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_model
 
-from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.optim import (
+    DGC,
+    DLion,
+    EF21Sign,
+    EFSignSGD,
+    GAdamW,
+    GLion,
+    GradDrop,
+    LionCub,
+    Signum,
+    TernGrad,
+)
 from dlion.workers import Workers
 
-EVERY = [GAdamW, GLion, DLion, Signum, TernGrad, GradDrop, DGC, LionCub]
+EVERY = [GAdamW, GLion, DLion, Signum, TernGrad, GradDrop, DGC, LionCub, EFSignSGD, EF21Sign]
 
 
 def net() -> torch.nn.Module:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlion.optim import DGC, GradDrop
+from dlion.optim import DGC, EFSignSGD, GradDrop
 from dlion.workers import Workers
 
 METHODS = {
@@ -39,3 +39,25 @@ def test_what_is_sent_and_what_is_kept_is_what_there_was(method, n):
             assert sent.any() and torch.equal(sent + kept[i].sum(0), had.sum(0))
             assert ((kept[i] == had) | (kept[i] == 0)).all()  # an entry is sent whole
     assert all(rest.any() for rest in kept)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_signs_with_error_feedback_lose_nothing_on_either_way(n):
+    """Nor do they move a parameter without gradients by more than they will take back."""
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((9, 7), (40,), (20,))]
+    optimizer = EFSignSGD(params, lr=1.0, momentum=0.0, workers=Workers(local=n))
+    exchange, generator = optimizer.buckets[0].exchange, torch.Generator().manual_seed(n)
+    total = [torch.zeros_like(param.detach()) for param in params]
+    for _ in range(20):
+        for worker in range(n):
+            for param, gradients in zip(params[::2], total[::2], strict=True):
+                param.grad = torch.randn(param.shape, generator=generator)
+                gradients += param.grad / n
+            optimizer.collect(worker)
+        optimizer.step()
+    assert exchange.state["error"].any() == (n > 1)  # one worker's message is sent back as it is
+    for slot, gradients in zip(optimizer.buckets[0].slots, total, strict=True):
+        kept_by_owners = slot.view(exchange.state["error"].flatten())
+        kept_by_workers = optimizer.state[slot.tensor]["residual"].mean(0)
+        arrived = -slot.tensor.detach()
+        torch.testing.assert_close(arrived + kept_by_owners + kept_by_workers, gradients)

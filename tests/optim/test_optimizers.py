@@ -8,7 +8,18 @@ import torch
 from lion_pytorch import Lion
 
 from dlion.errors import TrainingFailed
-from dlion.optim import DGC, DLion, GAdamW, GLion, GradDrop, LionCub, Signum, TernGrad
+from dlion.optim import (
+    DGC,
+    DLion,
+    EF21Sign,
+    EFSignSGD,
+    GAdamW,
+    GLion,
+    GradDrop,
+    LionCub,
+    Signum,
+    TernGrad,
+)
 from dlion.optim.sync import MomentumSync
 from dlion.workers import Workers
 
@@ -23,6 +34,8 @@ ALL = [
     (TernGrad, {}),
     (GradDrop, {"density": 0.1}),
     (DGC, {"density": 0.1, "warmup_steps": 3, "clip_norm": 5.0}),
+    (EFSignSGD, {}),
+    (EF21Sign, {}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
 ]
@@ -98,7 +111,7 @@ def test_one_bit_lion_cub_is_distributed_lion():
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
 def test_every_method_learns(cls, options):
     model = net()
-    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2}.get(cls, 3e-3)
+    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2, EFSignSGD: 3e-1}.get(cls, 3e-3)
     optimizer = cls(model.parameters(), lr=lr, workers=Workers(local=4), **options)
     x, y = samples()
     before = loss_of(model, x, y).item()
@@ -213,6 +226,8 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
     unused = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
     train(model, optimizer, 3)
+    if cls is EFSignSGD:  # a bit has no zero: tests/optim/test_conservation.py
+        return
     state = {name: value for name, value in optimizer.state[unused].items() if name != "worker"}
     assert state and all(not value.any() for value in state.values())
     decayed = 1.0
@@ -465,7 +480,8 @@ def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
                         param.grad.sign_()
                 optimizer.collect(i)
             optimizer.step()
-    torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
+    if cls not in (EFSignSGD, EF21Sign):  # whose scales are of slices, which four cut otherwise
+        torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
     for param in some.parameters():
         for name in four.own_state:
             rows = four.state[param][name]

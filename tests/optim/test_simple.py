@@ -1,5 +1,6 @@
 """The library equals its specification, dlion.optim.simple, to the bit, for every method."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,8 @@ from dlion.optim import (
     DGC,
     DistributedOptimizer,
     DLion,
+    EF21Sign,
+    EFSignSGD,
     GAdamW,
     GLion,
     GradDrop,
@@ -69,6 +72,12 @@ class Spec:
             mine = owners == owner
             simple.learn(self.agreement[owner], signs[:, mine], outcome[mine])
         return outcome
+
+    def slices(self) -> list[tuple[int, int]]:
+        """``(start, stop)`` of the owners' slices in d."""
+        owners = self.compact(torch.arange(self.exchange.numel) // self.exchange.slice)
+        edges = [0, *owners.bincount(minlength=self.n).cumsum(0).tolist()]
+        return list(itertools.pairwise(edges))
 
     def coins(self, step: int) -> Tensor:
         size = (self.exchange.numel,)
@@ -132,6 +141,14 @@ def dgc(clip_norm: float, warmup: int):
     )
 
 
+def ef_signsgd(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    simple.ef_signsgd(x, s.u, s.b2, s.b, g, LR, 0.9, WD, s.slices())
+
+
+def ef21_sign(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.slices())
+
+
 # how far apart they may be: sums of one tensor that the library adds in another order
 NORM = 1e-6  # the norm over all tensors, gaps included
 
@@ -152,6 +169,8 @@ METHODS = {
     "dgc": (DGC, {"density": 0.1}, dgc(float("inf"), 0), 0),
     "dgc warmup": (DGC, {"density": 0.1, "warmup_steps": 6}, dgc(float("inf"), 6), 0),
     "dgc clip": (DGC, {"density": 0.1, "clip_norm": 5.0}, dgc(5.0, 0), NORM),
+    "ef_signsgd": (EFSignSGD, {"momentum": 0.9}, ef_signsgd, 0),
+    "ef21_sign": (EF21Sign, {}, ef21_sign, 0),
     **{
         f"lion_cub {p} {scale}": (LionCub, {"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)
         for p in (2, 4, 8)

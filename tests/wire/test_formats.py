@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlion.wire import Float32, Level, Sign, Sparse, Ternary, packing
+from dlion.wire import Float32, Level, ScaledSign, Sign, Sparse, Ternary, packing
 
 LENGTHS = st.integers(0, 300)
 
@@ -46,6 +46,20 @@ def test_sparse_round_trip(length, seed):
     assert packed.numel() == wire.nbytes(length)
     back = wire.decode(packed, length)
     assert torch.equal(back[0], indices) and torch.equal(back[1], values)
+
+
+@given(LENGTHS, st.integers(0, 99))
+def test_scaled_sign_round_trip(length, seed):
+    wire, signs = ScaledSign(), integers(0, 2, (2, 3, length), seed).bool()
+    scales = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+    packed = wire.encode((scales, signs))
+    assert packed.dtype == torch.uint8 and packed.shape == (2, 3, wire.nbytes(length))
+    back = wire.decode(packed, length)
+    assert torch.equal(back[0], scales) and torch.equal(back[1], signs)
+
+
+def test_a_scale_costs_four_bytes_a_message():
+    assert ScaledSign().nbytes(64 * 2**31) == 8 * 2**31 + 4
 
 
 def test_float32_keeps_every_bit():

@@ -31,6 +31,8 @@ _METHODS = {
     "graddrop": ("#56B4E9", "v"),
     "dgc": ("#009E73", "P"),
     "lion_cub": ("#8B4513", "*"),
+    "ef_signsgd": ("#332288", "<"),
+    "ef21_sign": ("#999933", ">"),
 }
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
 _LINES = ["solid", "dashed", "dotted", "dashdot"]

@@ -2,6 +2,7 @@
 
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
+from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Vote, WeightedVote
@@ -15,9 +16,11 @@ __all__ = [
     "Exchange",
     "LevelExchange",
     "LevelMean",
+    "ScaledSignMean",
     "ScaledTernaryMean",
     "SparseMean",
     "TernaryMean",
+    "TrackingVote",
     "Traffic",
     "Vote",
     "WeightedVote",

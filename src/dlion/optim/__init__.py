@@ -3,6 +3,7 @@
 from dlion.optim.base import DistributedOptimizer
 from dlion.optim.dense import GAdamW, GLion
 from dlion.optim.dlion import DLion, Signum
+from dlion.optim.ef_sign import EF21Sign, EFSignSGD
 from dlion.optim.lion_cub import LionCub
 from dlion.optim.sparse import DGC, GradDrop
 from dlion.optim.terngrad import TernGrad
@@ -11,6 +12,8 @@ __all__ = [
     "DGC",
     "DLion",
     "DistributedOptimizer",
+    "EF21Sign",
+    "EFSignSGD",
     "GAdamW",
     "GLion",
     "GradDrop",

@@ -236,3 +236,56 @@ def dgc(
     sent = take_largest(v, density, spans)
     u[sent != 0] = v[sent != 0] = 0
     descend(x, mean(sent), lr, wd)
+
+
+# Scaled signs with a memory: one bit, and a scale for each owner's slice. ``slices`` are their
+# ``(start, stop)`` in d.
+
+
+def scaled_sign(v: Tensor, slices: Spans) -> Tensor:
+    q = torch.zeros_like(v)
+    for start, stop in slices:
+        part = v[..., start:stop]
+        s = part.abs().mean(-1, keepdim=True, dtype=torch.float64).float()
+        q[..., start:stop] = torch.where(part >= 0, s, -s)  # one bit has no zero
+    return q
+
+
+def ef_signsgd(
+    x: Tensor,
+    r: Tensor,
+    e: Tensor,
+    b: Tensor,
+    g: Tensor,
+    lr: float,
+    mu: float,
+    wd: float,
+    slices: Spans,
+) -> None:
+    r += g
+    sent = scaled_sign(r, slices)
+    r -= sent
+    e += mean(sent)
+    a = scaled_sign(e, slices)
+    e -= a
+    sgd(x, b, a, lr, mu, wd)
+
+
+def ef21_sign(
+    x: Tensor,
+    m: Tensor,
+    h: Tensor,
+    total: Tensor,
+    previous: Tensor,
+    g: Tensor,
+    lr: float,
+    betas: Betas,
+    wd: float,
+    slices: Spans,
+) -> None:
+    q = scaled_sign(lion_direction(m, g, betas) - h, slices)
+    h += q
+    for row in q:
+        total += row  # the sum of h, an absent worker's included
+    previous.copy_(total.sign().where(total != 0, previous))
+    descend(x, previous, lr, wd)

@@ -1,6 +1,16 @@
 """Wires turn messages into bytes and back. They know nothing of workers."""
 
-from dlion.wire.formats import Float32, Level, Sign, Sparse, Ternary, Wire
+from dlion.wire.formats import Float32, Level, ScaledSign, Sign, Sparse, Ternary, Wire
 from dlion.wire.header import Header, Headers
 
-__all__ = ["Float32", "Header", "Headers", "Level", "Sign", "Sparse", "Ternary", "Wire"]
+__all__ = [
+    "Float32",
+    "Header",
+    "Headers",
+    "Level",
+    "ScaledSign",
+    "Sign",
+    "Sparse",
+    "Ternary",
+    "Wire",
+]

@@ -123,3 +123,25 @@ class Sparse(Wire):
     def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         pairs = packed.contiguous().view(torch.int32).view(numel, 2)
         return pairs[:, 0].to(torch.int64), pairs[:, 1].contiguous().view(torch.float32)
+
+
+class ScaledSign(Wire):
+    """A scale, float32, and one bit a value.
+
+    Values are a pair: the scales, ``[...]``, and the signs as booleans, ``[..., m]``, True for +1;
+    what they stand for, ``+scale`` and ``-scale``, has no zero.
+    """
+
+    bits, group = 1, 64
+
+    def nbytes(self, numel: int) -> int:
+        return 4 + -(-numel // 8)
+
+    def encode(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        scales, signs = values
+        numbers = scales.to(torch.float32).unsqueeze(-1).contiguous().view(torch.uint8)
+        return torch.cat([numbers, packing.pack_bits(signs)], dim=-1)
+
+    def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        scales = packed[..., :4].contiguous().view(torch.float32).squeeze(-1)
+        return scales, packing.unpack_bits(packed[..., 4:], numel)

@@ -1,0 +1,158 @@
+"""Scaled signs with a memory: what a message leaves out is not lost but sent later.
+
+A message about a slice is the sign of each value and one scale, the mean of their sizes. Whoever
+writes one keeps the difference to what it stands for, in one of two ways: it adds what is left of a
+vector to the next one (error feedback), or it sends no vector but its difference to an estimate
+that the receiver keeps as well (EF21).
+"""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from dlion.exchange.channel import Channel
+from dlion.exchange.direct_send import Buffers, DirectSend
+from dlion.wire import ScaledSign, Sign, Wire
+
+Spans = list[tuple[int, int]]
+BLOCK = 2**14  # values; torch adds fewer than 2**15 on one thread, whatever their number
+
+
+class ScaledSignExchange(DirectSend):
+    """Messages of scaled signs; padding counts in no scale and stands for 0.
+
+    Args:
+        spans: ``(start, stop)`` of the parameters in ``numel``, ascending from 0, the rest is
+            padding; None: all are.
+        down: the wire of the answers.
+    """
+
+    up: ScaledSign
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        spans: Spans | None,
+        down: Wire,
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, ScaledSign(), lambda _: down, **buffers)
+        n, spans = channel.workers.count, spans or [(0, numel)]
+        starts = [*(start for start, _ in spans[1:]), self.numel]
+        gaps = [torch.arange(stop, start) for (_, stop), start in zip(spans, starts, strict=True)]
+        padding = torch.cat(gaps)
+        counts = (padding // self.slice).bincount(minlength=n)
+        self._sizes = (self.slice - counts).clamp(min=1).tolist()  # of slices, without padding
+        self._padding = (padding % self.slice).to(self.device).split(counts.tolist())
+
+    def pack(self, values: Tensor, index: int, message: Tensor) -> Tensor:
+        """Write values of the slice ``index`` as scaled signs, and return what these stand for.
+
+        Args:
+            values: float32 ``[slice]``, 0 in padding. The sign of 0 is +1, as one bit has no zero.
+            message: uint8, to be written.
+        """
+        scale = (_sum_of_sizes(values) / self._sizes[index]).to(torch.float32)
+        signs = values >= 0
+        message.copy_(self.up.encode((scale, signs)))
+        return self._expand(scale, signs, index)
+
+    def unpack(self, message: Tensor, index: int) -> Tensor:
+        """Return what a message about the slice ``index`` stands for: float32 ``[slice]``."""
+        return self._expand(*self.up.decode(message, self.slice), index)
+
+    def _expand(self, scale: Tensor, signs: Tensor, index: int) -> Tensor:
+        return torch.where(signs, scale, -scale).index_fill_(0, self._padding[index], 0)
+
+
+class ScaledSignMean(ScaledSignExchange):
+    """The mean of scaled signs, itself sent as scaled signs; error feedback both ways.
+
+    The owner of a slice keeps what its answers have left out, 4 bytes for each parameter it owns.
+    Source: Zheng et al. 2019 (arXiv 1905.10936), with the owners' slices as blocks.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        spans: Spans | None = None,
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, spans, ScaledSign(), **buffers)
+        self.state["error"] = torch.zeros(channel.workers.local, self.slice, device=self.device)
+
+    def encode(self, local: int, values: Tensor) -> None:
+        """Write the message of a local worker, and leave in ``values`` what it does not say."""
+        for index, row in enumerate(values.view(-1, self.slice)):
+            row -= self.pack(row, index, self._messages[local, index])
+
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        index, error = self.channel.workers.ids[owner], self.state["error"][owner]
+        total = torch.zeros_like(error)
+        for message in messages:
+            total += self.unpack(message, index)
+        error += total.div_(len(messages))
+        error -= self.pack(error, index, answer)
+
+    def decode(self) -> Tensor:
+        answers = enumerate(self.answer)
+        return torch.cat([self.unpack(answer, index) for index, answer in answers])
+
+
+class TrackingVote(ScaledSignExchange):
+    """The sign of a sum of vectors that their owner estimates; it follows them by scaled signs.
+
+    Worker i keeps the estimate h_i of its vector and sends the scaled signs of the difference,
+    which both ends add: ``q = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q``. The owner
+    keeps the sum of the estimates of all workers, in which an absent worker's stays, and answers
+    with its sign in one bit. For a sum of exactly 0 that is its answer before, at first +1.
+
+    The sum is rounded by itself, so it is that of the workers' estimates up to float32's precision.
+    It takes 4 bytes a parameter on each worker, and for each parameter it owns 4 bytes and a bit.
+    Source: Richtarik et al. 2021 (arXiv 2106.05203), for the way up.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        spans: Spans | None = None,
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, spans, Sign(), **buffers)
+        k, device = channel.workers.local, self.device
+        self.state["estimate"] = torch.zeros(k, self.numel, device=device)
+        self.state["sum"] = torch.zeros(k, self.slice, device=device)
+        shape = k, self.down.nbytes(self.slice)
+        self.state["previous"] = torch.full(shape, 255, dtype=torch.uint8, device=device)
+
+    def encode(self, local: int, values: Tensor) -> None:
+        """Write how a local worker's vector, ``[numel]``, differs from its estimate; move that."""
+        estimates = self.state["estimate"][local].view(-1, self.slice)
+        for index, row in enumerate(values.view(-1, self.slice)):
+            difference = row - estimates[index]
+            estimates[index] += self.pack(difference, index, self._messages[local, index])
+
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        index, total = self.channel.workers.ids[owner], self.state["sum"][owner]
+        for message in messages:
+            total += self.unpack(message, index)
+        previous = self.state["previous"][owner]
+        previous &= self.down.encode(total == 0)
+        previous |= self.down.encode(total > 0)
+        answer.copy_(previous)
+
+    def decode(self) -> Tensor:
+        return self.down.decode(self.answer, self.slice).flatten().to(torch.float32).mul_(2).sub_(1)
+
+
+def _sum_of_sizes(values: Tensor) -> Tensor:
+    """The sum of ``|v|`` in float64.
+
+    On a CPU block by block, as torch would first make a float64 copy of all.
+    """
+    blocks = (values,) if values.is_cuda else values.split(BLOCK)
+    return sum(block.abs().sum(dtype=torch.float64) for block in blocks)

@@ -1,0 +1,128 @@
+"""Scaled signs with a memory, to compare votes with: EF-signSGD, and Lion on EF21."""
+
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+import torch
+
+from dlion import kernels
+from dlion.exchange import ScaledSignMean, TrackingVote
+from dlion.kernels.reference import lion_direction
+from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket
+from dlion.optim.updates import momentum_descent
+
+
+class EFSignSGD(DistributedOptimizer):
+    """signSGD with error feedback both ways, and momentum SGD on the answer.
+
+    Worker i: ``r_i <- r_i + g_i``, sends ``c_i = mean|r_i| sign(r_i)``, ``r_i <- r_i - c_i``. The
+    owner of a slice: ``e <- e + mean c_i``, answers ``a = mean|e| sign(e)``, ``e <- e - a``.
+    Everyone: ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Means are over an owner's slice, so
+    results depend on the number of workers and on the buckets; sign(0) is +1.
+    Source: Karimireddy et al. 2019 (arXiv 1901.09847), Algorithm 1; both ways as in Zheng et al.
+    2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of gradients
+    here: what was held back is applied at the rate of the step in which it is sent. And momentum
+    follows the exchange, instead of coming before it.
+
+    Memory: 8 + 4 / n bytes of state a parameter (residual and momentum on every worker, the error
+    of the answer on its owner).
+
+    When not to use it: to train where :class:`DLion` can; this is here to compare. An answer is as
+    large everywhere in a slice, which is noise to the parameters with small gradients. One without
+    any moves too, and the residual keeps it near its place. NaN in a gradient spoils the scale, and
+    residuals for ever: use ``nonfinite``.
+
+    Args:
+        lr, momentum, weight_decay: of SGD; the decay is decoupled. The residual already acts as
+            momentum, and more of it makes the noise of the answers last.
+    """
+
+    own_state = ["residual"]
+    shared_state = ["momentum_buffer"]
+    skips_missing = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        **common: Unpack[Common],
+    ):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        return 1, 1
+
+    def make_exchange(self, bucket: Bucket) -> ScaledSignMean:
+        return ScaledSignMean(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        residual = bucket.own["residual"][local].add_(bucket.gradients())
+        bucket.exchange.encode(local, residual)
+
+    def update(self, bucket: Bucket) -> None:
+        momentum_descent(bucket, bucket.exchange.decode())
+
+
+class EF21Sign(DistributedOptimizer):
+    """Distributed Lion whose directions are followed by EF21 with scaled signs, not voted on.
+
+    Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``m_i <- b2 m_i + (1 - b2) g_i``, sends
+    ``q_i = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q_i``. The owner of a slice keeps the
+    sum of all h_i and answers its sign D in one bit, its previous one where the sum is exactly 0.
+    Everyone: ``x <- (1 - lr wd) x - lr D``. Means are over an owner's slice, so results depend on
+    the number of workers and on the buckets; sign(0) of a difference is +1.
+    Source: Richtarik et al. 2021 (arXiv 2106.05203), with Lion (arXiv 2302.06675, Algorithm 2) for
+    the descent: its direction instead of the gradient, the sign of the sum instead of the mean.
+
+    A gradient that is missing counts as zero and leaves the momentum alone, but the estimate still
+    follows, as worker and owner must move it alike: it is state of the exchange. What an absent
+    worker was last seen to say goes on counting.
+
+    Memory: 8 + 4 / n bytes and 1 / n bits of state a parameter (momentum and estimate on every
+    worker, sum and previous answer on the owner); Distributed Lion has 4 bytes and 1 / n bits.
+
+    When not to use it: on i.i.d. data, where :class:`DLion` learns faster with half of the memory.
+    With one scale for all of a slice, estimates of small directions are noise. NaN in a gradient
+    spoils the scale, and estimates for ever: use ``nonfinite``.
+
+    Args:
+        lr, betas, weight_decay: as for Lion; the decay is decoupled.
+    """
+
+    own_state = ["momentum"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **common: Unpack[Common],
+    ):
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        super().__init__(params, defaults, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        return 1, 1
+
+    def make_exchange(self, bucket: Bucket) -> TrackingVote:
+        return TrackingVote(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        momentum = bucket.own["momentum"][local]
+        direction = lion_direction(momentum, bucket.gradients(), *bucket.group["betas"])
+        bucket.exchange.encode(local, direction)
+
+    def update(self, bucket: Bucket) -> None:
+        group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
+        kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
+
+    def prepare(self) -> None:
+        words = torch.zeros(1, 1, dtype=torch.int64)
+        kernels.apply_signs(torch.zeros(64), words, 0.0, 0.0)
