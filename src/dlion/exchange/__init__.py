@@ -1,6 +1,7 @@
 """Exchanges carry messages between workers and combine them. They know nothing of optimizers."""
 
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
+from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
@@ -11,6 +12,7 @@ __all__ = [
     "TIES",
     "Buffers",
     "Channel",
+    "DeltaVote",
     "DenseMean",
     "DirectSend",
     "Exchange",

@@ -178,10 +178,9 @@ class WeightedVote(Vote):
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         agreement, senders = self.state["agreement"][owner], self.channel.participants
-        odds = agreement[senders].clamp(0.5, 0.999)
         votes = self.up.decode(messages.contiguous(), self.slice).mul(2.0).sub_(1)
         total = torch.zeros_like(votes[0])
-        for vote, weight in zip(votes, (odds / (1 - odds)).log(), strict=True):
+        for vote, weight in zip(votes, log_odds(agreement[senders]), strict=True):
             total += weight * vote
         positive, tied = (
             self.up.encode(mask.to(torch.uint8)).view(torch.int64)
@@ -193,3 +192,9 @@ class WeightedVote(Vote):
             outcome = self.up.decode(answer, self.slice).mul(2.0).sub_(1)
             agreed = (votes == outcome).to(torch.float32) @ counted / counted.sum()
             agreement[senders] = agreement[senders].lerp(agreed, 0.01)
+
+
+def log_odds(agreement: Tensor) -> Tensor:
+    """What a worker's opinion weighs, given how often it was with the outcome; at least 0."""
+    p = agreement.clamp(0.5, 0.999)
+    return (p / (1 - p)).log()

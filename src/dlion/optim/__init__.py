@@ -1,5 +1,6 @@
 """The optimizers: one class per method family, usable in anybody's training loop."""
 
+from dlion.optim.adm import DLionADM
 from dlion.optim.base import DistributedOptimizer
 from dlion.optim.dense import GAdamW, GLion
 from dlion.optim.dlion import DLion, Signum
@@ -11,6 +12,7 @@ from dlion.optim.terngrad import TernGrad
 __all__ = [
     "DGC",
     "DLion",
+    "DLionADM",
     "DistributedOptimizer",
     "EF21Sign",
     "EFSignSGD",

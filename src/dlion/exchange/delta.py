@@ -1,0 +1,149 @@
+"""Vectors that are followed by their owners, bit by bit: adaptive delta modulation.
+
+Both ends of a connection keep the same estimate h of what the sender would say. A bit tells whether
+the truth lies above or below, and moves the estimate by a step; the step size of a coordinate grows
+while its bits repeat, when the estimate lags behind (slope overload), and shrinks when they
+alternate around the truth (granular noise). It is learnt from the bits alone, so that nothing but
+bits travels.
+"""
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from dlion import kernels
+from dlion.exchange.channel import Channel
+from dlion.exchange.direct_send import Buffers
+from dlion.exchange.vote import AGREEMENT, LevelExchange, log_odds
+from dlion.kernels import Coder
+from dlion.wire import Sign
+
+DORMANT = 64  # the level of what was zero at first: steps of 2**-24, ready to grow
+
+
+class DeltaVote(LevelExchange):
+    """The sign of the sum of the workers' estimates, in one bit; for exactly 0 the one before.
+
+    Before the first messages every worker names the level of the mean size of each tensor, in a
+    byte, to start from. After that a message is one bit a parameter. What
+    :func:`dlion.kernels.decode_deltas` does with a bit is done by the worker and by the owner,
+    which keeps a level for each worker but only the sum of their estimates. An absent worker's
+    estimate stays in the sum.
+
+    Args:
+        sizes: elements of each of T parameter tensors in ``numel``, gaps included.
+        rise: levels, eight an octave, that a step size grows by from the third equal bit on.
+        lookahead: how many more of their latest steps the estimates are taken ahead for the answer.
+        limit: a worker's estimates count at most so many times as much as the median of all
+            workers', in mean size over an owner's slice; None: as they are.
+        weighted: weigh the workers' estimates as :class:`dlion.exchange.WeightedVote` does votes.
+            For this and for a limit an owner keeps the estimates one by one.
+        mask: bool ``[numel]``, False for padding, which is nobody's opinion; None: no padding.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        sizes: list[int],
+        rise: int,
+        lookahead: float,
+        limit: float | None = None,
+        weighted: bool = False,
+        mask: Tensor | None = None,
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, 2, lambda _: Sign(), **buffers)
+        k, n, device = channel.workers.local, channel.workers.count, self.device
+        self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
+        self._sizes = torch.tensor([*sizes, self.numel - sum(sizes)], device=device)
+        self._starts = torch.full((k, len(self._sizes)), DORMANT, dtype=torch.uint8, device=device)
+        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
+        apart = n if limit is not None or weighted else 1
+        self.state |= {
+            "estimate": torch.zeros(k, self.numel, device=device),
+            "level": self._starts.new_full((k, self.numel), DORMANT),
+            "history": self._masks.new_zeros(k, 2, self.numel // 64),
+            "received_estimate": torch.zeros(k, apart, self.slice, device=device),
+            "received_level": self._starts.new_full((k, n, self.slice), DORMANT),
+            "received_history": self._masks.new_zeros(k, n, 2, self.words),
+            "previous": self._masks.new_full((k, self.words), -1),
+            "begun": torch.zeros(k, dtype=torch.uint8),  # in main memory: it is asked at every step
+        }
+        if apart > 1:
+            counted = torch.zeros(self.numel, device=device)
+            counted[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
+            self._counted = counted.view(n, self.slice)[list(channel.workers.ids)]
+        if weighted:
+            self.state["agreement"] = torch.full((k, n), AGREEMENT, device=device)
+
+    @property
+    def begun(self) -> bool:
+        """Whether messages have been exchanged: if not, workers have to :meth:`start`."""
+        return bool(self.state["begun"][0])
+
+    def coder(self, local: int) -> Coder:
+        """The estimates of a local worker, to be moved by what it sends."""
+        return Coder(*(self.state[name][local] for name in ("estimate", "level", "history")))
+
+    def start(self, local: int, sizes: list[Tensor]) -> None:
+        """Say the mean size of each of a local worker's T tensors, float32 of one element."""
+        size = torch.stack(sizes)
+        self._starts[local, :-1] = kernels.nearest_level(size).where(size > 0, DORMANT)
+        self.state["level"][local] = self._expand(self._starts[local])
+
+    def run(self, step: int) -> None:
+        if not self.begun:
+            for worker, starts in enumerate(self.channel.gather(self._starts)):
+                levels = self._expand(starts).view(-1, self.slice)
+                self.state["received_level"][:, worker] = levels[list(self.channel.workers.ids)]
+            self.state["begun"].fill_(1)
+        super().run(step)
+
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        received = ("received_estimate", "received_level", "received_history")
+        coders = Coder(*(self.state[name][owner] for name in received))
+        rows = torch.full((self.channel.workers.count,), -1)
+        rows[self.channel.participants] = torch.arange(len(messages))
+        positive, tied = self._masks
+        kernels.decode_deltas(
+            self._planes(messages),
+            rows.to(self.device),
+            coders,
+            self._weights(owner),
+            self.rise,
+            self.lookahead,
+            positive,
+            tied,
+        )
+        positive |= tied & self.state["previous"][owner]
+        self.state["previous"][owner] = positive
+        answer.view(torch.int64).copy_(positive)
+        if self.weighted:
+            self._learn(owner, answer)
+
+    def decode(self) -> Tensor:
+        return self.down.decode(self.answer, self.slice).to(torch.float32).flatten().mul_(2).sub_(1)
+
+    def _expand(self, levels: Tensor) -> Tensor:
+        """One level a tensor, and one for the padding, ``[T + 1]`` -> ``[numel]``."""
+        return levels.repeat_interleave(self._sizes, output_size=self.numel)
+
+    def _weights(self, owner: int) -> Tensor | None:
+        """Return what the workers' estimates count for, ``[n]``; None: all the same."""
+        estimates = self.state["received_estimate"][owner]
+        weights = torch.ones(self.channel.workers.count, device=self.device)
+        if self.limit is not None:
+            size = (estimates.abs() * self._counted[owner]).sum(1, dtype=torch.float64)
+            weights = (self.limit * size.median() / size).nan_to_num(1.0).clamp(max=1).float()
+        elif not self.weighted:
+            return None
+        return weights * log_odds(self.state["agreement"][owner]) if self.weighted else weights
+
+    def _learn(self, owner: int, answer: Tensor) -> None:
+        agreement, senders = self.state["agreement"][owner], self.channel.participants
+        counted, outcome = self._counted[owner], self.down.decode(answer, self.slice) == 1
+        if counted.any():
+            agreed = ((self.state["received_estimate"][owner] > 0) == outcome).float() @ counted
+            agreement[senders] = agreement[senders].lerp((agreed / counted.sum())[senders], 0.01)
