@@ -73,6 +73,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion_cub": ("LionCub", {**_LION, "bits": 4}),
     "ef_signsgd": ("EFSignSGD", _SGD),
     "ef21_sign": ("EF21Sign", _LION),
+    "dlion_adm": ("DLionADM", _LION),
 }
 
 # none is a multiple of 64 elements, but head.weight is, and norm.scale has no dimension

@@ -11,6 +11,7 @@ from dlion.launch.local import run_processes
 from dlion.optim import (
     DGC,
     DLion,
+    DLionADM,
     EF21Sign,
     EFSignSGD,
     GAdamW,
@@ -57,6 +58,7 @@ METHODS = {
     "dgc": (DGC, {"density": 0.04}, sparse(0.04)),
     "ef_signsgd": (EFSignSGD, {}, bits(1, 1)),
     "ef21_sign": (EF21Sign, {}, bits(1, 1)),
+    "dlion_adm": (DLionADM, {}, bits(1, 1)),
     "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
     "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_model
 from dlion.optim import (
     DGC,
     DLion,
+    DLionADM,
     EF21Sign,
     EFSignSGD,
     GAdamW,
@@ -25,7 +26,19 @@ from dlion.optim import (
 )
 from dlion.workers import Workers
 
-EVERY = [GAdamW, GLion, DLion, Signum, TernGrad, GradDrop, DGC, LionCub, EFSignSGD, EF21Sign]
+EVERY = [
+    GAdamW,
+    GLion,
+    DLion,
+    Signum,
+    TernGrad,
+    GradDrop,
+    DGC,
+    LionCub,
+    EFSignSGD,
+    EF21Sign,
+    DLionADM,
+]
 
 
 def net() -> torch.nn.Module:

@@ -11,6 +11,7 @@ from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
     DLion,
+    DLionADM,
     EF21Sign,
     EFSignSGD,
     GAdamW,
@@ -36,6 +37,8 @@ ALL = [
     (DGC, {"density": 0.1, "warmup_steps": 3, "clip_norm": 5.0}),
     (EFSignSGD, {}),
     (EF21Sign, {}),
+    (DLionADM, {}),
+    (DLionADM, {"limit": 2.0, "weighted": True}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
 ]

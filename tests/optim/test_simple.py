@@ -11,6 +11,7 @@ from dlion.optim import (
     DGC,
     DistributedOptimizer,
     DLion,
+    DLionADM,
     EF21Sign,
     EFSignSGD,
     GAdamW,
@@ -43,6 +44,8 @@ class Spec:
         self.m, self.u, self.v = torch.zeros(3, n, D)
         self.b, self.b2 = torch.zeros(2, D)
         self.previous = torch.ones(D)
+        self.level = torch.zeros(n, D, dtype=torch.int64)
+        self.last, self.repeated = torch.zeros(2, n, D, dtype=torch.bool)
         self.agreement = torch.full((n, n), 0.75)
 
     def compact(self, padded: Tensor) -> Tensor:
@@ -149,6 +152,15 @@ def ef21_sign(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
     simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.slices())
 
 
+def dlion_adm(rise: int, lookahead: float):
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        coder = (s.u, s.level, s.last, s.repeated)
+        settings = (LR, (0.9, 0.99), WD, rise, lookahead, SPANS)
+        simple.dlion_adm(x, s.m, *coder, s.b, s.previous, g, t, *settings)
+
+    return step
+
+
 # how far apart they may be: sums of one tensor that the library adds in another order
 NORM = 1e-6  # the norm over all tensors, gaps included
 
@@ -170,6 +182,8 @@ METHODS = {
     "dgc warmup": (DGC, {"density": 0.1, "warmup_steps": 6}, dgc(float("inf"), 6), 0),
     "dgc clip": (DGC, {"density": 0.1, "clip_norm": 5.0}, dgc(5.0, 0), NORM),
     "ef_signsgd": (EFSignSGD, {"momentum": 0.9}, ef_signsgd, 0),
+    "dlion_adm": (DLionADM, {}, dlion_adm(3, 1.0), 0),
+    "dlion_adm 2 0.3": (DLionADM, {"rise": 2, "lookahead": 0.3}, dlion_adm(2, 0.3), 0),
     "ef21_sign": (EF21Sign, {}, ef21_sign, 0),
     **{
         f"lion_cub {p} {scale}": (LionCub, {"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)

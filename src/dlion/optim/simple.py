@@ -289,3 +289,56 @@ def ef21_sign(
         total += row  # the sum of h, an absent worker's included
     previous.copy_(total.sign().where(total != 0, previous))
     descend(x, previous, lr, wd)
+
+
+# Adaptive delta modulation: a bit says whether the direction lies above its estimate h. Levels are
+# integers, eight an octave; ``last`` and ``repeated`` are booleans.
+
+
+def step_size(level: Tensor) -> Tensor:
+    return 2.0 ** (level // 8 - 32) * (1 + level % 8 / 8)
+
+
+def first_level(u: Tensor, spans: Spans) -> Tensor:
+    level = torch.zeros(u.shape, dtype=torch.int64)
+    for start, stop in spans:
+        mantissa, exponent = u[:, start:stop].abs().double().mean(1, keepdim=True).frexp()
+        at_mean = 8 * (exponent + 31) + (16 * mantissa - 8).long()
+        level[:, start:stop] = at_mean.clamp(0, 255).where(mantissa > 0, 64)
+    return level
+
+
+def dlion_adm(
+    x: Tensor,
+    m: Tensor,
+    h: Tensor,
+    level: Tensor,
+    last: Tensor,
+    repeated: Tensor,
+    total: Tensor,
+    previous: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    betas: Betas,
+    wd: float,
+    rise: int,
+    lookahead: float,
+    spans: Spans,
+) -> None:
+    u = lion_direction(m, g, betas)
+    if step == 0:
+        level.copy_(first_level(u, spans))
+    bits = u >= h
+    same = bits == last
+    level += torch.where(same, torch.where(repeated, rise, 0), -1)
+    level.clamp_(0, 255)
+    last.copy_(bits)
+    repeated.copy_(same)
+    steps = step_size(level) * torch.where(bits, 1.0, -1.0)
+    h += steps
+    for row in steps:
+        total += row  # the sum of h, an absent worker's included
+    ahead = total + lookahead * sum(steps)
+    previous.copy_(ahead.sign().where(ahead != 0, previous))
+    descend(x, previous, lr, wd)
