@@ -26,19 +26,8 @@ from dlion.optim import (
 )
 from dlion.workers import Workers
 
-EVERY = [
-    GAdamW,
-    GLion,
-    DLion,
-    Signum,
-    TernGrad,
-    GradDrop,
-    DGC,
-    LionCub,
-    EFSignSGD,
-    EF21Sign,
-    DLionADM,
-]
+LION = [GLion, DLion, Signum, LionCub, EF21Sign, DLionADM]
+EVERY = [*LION, GAdamW, TernGrad, GradDrop, DGC, EFSignSGD]
 
 
 def net() -> torch.nn.Module:

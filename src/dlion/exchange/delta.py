@@ -136,7 +136,9 @@ class DeltaVote(LevelExchange):
         weights = torch.ones(self.channel.workers.count, device=self.device)
         if self.limit is not None:
             size = (estimates.abs() * self._counted[owner]).sum(1, dtype=torch.float64)
-            weights = (self.limit * size.median() / size).nan_to_num(1.0).clamp(max=1).float()
+            heard = size[size > 0]  # not of those who have never taken part
+            if len(heard):
+                weights = (self.limit * heard.median() / size).clamp(max=1).float()
         elif not self.weighted:
             return None
         return weights * log_odds(self.state["agreement"][owner]) if self.weighted else weights
