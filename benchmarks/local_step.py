@@ -60,6 +60,23 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
 
         return step
 
+    def adm():
+        def coder(estimates, *shape):
+            level = torch.full(shape, 64, dtype=torch.uint8)
+            history = torch.zeros(*shape[:-1], 2, shape[-1] // 64, dtype=torch.int64)
+            return kernels.Coder(torch.zeros(estimates), level, history)
+
+        out, rows = torch.zeros(VOTERS, 1, words, dtype=torch.int64), torch.arange(VOTERS)
+        sent = coder((VOTERS * 64 * words,), VOTERS * 64 * words)
+        owned = coder((1, 64 * words), VOTERS, 64 * words)
+
+        def step():
+            kernels.encode_deltas(out, 0, momentum, grad, sent, *BETAS, 2)
+            kernels.decode_deltas(others[:, :1], rows, owned, None, 2, 1.0, *masks)
+            kernels.apply_signs(params, out.squeeze(1), LR, DECAY)
+
+        return step
+
     def cub(bits):
         out = torch.zeros(VOTERS, bits, words, dtype=torch.int64)
         largest = 2 ** (bits - 1) - 1
@@ -84,6 +101,7 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         "dlion_mavo": mavo(kernels),
         "dlion_mavo, plain torch": mavo(reference),
         "dlion_avg": avg(),
+        "dlion_adm": adm(),
         "lion_cub, 2 bits": cub(2),
         "lion_cub, 4 bits": cub(4),
     }
