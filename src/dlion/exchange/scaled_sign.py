@@ -45,9 +45,8 @@ class ScaledSignExchange(DirectSend):
     ) -> None:
         n, spans = channel.workers.count, spans or [(0, numel)]
         sizes = _sizes_of_pieces(spans, -(-numel // (n * ROW)) * ROW, n)
-        scales = sizes.shape[1]
-        answers = down(scales)
-        super().__init__(channel, numel, ScaledSign(scales), lambda _: answers, **buffers)
+        up, answers = ScaledSign(sizes.shape[1]), down(sizes.shape[1])
+        super().__init__(channel, numel, up, lambda _: answers, **buffers)
         self._sizes = sizes.clamp(min=1).to(self.device)
         rows = (sizes + ROW - 1) // ROW
         rows[:, -1] += self.slice // ROW - rows.sum(1)  # those of padding alone
@@ -77,9 +76,8 @@ class ScaledSignExchange(DirectSend):
 
     def _expand(self, scales: Tensor, signs: Tensor, index: int) -> Tensor:
         rows = scales.repeat_interleave(self._rows[index], output_size=self.slice // ROW)
-        rows = rows.unsqueeze(1)
-        values = torch.where(signs.view(-1, ROW), rows, -rows).flatten()
-        return values.index_fill_(0, self._padding[index], 0)
+        values = signs.view(-1, ROW).to(torch.float32).mul_(2).sub_(1).mul_(rows.unsqueeze(1))
+        return values.flatten().index_fill_(0, self._padding[index], 0)
 
 
 class ScaledSignMean(ScaledSignExchange):
