@@ -20,7 +20,7 @@ class EFSignSGD(DistributedOptimizer):
     owner of a slice: ``e <- e + mean c_i``, answers ``a = mean|e| sign(e)``, ``e <- e - a``.
     Everyone: ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Means are over pieces, the part of a
     parameter tensor in a slice, so results depend on the number of workers and on the buckets;
-    sign(0) is +1. A message has 4 bytes for each piece of the slice that has most.
+    sign(0) is +1. All messages carry 4 bytes for each piece of the slice that has most.
     Source: Karimireddy et al. 2019 (arXiv 1901.09847), Algorithm 1; both ways as in Zheng et al.
     2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of gradients
     here: what was held back is applied at the rate of the step in which it is sent. And momentum
@@ -77,7 +77,7 @@ class EF21Sign(DistributedOptimizer):
     sum of all h_i and answers its sign D in one bit, its previous one where the sum is exactly 0.
     Everyone: ``x <- (1 - lr wd) x - lr D``. Means are over pieces, the part of a parameter tensor
     in a slice, so results depend on the number of workers and on the buckets; sign(0) of a
-    difference is +1. A message has 4 bytes for each piece of the slice that has most.
+    difference is +1. Messages up carry 4 bytes for each piece of the slice that has most.
     Source: Richtarik et al. 2021 (arXiv 2106.05203), with Lion (arXiv 2302.06675, Algorithm 2) for
     the descent: its direction instead of the gradient, the sign of the sum instead of the mean.
 
