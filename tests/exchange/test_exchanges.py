@@ -112,17 +112,50 @@ def test_scaled_ternary_mean_shares_the_largest_scale_and_is_unbiased():
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("spans", [None, [(0, 100), (128, 130), (192, D)]])
 def test_scaled_signs_of_equal_sizes_are_exact_whatever_the_padding(n, spans):
-    """So no padding is in a scale, and none gets a value or an error."""
+    """So each tensor has its scale, no padding is in it, and none gets a value or an error."""
     exchange = ScaledSignMean(Channel(Workers(local=n)), D, spans)
     values = torch.zeros(exchange.numel)
-    for start, stop in spans or [(0, D)]:
-        values[start:stop] = 3.0 * (2 * votes(1)[0, start:stop] - 1)
+    for size, (start, stop) in enumerate(spans or [(0, D)]):
+        values[start:stop] = size * (2 * votes(1)[0, start:stop] - 1)
     rows = values.repeat(n, 1)
     for local, row in enumerate(rows):
         exchange.encode(local, row)
     exchange.run(0)
     assert torch.equal(exchange.decode(), values)
     assert not rows.any() and not exchange.state["error"].any()
+
+
+def test_a_message_has_as_many_scales_as_the_slice_with_most_pieces():
+    spans = [(0, 100), (128, 130), (192, D)]
+    for n, scales in ((1, 3), (2, 3), (4, 3), (8, 2)):  # of 1024, 512, 256 and 128 elements
+        exchange = ScaledSignMean(Channel(Workers(local=n)), D, spans)
+        signs = exchange.slice // 8
+        assert exchange.up.nbytes(exchange.slice) == 4 * scales + signs
+        exchange.encode(0, torch.zeros(exchange.numel))
+        exchange.run(0)
+        assert exchange.answer.shape == (n, 4 * scales + signs)
+    exchange = TrackingVote(Channel(Workers(local=2)), D, spans)
+    assert exchange.down.nbytes(512) == 64  # its answers have none
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_scales_do_not_depend_on_the_number_of_threads(threads):
+    size = 10**6
+    row = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    row = torch.nn.functional.pad(row, (0, -size % 64))
+    before, answers = torch.get_num_threads(), []
+    try:
+        for count in (threads, 1):
+            torch.set_num_threads(count)
+            exchange = ScaledSignMean(
+                Channel(Workers()), size, [(0, 7), (64, 70_000), (70_016, size)]
+            )
+            exchange.encode(0, row.clone())
+            exchange.run(0)
+            answers.append(exchange.decode())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*answers)
 
 
 def test_a_tracking_vote_goes_on_counting_the_absent():

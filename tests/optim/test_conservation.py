@@ -43,7 +43,7 @@ def test_what_is_sent_and_what_is_kept_is_what_there_was(method, n):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_signs_with_error_feedback_lose_nothing_on_either_way(n):
-    """Nor do they move a parameter without gradients by more than they will take back."""
+    """Nor do they move a parameter without gradients, as its scale is 0."""
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((9, 7), (40,), (20,))]
     optimizer = EFSignSGD(params, lr=1.0, momentum=0.0, workers=Workers(local=n))
     exchange, generator = optimizer.buckets[0].exchange, torch.Generator().manual_seed(n)
@@ -61,3 +61,4 @@ def test_signs_with_error_feedback_lose_nothing_on_either_way(n):
         kept_by_workers = optimizer.state[slot.tensor]["residual"].mean(0)
         arrived = -slot.tensor.detach()
         torch.testing.assert_close(arrived + kept_by_owners + kept_by_workers, gradients)
+    assert not params[1].any() and not optimizer.state[params[1]]["residual"].any()

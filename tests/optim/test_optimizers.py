@@ -229,8 +229,6 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
     unused = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
     train(model, optimizer, 3)
-    if cls is EFSignSGD:  # a bit has no zero: tests/optim/test_conservation.py
-        return
     state = {name: value for name, value in optimizer.state[unused].items() if name != "worker"}
     assert state and all(not value.any() for value in state.values())
     decayed = 1.0
@@ -483,7 +481,7 @@ def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
                         param.grad.sign_()
                 optimizer.collect(i)
             optimizer.step()
-    # scales, weights and limits are of slices, which four cut otherwise
+    # scales are of pieces, weights and limits of slices, which four cut otherwise
     if cls not in (EFSignSGD, EF21Sign) and "limit" not in kwargs:
         torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
     for param in some.parameters():

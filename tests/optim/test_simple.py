@@ -76,10 +76,11 @@ class Spec:
             simple.learn(self.agreement[owner], signs[:, mine], outcome[mine])
         return outcome
 
-    def slices(self) -> list[tuple[int, int]]:
-        """``(start, stop)`` of the owners' slices in d."""
+    def pieces(self) -> list[tuple[int, int]]:
+        """``(start, stop)`` in d of each tensor's part in each owner's slice."""
         owners = self.compact(torch.arange(self.exchange.numel) // self.exchange.slice)
-        edges = [0, *owners.bincount(minlength=self.n).cumsum(0).tolist()]
+        cuts = owners.bincount(minlength=self.n).cumsum(0).tolist()
+        edges = sorted({0, *cuts, *(stop for _, stop in SPANS)})
         return list(itertools.pairwise(edges))
 
     def coins(self, step: int) -> Tensor:
@@ -145,11 +146,11 @@ def dgc(clip_norm: float, warmup: int):
 
 
 def ef_signsgd(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-    simple.ef_signsgd(x, s.u, s.b2, s.b, g, LR, 0.9, WD, s.slices())
+    simple.ef_signsgd(x, s.u, s.b2, s.b, g, LR, 0.9, WD, s.pieces())
 
 
 def ef21_sign(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-    simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.slices())
+    simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.pieces())
 
 
 def dlion_adm(rise: int, lookahead: float):

@@ -1,11 +1,13 @@
 """Scaled signs with a memory: what a message leaves out is not lost but sent later.
 
-A message about a slice is the sign of each value and one scale, the mean of their sizes. Whoever
-writes one keeps the difference to what it stands for, in one of two ways: it adds what is left of a
-vector to the next one (error feedback), or it sends no vector but its difference to an estimate
-that the receiver keeps as well (EF21).
+A message about a slice is the sign of each value and a scale for each piece, the mean of its
+values' sizes; a piece is what lies in the slice of one parameter tensor. Whoever writes a message
+keeps the difference to what it stands for, in one of two ways: it adds what is left of a vector to
+the next one (error feedback), or it sends no vector but its difference to an estimate that the
+receiver keeps as well (EF21).
 """
 
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -16,16 +18,19 @@ from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.wire import ScaledSign, Sign, Wire
 
 Spans = list[tuple[int, int]]
-BLOCK = 2**14  # values; torch adds fewer than 2**15 on one thread, whatever their number
+ROW = 64  # values; slices and tensors start at multiples, so that each row is of one piece
+BLOCK = 256  # rows that are added at a time
 
 
 class ScaledSignExchange(DirectSend):
     """Messages of scaled signs; padding counts in no scale and stands for 0.
 
+    All messages carry as many scales as the slice with most pieces has: 4 bytes each.
+
     Args:
-        spans: ``(start, stop)`` of the parameters in ``numel``, ascending from 0, the rest is
-            padding; None: all are.
-        down: the wire of the answers.
+        spans: ``(start, stop)`` of the parameter tensors in ``numel``, ascending from 0, each
+            starting at a multiple of 64, the rest is padding; None: it is one tensor.
+        down: makes the wire of the answers, given the number of scales.
     """
 
     up: ScaledSign
@@ -35,16 +40,21 @@ class ScaledSignExchange(DirectSend):
         channel: Channel,
         numel: int,
         spans: Spans | None,
-        down: Wire,
+        down: Callable[[int], Wire],
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, ScaledSign(), lambda _: down, **buffers)
         n, spans = channel.workers.count, spans or [(0, numel)]
+        sizes = _sizes_of_pieces(spans, -(-numel // (n * ROW)) * ROW, n)
+        up, answers = ScaledSign(sizes.shape[1]), down(sizes.shape[1])
+        super().__init__(channel, numel, up, lambda _: answers, **buffers)
+        self._sizes = sizes.clamp(min=1).to(self.device)
+        rows = (sizes + ROW - 1) // ROW
+        rows[:, -1] += self.slice // ROW - rows.sum(1)  # those of padding alone
+        self._rows = rows.to(self.device)
         starts = [*(start for start, _ in spans[1:]), self.numel]
         gaps = [torch.arange(stop, start) for (_, stop), start in zip(spans, starts, strict=True)]
         padding = torch.cat(gaps)
         counts = (padding // self.slice).bincount(minlength=n)
-        self._sizes = (self.slice - counts).clamp(min=1).tolist()  # of slices, without padding
         self._padding = (padding % self.slice).to(self.device).split(counts.tolist())
 
     def pack(self, values: Tensor, index: int, message: Tensor) -> Tensor:
@@ -54,24 +64,27 @@ class ScaledSignExchange(DirectSend):
             values: float32 ``[slice]``, 0 in padding. The sign of 0 is +1, as one bit has no zero.
             message: uint8, to be written.
         """
-        scale = (_sum_of_sizes(values) / self._sizes[index]).to(torch.float32)
-        signs = values >= 0
-        message.copy_(self.up.encode((scale, signs)))
-        return self._expand(scale, signs, index)
+        sums = _sums_of_rows(values.view(-1, ROW))
+        sums = torch.segment_reduce(sums, "sum", lengths=self._rows[index], unsafe=True, initial=0)
+        scales, signs = (sums / self._sizes[index]).to(torch.float32), values >= 0
+        message.copy_(self.up.encode((scales, signs)))
+        return self._expand(scales, signs, index)
 
     def unpack(self, message: Tensor, index: int) -> Tensor:
         """Return what a message about the slice ``index`` stands for: float32 ``[slice]``."""
         return self._expand(*self.up.decode(message, self.slice), index)
 
-    def _expand(self, scale: Tensor, signs: Tensor, index: int) -> Tensor:
-        return torch.where(signs, scale, -scale).index_fill_(0, self._padding[index], 0)
+    def _expand(self, scales: Tensor, signs: Tensor, index: int) -> Tensor:
+        rows = scales.repeat_interleave(self._rows[index], output_size=self.slice // ROW)
+        values = signs.view(-1, ROW).to(torch.float32).mul_(2).sub_(1).mul_(rows.unsqueeze(1))
+        return values.flatten().index_fill_(0, self._padding[index], 0)
 
 
 class ScaledSignMean(ScaledSignExchange):
     """The mean of scaled signs, itself sent as scaled signs; error feedback both ways.
 
     The owner of a slice keeps what its answers have left out, 4 bytes for each parameter it owns.
-    Source: Zheng et al. 2019 (arXiv 1905.10936), with the owners' slices as blocks.
+    Source: Zheng et al. 2019 (arXiv 1905.10936), with pieces as blocks.
     """
 
     def __init__(
@@ -81,7 +94,7 @@ class ScaledSignMean(ScaledSignExchange):
         spans: Spans | None = None,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, spans, ScaledSign(), **buffers)
+        super().__init__(channel, numel, spans, ScaledSign, **buffers)
         self.state["error"] = torch.zeros(channel.workers.local, self.slice, device=self.device)
 
     def encode(self, local: int, values: Tensor) -> None:
@@ -106,9 +119,10 @@ class TrackingVote(ScaledSignExchange):
     """The sign of a sum of vectors that their owner estimates; it follows them by scaled signs.
 
     Worker i keeps the estimate h_i of its vector and sends the scaled signs of the difference,
-    which both ends add: ``q = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q``. The owner
-    keeps the sum of the estimates of all workers, in which an absent worker's stays, and answers
-    with its sign in one bit. For a sum of exactly 0 that is its answer before, at first +1.
+    which both ends add: ``q = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q``, the means
+    over pieces. The owner keeps the sum of the estimates of all workers, in which an absent
+    worker's stays, and answers with its sign in one bit. For a sum of exactly 0 that is its answer
+    before, at first +1.
 
     The sum is rounded by itself, so it is that of the workers' estimates up to float32's precision.
     It takes 4 bytes a parameter on each worker, and for each parameter it owns 4 bytes and a bit.
@@ -122,7 +136,7 @@ class TrackingVote(ScaledSignExchange):
         spans: Spans | None = None,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, spans, Sign(), **buffers)
+        super().__init__(channel, numel, spans, lambda _: Sign(), **buffers)
         k, device = channel.workers.local, self.device
         self.state["estimate"] = torch.zeros(k, self.numel, device=device)
         self.state["sum"] = torch.zeros(k, self.slice, device=device)
@@ -149,10 +163,26 @@ class TrackingVote(ScaledSignExchange):
         return self.down.decode(self.answer, self.slice).flatten().to(torch.float32).mul_(2).sub_(1)
 
 
-def _sum_of_sizes(values: Tensor) -> Tensor:
-    """The sum of ``|v|`` in float64.
+def _sizes_of_pieces(spans: Spans, size: int, slices: int) -> Tensor:
+    """Return how many values each piece has, ``[slices, pieces]``; 0 for those there are not.
 
-    On a CPU block by block, as torch would first make a float64 copy of all.
+    Args:
+        spans: ``(start, stop)`` of the parameter tensors.
+        size: values of a slice.
+        slices: their number.
+    """
+    pieces: list[list[int]] = [[] for _ in range(slices)]
+    for start, stop in spans:
+        for index in range(start // size, -(-stop // size)):
+            pieces[index].append(min(stop, (index + 1) * size) - max(start, index * size))
+    most = max(1, *map(len, pieces))
+    return torch.tensor([row + [0] * (most - len(row)) for row in pieces])
+
+
+def _sums_of_rows(values: Tensor) -> Tensor:
+    """Return the sum of ``|v|`` of each row in float64, added on one thread: ``[m, 64] -> [m]``.
+
+    On a CPU some rows at a time, as torch would first make a float64 copy of all.
     """
     blocks = (values,) if values.is_cuda else values.split(BLOCK)
-    return sum(block.abs().sum(dtype=torch.float64) for block in blocks)
+    return torch.cat([block.abs().sum(-1, dtype=torch.float64) for block in blocks])

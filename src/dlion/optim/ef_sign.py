@@ -18,8 +18,9 @@ class EFSignSGD(DistributedOptimizer):
 
     Worker i: ``r_i <- r_i + g_i``, sends ``c_i = mean|r_i| sign(r_i)``, ``r_i <- r_i - c_i``. The
     owner of a slice: ``e <- e + mean c_i``, answers ``a = mean|e| sign(e)``, ``e <- e - a``.
-    Everyone: ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Means are over an owner's slice, so
-    results depend on the number of workers and on the buckets; sign(0) is +1.
+    Everyone: ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Means are over pieces, the part of a
+    parameter tensor in a slice, so results depend on the number of workers and on the buckets;
+    sign(0) is +1. All messages carry 4 bytes for each piece of the slice that has most.
     Source: Karimireddy et al. 2019 (arXiv 1901.09847), Algorithm 1; both ways as in Zheng et al.
     2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of gradients
     here: what was held back is applied at the rate of the step in which it is sent. And momentum
@@ -29,9 +30,9 @@ class EFSignSGD(DistributedOptimizer):
     of the answer on its owner).
 
     When not to use it: to train where :class:`DLion` can; this is here to compare. An answer is as
-    large everywhere in a slice, which is noise to the parameters with small gradients. One without
-    any moves too, and the residual keeps it near its place. NaN in a gradient spoils the scale, and
-    residuals for ever: use ``nonfinite``.
+    large everywhere in a piece, which is noise to the elements with small gradients; only where all
+    of them have been 0 it is 0. NaN in a gradient spoils the scale, and the piece's residuals for
+    ever: use ``nonfinite``.
 
     Args:
         lr, momentum, weight_decay: of SGD; the decay is decoupled. The residual already acts as
@@ -74,8 +75,9 @@ class EF21Sign(DistributedOptimizer):
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``m_i <- b2 m_i + (1 - b2) g_i``, sends
     ``q_i = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q_i``. The owner of a slice keeps the
     sum of all h_i and answers its sign D in one bit, its previous one where the sum is exactly 0.
-    Everyone: ``x <- (1 - lr wd) x - lr D``. Means are over an owner's slice, so results depend on
-    the number of workers and on the buckets; sign(0) of a difference is +1.
+    Everyone: ``x <- (1 - lr wd) x - lr D``. Means are over pieces, the part of a parameter tensor
+    in a slice, so results depend on the number of workers and on the buckets; sign(0) of a
+    difference is +1. Messages up carry 4 bytes for each piece of the slice that has most.
     Source: Richtarik et al. 2021 (arXiv 2106.05203), with Lion (arXiv 2302.06675, Algorithm 2) for
     the descent: its direction instead of the gradient, the sign of the sum instead of the mean.
 
@@ -87,8 +89,8 @@ class EF21Sign(DistributedOptimizer):
     worker, sum and previous answer on the owner); Distributed Lion has 4 bytes and 1 / n bits.
 
     When not to use it: on i.i.d. data, where :class:`DLion` learns faster with half of the memory.
-    With one scale for all of a slice, estimates of small directions are noise. NaN in a gradient
-    spoils the scale, and estimates for ever: use ``nonfinite``.
+    With one scale for all of a piece, estimates of small directions are noise. NaN in a gradient
+    spoils the scale, and the piece's estimates for ever: use ``nonfinite``.
 
     Args:
         lr, betas, weight_decay: as for Lion; the decay is decoupled.

@@ -238,13 +238,13 @@ def dgc(
     descend(x, mean(sent), lr, wd)
 
 
-# Scaled signs with a memory: one bit, and a scale for each owner's slice. ``slices`` are their
-# ``(start, stop)`` in d.
+# Scaled signs with a memory: one bit, and a scale for each piece, a tensor's part in one owner's
+# slice. ``pieces`` are their ``(start, stop)`` in d.
 
 
-def scaled_sign(v: Tensor, slices: Spans) -> Tensor:
+def scaled_sign(v: Tensor, pieces: Spans) -> Tensor:
     q = torch.zeros_like(v)
-    for start, stop in slices:
+    for start, stop in pieces:
         part = v[..., start:stop]
         s = part.abs().mean(-1, keepdim=True, dtype=torch.float64).float()
         q[..., start:stop] = torch.where(part >= 0, s, -s)  # one bit has no zero
@@ -260,13 +260,13 @@ def ef_signsgd(
     lr: float,
     mu: float,
     wd: float,
-    slices: Spans,
+    pieces: Spans,
 ) -> None:
     r += g
-    sent = scaled_sign(r, slices)
+    sent = scaled_sign(r, pieces)
     r -= sent
     e += mean(sent)
-    a = scaled_sign(e, slices)
+    a = scaled_sign(e, pieces)
     e -= a
     sgd(x, b, a, lr, mu, wd)
 
@@ -281,9 +281,9 @@ def ef21_sign(
     lr: float,
     betas: Betas,
     wd: float,
-    slices: Spans,
+    pieces: Spans,
 ) -> None:
-    q = scaled_sign(lion_direction(m, g, betas) - h, slices)
+    q = scaled_sign(lion_direction(m, g, betas) - h, pieces)
     h += q
     for row in q:
         total += row  # the sum of h, an absent worker's included

@@ -126,22 +126,25 @@ class Sparse(Wire):
 
 
 class ScaledSign(Wire):
-    """A scale, float32, and one bit a value.
+    """So many scales, float32, then one bit a value; which values a scale is of is not written.
 
-    Values are a pair: the scales, ``[...]``, and the signs as booleans, ``[..., m]``, True for +1;
-    what they stand for, ``+scale`` and ``-scale``, has no zero.
+    Values are a pair: the scales, ``[..., scales]``, and the signs as booleans, ``[..., m]``, True
+    for +1; what they stand for, ``+scale`` and ``-scale``, has no zero.
     """
 
     bits, group = 1, 64
 
+    def __init__(self, scales: int):
+        self.scales = scales
+
     def nbytes(self, numel: int) -> int:
-        return 4 + -(-numel // 8)
+        return 4 * self.scales + -(-numel // 8)
 
     def encode(self, values: tuple[Tensor, Tensor]) -> Tensor:
         scales, signs = values
-        numbers = scales.to(torch.float32).unsqueeze(-1).contiguous().view(torch.uint8)
+        numbers = scales.to(torch.float32).contiguous().view(torch.uint8)
         return torch.cat([numbers, packing.pack_bits(signs)], dim=-1)
 
     def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        scales = packed[..., :4].contiguous().view(torch.float32).squeeze(-1)
-        return scales, packing.unpack_bits(packed[..., 4:], numel)
+        numbers, signs = packed.split([4 * self.scales, -(-numel // 8)], dim=-1)
+        return numbers.contiguous().view(torch.float32), packing.unpack_bits(signs, numel)
