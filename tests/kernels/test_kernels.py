@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from dlion import kernels
-from dlion.kernels import numba_cpu, reference, triton_cuda
+from dlion.kernels import Coder, numba_cpu, reference, triton_cuda
 from dlion.wire import packing
 
 INTERPRETED = not torch.cuda.is_available()
@@ -49,19 +50,32 @@ def both(compiled, name: str, *arguments) -> bool:
     """Whether a compiled kernel and the reference leave the same bits in all their arguments."""
     results = []
     for module, device in (compiled, (reference, "cpu")):
-        copies = [
-            a._replace(rows=a.rows.to(device, copy=True))
-            if isinstance(a, Message)
-            else a.to(device, copy=True)
-            if isinstance(a, torch.Tensor)
-            else a
-            for a in arguments
-        ]
-        getattr(module, name)(*(a.view() if isinstance(a, Message) else a for a in copies))
-        tensors = (a.rows if isinstance(a, Message) else a for a in copies)
-        results.append([a.cpu() for a in tensors if isinstance(a, torch.Tensor)])
+        copies = [copied(argument, device) for argument in arguments]
+        run(module, name, *copies)
+        results.append([tensor.cpu() for tensor in tensors(copies)])
     exact = not (INTERPRETED and compiled[0] is triton_cuda)
     return all(same(a, b, exact) for a, b in zip(*results, strict=True))
+
+
+def run(module, name: str, *arguments) -> None:
+    getattr(module, name)(*(a.view() if isinstance(a, Message) else a for a in arguments))
+
+
+def copied(argument, device: str):
+    if isinstance(argument, Message):
+        return argument._replace(rows=copied(argument.rows, device))
+    if isinstance(argument, Coder):
+        return Coder(*(copied(tensor, device) for tensor in argument))
+    return argument.to(device, copy=True) if isinstance(argument, torch.Tensor) else argument
+
+
+def tensors(arguments) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments and in them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, Message | Coder):
+            yield from tensors(argument)
 
 
 def same(first: torch.Tensor, second: torch.Tensor, exact: bool = True) -> bool:
@@ -192,6 +206,51 @@ def test_lion(compiled, length, dtype):
         assert both(compiled, "lion", params, momentum, grad, 0.9, 0.99, 0.1, 0.2)
 
 
+def coder(*shape: int, seed: int = 0) -> Coder:
+    """A coder of ``[..., d]`` elements in the middle of its life, many at the ends of the scale."""
+    *rows, length = shape
+    estimate = vector(math.prod(shape), torch.float32, seed).view(shape)
+    level = torch.randint(-200, 456, shape, generator=coins(seed)).clamp(0, 255).to(torch.uint8)
+    return Coder(estimate, level, words(*rows, 2, length // 64, seed=seed))
+
+
+def fresh(*shape: int, level: int = 128, sums: bool = False) -> Coder:
+    """A coder of ``[..., d]`` elements that has seen nothing; ``sums``: of the workers' sum."""
+    *rows, length = shape
+    estimate = torch.zeros((1, length) if sums else shape)
+    levels = torch.full(shape, level, dtype=torch.uint8)
+    return Coder(estimate, levels, torch.zeros(*rows, 2, length // 64, dtype=torch.int64))
+
+
+@dtypes
+@lengths
+@pytest.mark.parametrize("rise", [2, 4])
+def test_encode_deltas(compiled, length, dtype, rise):
+    rows, momentum = message(5, 1, length // 256 + 1), vector(length, torch.float32, 1)
+    state = coder(5 * 64 * rows.words)
+    for step in range(3):
+        grad = vector(length, dtype, 2 + step)
+        arguments = (rows, 64, momentum, grad, state, 0.9, 0.99, rise)
+        assert both(compiled, "encode_deltas", *arguments)
+        run(reference, "encode_deltas", *arguments)
+
+
+@lengths
+@pytest.mark.parametrize("weighted", [False, True], ids=["sum", "weighted"])
+def test_decode_deltas(compiled, length, weighted):
+    size = -(-length // 64)
+    state, masks = coder(4, 64 * size), words(2, size)
+    if not weighted:
+        state = state._replace(estimate=state.estimate[:1])
+    weights = torch.tensor([0.3, 1.0, 2.7, 0.0]) if weighted else None
+    for step, senders in enumerate(([2, 0, 3, 1], [-1, 1, -1, 0], [0, -1, -1, -1])):
+        messages = Message(words(4, size + 5, seed=step), 1, size)
+        received = (messages, torch.tensor(senders))
+        arguments = (*received, state, weights, 2 + step, 1 - 0.7 * step, *masks)
+        assert both(compiled, "decode_deltas", *arguments)
+        run(reference, "decode_deltas", *arguments)
+
+
 def test_a_cpu_has_compiled_kernels():
     assert kernels.choose(torch.empty(1), torch.empty(1, dtype=torch.bfloat16)) is numba_cpu
     assert kernels.choose(torch.empty(64), length=64) is numba_cpu
@@ -240,6 +299,83 @@ def test_threads_do_not_change_a_bit():
             torch.set_num_threads(before)
         results.append((sent, moved, params, masks))
     assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_deltas_over_threads_are_those_of_the_reference():
+    length, cpu = (1 << 18) + 65, (kernels, "cpu")  # the last share ends within a word
+    momentum, grad = vector(length, torch.float32, 1), vector(length, torch.bfloat16, 2)
+    rows = message(2, 1, length // 128 + 2)
+    state, masks = coder(2, 64 * rows.words), words(2, rows.words)
+    sent = (momentum, grad, Coder(*(part.flatten() for part in coder(128 * rows.words))))
+    sent[2].history.resize_(2, 2 * rows.words)
+    senders = torch.tensor([1, 0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert both(cpu, "encode_deltas", rows, 64, *sent, 0.9, 0.99, 3)
+        weights = torch.tensor([0.4, 0.6])
+        assert both(cpu, "decode_deltas", rows, senders, state, weights, 3, 0.7, *masks)
+        state = state._replace(estimate=state.estimate[:1])
+        assert both(cpu, "decode_deltas", rows, senders, state, None, 3, 0.7, *masks)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_step_sizes_rise_and_have_their_levels_back():
+    levels = torch.arange(256, dtype=torch.uint8)
+    sizes = kernels.step_size(levels)
+    expected = [2.0 ** (level // 8 - 32) * (1 + level % 8 / 8) for level in range(256)]
+    assert sizes.tolist() == expected == sorted(expected)
+    above = torch.cat([sizes[1:], torch.ones(1)]).nextafter(torch.tensor(0.0))  # just below these
+    for size in (sizes, sizes.nextafter(torch.tensor(INF)), above):
+        assert torch.equal(kernels.nearest_level(size), levels)
+
+
+def test_levels_of_what_is_outside_the_step_sizes():
+    low = torch.tensor([2e-10, 1e-45, 0.0, -0.0, -1e-45, -1e-10, -2e-10, -0.5, -3e38, -INF, NAN])
+    assert kernels.nearest_level(torch.cat([low, -low])).tolist() == [
+        *(11 * [0]),
+        *(4 * [0]),
+        *(3 * [0]),
+        *(3 * [255]),
+        0,
+    ]
+    assert kernels.nearest_level(torch.tensor([0.9375, 1.0, 3e38, INF])).tolist() == 4 * [255]
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["compiled", "reference"])
+def test_both_ends_of_delta_modulation_stay_equal(module):
+    length, size, owners = 200, 2, 2
+    momentum, rows = torch.zeros(length), torch.zeros(owners, 1, size, dtype=torch.int64)
+    encoder, masks = fresh(owners * 64 * size), words(2, size)
+    decoders = [fresh(1, 64 * size, sums=True) for _ in range(owners)]
+    for step in range(200):
+        grad = torch.randn(length, generator=coins(step)) * 10.0 ** (step % 7 - 5)
+        module.encode_deltas(rows, 0, momentum, grad, encoder, 0.9, 0.99, 3)
+        for owner, decoder in enumerate(decoders):
+            received = (rows[owner : owner + 1], torch.zeros(1, dtype=torch.int64))
+            module.decode_deltas(*received, decoder, None, 3, 1.0, *masks)
+    for part, slices in zip(encoder, zip(*decoders, strict=True), strict=True):
+        assert same(part, torch.cat([values[0] for values in slices], dim=-1))
+
+
+def test_the_sum_is_that_of_the_estimates():
+    n, size = 8, 4
+    workers, momenta = [fresh(64 * size) for _ in range(n)], torch.zeros(n, 64 * size)
+    total, masks = fresh(n, 64 * size, sums=True), words(2, size)
+    rows, senders = torch.zeros(n, 1, size, dtype=torch.int64), torch.arange(n)
+    for step in range(100):
+        grads = torch.randn(n, 64 * size, generator=coins(step)) + 1
+        for i, state in enumerate(workers):
+            kernels.encode_deltas(rows[i : i + 1], 0, momenta[i], grads[i], state, 0.9, 0.99, 3)
+        kernels.decode_deltas(rows, senders, total, None, 3, 1.0, *masks)
+    expected = sum(state.estimate.double() for state in workers)
+    print((total.estimate[0]-expected).abs().max(), expected.abs().min())
+    assert (total.estimate[0] - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_a_still_direction_is_reached():
+    pass
 
 
 def test_zero_and_nan_take_the_sign_that_is_asked_for():
