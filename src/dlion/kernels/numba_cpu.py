@@ -413,13 +413,13 @@ def _encode_deltas(
         for s in range(0, momenta[i].size, 64):
             m, g = momenta[i][s : s + 64], _widen(grads[i][s : s + 64], scratch)
             word = first + (start + i * momenta[0].size + s) // 64
-            h, l = estimate[64 * word : 64 * word + 64], level[64 * word : 64 * word + 64]
+            h, lanes = estimate[64 * word : 64 * word + 64], level[64 * word : 64 * word + 64]
             for j in range(64):
                 old, new = m[j], g[j]
                 flags[j] = np.uint8(b1 * old + a1 * new >= h[j])
                 m[j] = b2 * old + a2 * new
             bits = _plane(packed, 0)
-            same = _delta_steps(bits, history[0, word], history[1, word], l, rise, steps)
+            same = _delta_steps(bits, history[0, word], history[1, word], lanes, rise, steps)
             for j in range(64):
                 h[j] += floats[j]
             history[0, word], history[1, word] = bits, same

@@ -320,8 +320,9 @@ def _encode_deltas(
 ):
     word, index = _indices()
     u = _direction(momentum, grad, index, index < size, b1, a1, b2, a2)
-    used, element = word * 64 < size, first * 64 + index
+    used = word * 64 < size
     word += first
+    element = word[:, None] * 64 + tl.arange(0, 64)[None, :]
     h = tl.load(estimate + element, mask=used[:, None], other=0.0)
     bits = _pack(u >= h)
     steps = _delta_steps(bits, level + element, history + word, history_plane, used, rise)
