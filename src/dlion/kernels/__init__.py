@@ -179,9 +179,10 @@ def decode_deltas(
 
     Args:
         messages: int64 ``[m, 1, words]`` of the senders.
-        rows: for each worker the row of its message, -1 without one: int64 ``[n]``.
+        rows: for each worker the row of its message, -1 without one: int64 ``[n]``, on the device
+            of the messages.
         coders: of the n workers. If ``weights`` is None, the estimate is their sum,
-            ``[1, 64 * words]``.
+            ``[1, 64 * words]``, up to the rounding of its own additions.
         weights: of the workers' estimates and steps in the sum, float32 ``[n]``.
         positive, tied: the results, a bit for each sum that is above, or equal to, 0: int64
             ``[words]``.

@@ -33,5 +33,9 @@ def step_size(level: Tensor) -> Tensor:
 
 
 def nearest_level(size: Tensor) -> Tensor:
-    """Return the level of the largest step size that is not above ``size``, float32; else 0."""
-    return ((size.view(torch.int32) - BASE) >> SHIFT).clamp(0, 255).to(torch.uint8)
+    """Return the level of the largest step size that is not above ``size``, float32.
+
+    It is 0 if there is none, as for NaN and for what is not positive.
+    """
+    levels = ((size.view(torch.int32) - BASE) >> SHIFT).clamp(0, 255)
+    return levels.where(size > 0, 0).to(torch.uint8)  # below 0, the difference may overflow

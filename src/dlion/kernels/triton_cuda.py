@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dlion.kernels import reference
+from dlion.kernels.steps import BASE, SHIFT
 
 _WORDS = tl.constexpr(16)  # of a program
 _BYTES = tl.constexpr(256)  # of a program, where it packs trits
+_SHIFT, _BASE = tl.constexpr(SHIFT), tl.constexpr(BASE)
 _EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
 
 
@@ -72,6 +74,22 @@ def compare_sum(rows, largest, constant, greater, equal):
 def pack_votes(greater, equal, out):
     grid = (triton.cdiv(out.numel(), _BYTES.value),)
     _pack_votes[grid](greater, equal, 64 * greater.numel(), out, out.numel())
+
+
+@_on_device
+def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
+    target, size = (*_layout(message), start // 64), momentum.numel()
+    vectors = (momentum, grad, size, *_betas(beta1, beta2))
+    state = (*coder, coder.history.stride(0))
+    _encode_deltas[_grid(size)](*target, *vectors, *state, rise, **_EXACT)
+
+
+@_on_device
+def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
+    received, weighted = (*_layout(messages), rows, len(rows)), weights is not None
+    state = (*coders, *(s for t in coders for s in t.stride()[:-1]))
+    sums = (weights if weighted else coders.estimate, weighted, lookahead, positive, tied)
+    _decode_deltas[_grid(64 * len(positive))](*received, *state, rise, *sums, **_EXACT)
 
 
 @_on_device
@@ -259,6 +277,111 @@ def _pack_votes(greater, equal, length, out, size):
         same = tl.load(equal + index // 64, mask=inside, other=0) >> (index % 64) & 1
         value = 3 * value + tl.where(inside, 2 * more + same, 1).to(tl.int32)
     tl.store(out + byte, value.to(tl.uint8), mask=byte < size)
+
+
+@triton.jit
+def _delta_steps(bits, level, history, plane, used, rise):
+    """Adapt the levels and the history at two pointers to words of bits ``[_WORDS]``.
+
+    Returns the steps with their signs: float32 ``[_WORDS, 64]``.
+    """
+    same = ~(bits ^ tl.load(history, mask=used, other=0))
+    rises = same & tl.load(history + plane, mask=used, other=0)
+    tl.debug_barrier()  # several warps may have loaded a word that one of them stores
+    tl.store(history, bits, mask=used)
+    tl.store(history + plane, same, mask=used)
+    change = _unpack(rises) * rise + _unpack(same) - 1
+    levels = tl.load(level, mask=used[:, None], other=0).to(tl.int32) + change
+    levels = tl.minimum(tl.maximum(levels, 0), 255)
+    tl.store(level, levels.to(tl.uint8), mask=used[:, None])
+    negative = _unpack(~bits) << 31
+    return (((levels << _SHIFT) + _BASE) | negative).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encode_deltas(
+    message,
+    row,
+    plane,
+    words,
+    first,
+    momentum,
+    grad,
+    size,
+    b1,
+    a1,
+    b2,
+    a2,
+    estimate,
+    level,
+    history,
+    history_plane,
+    rise,
+):
+    word, index = _indices()
+    u = _direction(momentum, grad, index, index < size, b1, a1, b2, a2)
+    used = word * 64 < size
+    word += first
+    element = word[:, None] * 64 + tl.arange(0, 64)[None, :]
+    h = tl.load(estimate + element, mask=used[:, None], other=0.0)
+    bits = _pack(u >= h)
+    steps = _delta_steps(bits, level + element, history + word, history_plane, used, rise)
+    tl.store(estimate + element, h + steps, mask=used[:, None])
+    tl.store(message + _offset(word, row, words), bits, mask=used)
+
+
+@triton.jit
+def _decode_deltas(
+    messages,
+    row,
+    plane,
+    words,
+    rows,
+    n,
+    estimate,
+    level,
+    history,
+    estimate_row,
+    level_row,
+    history_row,
+    history_plane,
+    rise,
+    weights,
+    WEIGHTED: tl.constexpr,
+    lookahead,
+    positive,
+    tied,
+):
+    word, index = _indices()
+    used = word < words
+    total = tl.zeros((_WORDS, 64), dtype=tl.float32)
+    ahead = tl.zeros((_WORDS, 64), dtype=tl.float32)
+    estimate, level, history = estimate + index, level + index, history + word
+    if not WEIGHTED:
+        total = tl.load(estimate, mask=used[:, None], other=0.0)
+    for i in range(n):
+        sender = tl.load(rows + i)
+        steps = tl.zeros((_WORDS, 64), dtype=tl.float32)
+        if sender >= 0:
+            bits = tl.load(messages + sender * row + word, mask=used, other=0)
+            steps = _delta_steps(bits, level, history, history_plane, used, rise)
+        if WEIGHTED:
+            h = tl.load(estimate, mask=used[:, None], other=0.0) + steps
+            tl.store(estimate, h, mask=used[:, None])
+            weight = tl.load(weights + i)
+            total += h * weight
+            ahead += steps * weight
+            estimate += estimate_row
+        else:
+            total += steps
+            ahead += steps
+        level += level_row
+        history += history_row
+    if not WEIGHTED:
+        tl.store(estimate, total, mask=used[:, None])
+    value = total + ahead * lookahead
+    tl.store(positive + word, _pack(value > 0), mask=used)
+    tl.store(tied + word, _pack(value == 0), mask=used)
 
 
 @triton.jit
