@@ -258,7 +258,7 @@ def pick(choices: list, share: float):
         (
             "unlike_data_tune",
             (5e-4, 1e-2),
-            (2e-2, 1.0),
+            (2e-2, 2.0),
             [[0.9, 0.99], [0.9, 0.95], [0.8, 0.9], [0.7, 0.8]],
             [[0.9, 0.999], [0.9, 0.99], [0.9, 0.95], [0.8, 0.9]],
         ),
@@ -283,8 +283,9 @@ def test_a_search_has_the_points_of_the_sequence_that_it_names(
             ),
             "betas": pick(betas, y),
             "adam_betas": pick(adam_betas, y),
-            "momentum": pick([0.95, 0.9, 0.8, 0.5], y),
-            "ratio": pick([1.05, 1.1, 1.2, 1.3], z),
+            "momentum": pick([0.9, 0.8, 0.5, 0.0], y),
+            "rise": pick([2, 3, 4, 3], z),
+            "lookahead": pick([1.0, 0.5, 0.0, 1.0], z),
         }
         for name, (x, y, z) in zip("abcdefghijkl", points, strict=True)
     }
