@@ -183,7 +183,7 @@ METHODS = {
     "dgc warmup": (DGC, {"density": 0.1, "warmup_steps": 6}, dgc(float("inf"), 6), 0),
     "dgc clip": (DGC, {"density": 0.1, "clip_norm": 5.0}, dgc(5.0, 0), NORM),
     "ef_signsgd": (EFSignSGD, {"momentum": 0.9}, ef_signsgd, 0),
-    "dlion_adm": (DLionADM, {}, dlion_adm(3, 1.0), 0),
+    "dlion_adm": (DLionADM, {}, dlion_adm(3, 0.5), 0),
     "dlion_adm 2 0.3": (DLionADM, {"rise": 2, "lookahead": 0.3}, dlion_adm(2, 0.3), 0),
     "ef21_sign": (EF21Sign, {}, ef21_sign, 0),
     **{

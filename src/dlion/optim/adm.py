@@ -55,7 +55,7 @@ class DLionADM(DistributedOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         rise: int = 3,
-        lookahead: float = 1.0,
+        lookahead: float = 0.5,
         limit: float | None = None,
         weighted: bool = False,
         **common: Unpack[Common],
@@ -79,30 +79,17 @@ class DLionADM(DistributedOptimizer):
         return DeltaVote(self.channel, bucket.numel, *coding, bucket.mask, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        exchange, momenta = bucket.exchange, bucket.own["momentum"][local]
-        message, coder, (beta1, beta2) = (
-            exchange.message(local),
-            exchange.coder(local),
-            bucket.group["betas"],
-        )
-        parts = []
-        for slot in bucket.slots:
-            momentum, grad = momenta[slot.start : slot.stop], slot.gradient()
-            parts.append((momentum, torch.zeros_like(momentum) if grad is None else grad))
+        exchange, (beta1, beta2) = bucket.exchange, bucket.group["betas"]
+        parts = list(bucket.parts("momentum", local))
         if not exchange.begun:
-            exchange.start(local, [kernels.measure(*part, beta1, "l1") for part in parts])
-        for slot, part in zip(bucket.slots, parts, strict=True):
-            kernels.encode_deltas(message, slot.start, *part, coder, beta1, beta2, self.rise)
+            exchange.start(local, [kernels.measure(*part, beta1, "l1") for _, *part in parts])
+        message, coder = exchange.message(local), exchange.coder(local)
+        for part in parts:
+            kernels.encode_deltas(message, *part, coder, beta1, beta2, self.rise)
 
     def update(self, bucket: Bucket) -> None:
         group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
         kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
 
     def prepare(self) -> None:
-        group, values = self.param_groups[0], torch.nn.Parameter(torch.zeros(64))
-        bucket = Bucket(0, [values], [""], group)
-        bucket.allocate(self.make_exchange(bucket), self)
-        for local in range(self.workers.local):
-            self.encode(bucket, local)
-        bucket.exchange.run(0)
-        self.update(bucket)
+        self._rehearse()

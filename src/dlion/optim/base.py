@@ -156,6 +156,16 @@ class DistributedOptimizer(BucketedOptimizer):
     def prepare(self) -> None:
         """Compile what the first step needs, so that processes forked later inherit it."""
 
+    def _rehearse(self) -> None:
+        """Take a step with a parameter of its own, for :meth:`prepare`."""
+        values = torch.nn.Parameter(torch.zeros(64))
+        bucket = Bucket(0, [values], [""], self.param_groups[0])
+        bucket.allocate(self.make_exchange(bucket), self)
+        for local in range(self.workers.local):
+            self.encode(bucket, local)
+        bucket.exchange.run(0)
+        self.update(bucket)
+
     # ------------------------------------------------------------------ a step
 
     def collect(self, local: int) -> None:

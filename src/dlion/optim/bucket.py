@@ -202,6 +202,12 @@ class Bucket:
         if parts:
             torch._foreach_copy_(views, parts)
 
+    def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each parameter's start, its part of a worker's state, and its gradient or zeros."""
+        for slot in self.slots:
+            state, grad = self.own[name][local, slot.start : slot.stop], slot.gradient()
+            yield slot.start, state, torch.zeros_like(state) if grad is None else grad
+
     def gradients(self) -> Tensor:
         """Return the latest gradients, float32 ``[padded]``; the next call overwrites it."""
         if self._row is None:

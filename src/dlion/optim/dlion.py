@@ -79,13 +79,10 @@ class SignedDescent(DistributedOptimizer):
         return Vote(channel, numel, self.levels, self.ties, seed, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        message, momenta = bucket.exchange.message(local), bucket.own["momentum"][local]
+        message = bucket.exchange.message(local)
         positive = self.zero_is_positive(local, bucket.step)
-        for slot in bucket.slots:
-            momentum, grad = momenta[slot.start : slot.stop], slot.gradient()
-            if grad is None:
-                grad = torch.zeros_like(momentum)
-            self.encode_part(Part(message, slot.start, momentum, grad), positive, bucket.group)
+        for part in bucket.parts("momentum", local):
+            self.encode_part(Part(message, *part), positive, bucket.group)
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """Whether a local worker says +1 where it has nothing to say (u = 0, or NaN).
@@ -121,13 +118,7 @@ class SignedDescent(DistributedOptimizer):
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:
-        group, values = self.param_groups[0], torch.nn.Parameter(torch.zeros(64))
-        bucket = Bucket(0, [values], [""], group)
-        bucket.allocate(self.make_exchange(bucket), self)
-        for local in range(self.workers.local):
-            self.encode(bucket, local)
-        bucket.exchange.run(0)
-        self.update(bucket)
+        self._rehearse()
 
 
 class DLion(SignedDescent):
