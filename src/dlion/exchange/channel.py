@@ -13,6 +13,7 @@ from dlion.workers import Workers
 
 AT_ONCE = 256 * 1024  # bytes of all messages of a process; both measured, results/speed
 IN_FLIGHT = 128 * 1024
+ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
 
 
 @dataclass
@@ -238,3 +239,12 @@ def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
+
+
+def sums_of_rows(values: Tensor) -> Tensor:
+    """The sums of ``|v|`` of rows of 64 in float64, ``[m, 64]`` -> ``[m]``, whatever the threads.
+
+    On a CPU some rows at a time, as torch would first make a float64 copy of all.
+    """
+    blocks = (values,) if values.is_cuda else values.split(ROWS)
+    return torch.cat([block.abs().sum(-1, dtype=torch.float64) for block in blocks])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.exchange.channel import Channel
+from dlion.exchange.channel import Channel, sums_of_rows
 from dlion.exchange.direct_send import Buffers
 from dlion.exchange.vote import AGREEMENT, LevelExchange, log_odds
 from dlion.kernels import Coder
@@ -135,7 +135,8 @@ class DeltaVote(LevelExchange):
         estimates = self.state["received_estimate"][owner]
         weights = torch.ones(self.channel.workers.count, device=self.device)
         if self.limit is not None:
-            size = (estimates.abs() * self._counted[owner]).sum(1, dtype=torch.float64)
+            counted = estimates * self._counted[owner]
+            size = torch.stack([sums_of_rows(row.view(-1, 64)).cumsum(0)[-1] for row in counted])
             heard = size[size > 0]  # not of those who have never taken part
             if len(heard):
                 weights = (self.limit * heard.median() / size).clamp(max=1).float()

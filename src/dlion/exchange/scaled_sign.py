@@ -13,13 +13,12 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from dlion.exchange.channel import Channel
+from dlion.exchange.channel import Channel, sums_of_rows
 from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.wire import ScaledSign, Sign, Wire
 
 Spans = list[tuple[int, int]]
 ROW = 64  # values; slices and tensors start at multiples, so that each row is of one piece
-BLOCK = 256  # rows that are added at a time
 
 
 class ScaledSignExchange(DirectSend):
@@ -64,7 +63,7 @@ class ScaledSignExchange(DirectSend):
             values: float32 ``[slice]``, 0 in padding. The sign of 0 is +1, as one bit has no zero.
             message: uint8, to be written.
         """
-        sums = _sums_of_rows(values.view(-1, ROW))
+        sums = sums_of_rows(values.view(-1, ROW))
         sums = torch.segment_reduce(sums, "sum", lengths=self._rows[index], unsafe=True, initial=0)
         scales, signs = (sums / self._sizes[index]).to(torch.float32), values >= 0
         message.copy_(self.up.encode((scales, signs)))
@@ -177,12 +176,3 @@ def _sizes_of_pieces(spans: Spans, size: int, slices: int) -> Tensor:
             pieces[index].append(min(stop, (index + 1) * size) - max(start, index * size))
     most = max(1, *map(len, pieces))
     return torch.tensor([row + [0] * (most - len(row)) for row in pieces])
-
-
-def _sums_of_rows(values: Tensor) -> Tensor:
-    """Return the sum of ``|v|`` of each row in float64, added on one thread: ``[m, 64] -> [m]``.
-
-    On a CPU some rows at a time, as torch would first make a float64 copy of all.
-    """
-    blocks = (values,) if values.is_cuda else values.split(BLOCK)
-    return torch.cat([block.abs().sum(-1, dtype=torch.float64) for block in blocks])
