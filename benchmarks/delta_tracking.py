@@ -1,0 +1,331 @@
+"""How closely adaptive delta modulation follows what the workers of a training would say.
+
+    python benchmarks/delta_tracking.py
+
+Trains with dlion_adm on digits, whose classes are shared out evenly and unevenly, and on text, all
+workers in one process, for several settings. What the owners' estimates miss is divided into slope
+overload, where the step did not reach the truth, and granular noise, where it went beyond it.
+Writes delta_tracking.json and its figure.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from common import ROOT, Parser, Points, Row, run, whole
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from dlion.data import Data, Sharding, mnist5k, stdlib_text
+from dlion.exchange import Channel
+from dlion.kernels import step_size
+from dlion.kernels.reference import lion_direction
+from dlion.models import gpt, vit
+from dlion.optim import DLionADM
+from dlion.optim.bucket import Bucket
+from dlion.streams import stream, stream_seed
+from dlion.training.evaluation import evaluate
+from dlion.training.schedule import make_schedule
+from dlion.wire.packing import unpack_bits
+from dlion.workers import Workers
+
+RISE, LOOKAHEAD, SEED = 3, 1.0, 0  # the optimizer's defaults
+MOMENTA = [(0.9, 0.99), (0.8, 0.9), (0.7, 0.8), (0.9, 0.95)]
+
+
+class Task(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        alpha: of the Dirichlet distribution of the classes; None: samples are dealt out at random.
+        settings: (momenta, rise, lookahead) besides the standard ones.
+    """
+
+    data: Callable[[], Data]
+    model: Callable[[Any], torch.nn.Module]
+    workers: int
+    batch_size: int
+    alpha: float | None
+    steps: int
+    warmup: int
+    lr: float
+    betas: tuple[float, float]
+    settings: list[tuple[tuple[float, float], int, float]]
+
+
+class Schedule(NamedTuple):
+    """The settings of a schedule, as in conf/schedule."""
+
+    warmup_steps: int
+    final: float = 0.0
+
+
+def digits() -> Data:
+    """Load the digits, to be seen as they are."""
+    return mnist5k(augment=False)
+
+
+LION, SHORT = MOMENTA[0], MOMENTA[2]
+KNOBS = [(LION, rise, lookahead) for lookahead in (1.0, 0.0, 2.0) for rise in (2, 3, 4)]
+FEW = [(LION, *knobs) for knobs in ((2, 1.0), (4, 1.0), (3, 0.0), (3, 2.0))]
+FORGETTING = [(betas, rise, LOOKAHEAD) for rise in (3, 2) for betas in MOMENTA[1:]]
+TASKS = {
+    "unlike digits": Task(digits, vit, 8, 16, 0.1, 320, 0, 1.5e-3, LION, KNOBS + FORGETTING),
+    "text": Task(
+        stdlib_text,
+        gpt,
+        4,
+        8,
+        None,
+        1200,
+        50,
+        4e-3,
+        SHORT,
+        [*((SHORT, *knobs) for knobs in ((2, 1.0), (4, 1.0), (3, 0.0), (3, 2.0))), (LION, 3, 1.0)],
+    ),
+    "alike digits": Task(digits, vit, 8, 16, 100.0, 320, 0, 1.5e-3, LION, FEW + [(SHORT, 3, 1.0)]),
+}
+
+
+class Recorder(DLionADM):
+    """dlion_adm that measures, at steps that are asked for, how its estimates meet the truth.
+
+    Attributes:
+        recording: whether the step that is being encoded is to be measured.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, overlap=False, bucket_cap_mb=None, **options)
+        self.recording = False
+        self._seen: list[tuple[Tensor, ...]] = []
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if not self.recording:
+            super().encode(bucket, local)
+            return
+        coder, (beta1, beta2) = bucket.exchange.coder(local), bucket.group["betas"]
+        momentum, before = bucket.own["momentum"][local].clone(), coder.estimate.clone()
+        truth = torch.zeros_like(before)
+        for slot in bucket.slots:
+            gradient, part = slot.gradient(), slice(slot.start, slot.stop)
+            if gradient is not None:
+                truth[part] = lion_direction(momentum[part], gradient, beta1, beta2)
+        super().encode(bucket, local)
+        step = step_size(coder.level)
+        bit = torch.where(truth >= before, 1.0, -1.0)
+        equal = unpack_bits(coder.history[1].view(torch.uint8), len(bit))
+        kept = bucket.mask.nonzero().flatten()
+        values = (truth, coder.estimate, step, bit, coder.level, equal, momentum)
+        self._seen.append(tuple(value[kept] for value in values))
+
+    def measure(self) -> dict[str, float]:
+        """Return what the last step, which was recorded, amounts to."""
+        (bucket,) = self.buckets
+        answer = bucket.exchange.decode()[bucket.mask.nonzero().flatten()]
+        rows = [torch.stack(values) for values in zip(*self._seen, strict=True)]
+        self._seen.clear()
+        return compare(*rows, answer, self.lookahead)
+
+
+def compare(
+    truth: Tensor,
+    estimate: Tensor,
+    step: Tensor,
+    bit: Tensor,
+    level: Tensor,
+    equal: Tensor,
+    momentum: Tensor,
+    answer: Tensor,
+    lookahead: float,
+) -> dict[str, float]:
+    """Measure a step: all ``[n, d]`` but the answer, ``[d]``.
+
+    Returns:
+        ``error``, ``overload``, ``granular``: norms of the mean over workers of what the estimates
+        miss, of its part with the sign of the bit, and of the rest, over the norm of the mean of
+        the truth. ``ahead``: the error with the steps ahead. ``own``: of a worker alone.
+        ``equal``: share of bits that are the last ones. ``low``, ``middle``, ``high``: 10, 50 and
+        90 % of the step over the truth. ``floor``, ``top``: share of steps at either end.
+        ``agrees``, ``vote_agrees``: how often the answer, or a vote on the truth, has the sign of
+        the mean of the truth; ``..._slow``: of the mean momentum; for a tie of the vote, a half.
+    """
+    mean, missed = truth.mean(0), truth - estimate
+    size, beyond = mean.norm(), missed * bit < 0
+    ahead = (estimate + lookahead * step * bit).mean(0)
+    some = truth != 0
+    ratio = (step[some] / truth[some].abs())[:: max(1, int(some.sum()) // 200_000)]
+    low, middle, high = ratio.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()
+    vote, slow = torch.where(truth >= 0, 1.0, -1.0).sum(0).sign(), momentum.mean(0)
+    return {
+        "error": (missed.mean(0).norm() / size).item(),
+        "overload": (missed.where(~beyond, 0).mean(0).norm() / size).item(),
+        "granular": (missed.where(beyond, 0).mean(0).norm() / size).item(),
+        "ahead": ((mean - ahead).norm() / size).item(),
+        "own": (missed.norm(dim=1) / truth.norm(dim=1)).mean().item(),
+        "equal": equal.float().mean().item(),
+        "low": low,
+        "middle": middle,
+        "high": high,
+        "floor": (level == 0).float().mean().item(),
+        "top": (level == 255).float().mean().item(),
+        "agrees": agreement(answer, mean),
+        "vote_agrees": agreement(vote, mean),
+        "agrees_slow": agreement(answer, slow),
+        "vote_agrees_slow": agreement(vote, slow),
+        "mean_agrees_slow": agreement(mean.sign(), slow),
+    }
+
+
+def agreement(signs: Tensor, values: Tensor) -> float:
+    """Return how often signs are those of values that are not zero; a sign of 0 is half right."""
+    some = values != 0
+    return ((1 + signs[some] * values[some].sign()) / 2).mean().item()
+
+
+def train(
+    task: Task, betas: tuple[float, float], rise: int, lookahead: float, steps: int, every: int
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Return the test results, and what was measured every few steps."""
+    data, workers = task.data(), Workers(local=task.workers)
+    torch.manual_seed(stream_seed(SEED, "initialisation"))
+    model = task.model(data)
+    options = {"lr": task.lr, "betas": betas, "weight_decay": 5e-3, "workers": workers}
+    optimizer = Recorder(
+        model.named_parameters(), rise=rise, lookahead=lookahead, seed=SEED, **options
+    )
+    schedule = make_schedule(Schedule(min(task.warmup, steps - 1)), optimizer, steps)
+    shards = (data.labels, task.alpha) if task.alpha else (None, 1.0)
+    mode = "dirichlet" if task.alpha else "partition"
+    sharding = Sharding(data.train_size, task.workers, task.batch_size, SEED, mode, *shards)
+    records = []
+    for step in range(steps):
+        optimizer.recording = step % every == every - 1
+        for worker in range(task.workers):
+            coins = stream(SEED, "coins", worker, step)
+            x, y = data.batch(sharding.indices(worker, step), coins)
+            data.loss(model(x), y).backward()
+            optimizer.collect(worker)
+        optimizer.step()
+        if optimizer.recording:
+            records.append({"step": step + 1, **optimizer.measure()})
+        schedule.step()
+    return evaluate(model, data, Channel(workers), "cpu"), records
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = Parser(__doc__, output=ROOT / "results" / "delta_modulation")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help="some only"
+    )
+    parser.add_argument(
+        "--steps", type=whole(2), help="of every training; default: 320 for digits, 1200 for text"
+    )
+    parser.add_argument("--records", type=whole(2), default=40, help="measurements in a training")
+    parser.add_argument("--standard", action="store_true", help="no other settings than these")
+    return parser.read(arguments, steps=4, records=2, standard=True)
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    settings = {"steps": args.steps, "records": args.records}
+    points = Points(args.output / "delta_tracking.json", {"seed": SEED}, settings, args.fresh)
+    keys = [key(name, TASKS[name].betas, RISE, LOOKAHEAD) for name in args.tasks]
+    if not args.standard:
+        keys += [key(name, *setting) for name in args.tasks for setting in TASKS[name].settings]
+    keys = list({str(each): each for each in keys}.values())
+    for each in points.missing(keys, cost=lambda each: 5 if each["task"] == "text" else 3):
+        task = TASKS[each["task"]]
+        steps = args.steps or task.steps
+        knobs = tuple(each["betas"]), each["rise"], each["lookahead"]
+        results, records = train(task, *knobs, steps, max(1, steps // args.records))
+        standard = each == key(each["task"], task.betas, RISE, LOOKAHEAD)
+        row = {"results": rounded(results), "means": rounded(means(records))}
+        points.add(each, [{**row, "curve": list(map(rounded, records)) if standard else None}])
+    for name in args.tasks:
+        show(name, [row for row in points.rows if row["task"] == name])
+    draw(points.rows).savefig(args.output / "delta_tracking.png", dpi=90)
+
+
+def key(name: str, betas: tuple[float, float], rise: int, lookahead: float) -> Row:
+    """Return a point's key."""
+    return {"task": name, "betas": list(betas), "rise": rise, "lookahead": lookahead}
+
+
+def means(records: list[dict[str, float]]) -> dict[str, float]:
+    """Return the means of what was measured after the first tenth of a training."""
+    counted = records[len(records) // 10 :]
+    names = (name for name in records[0] if name != "step")
+    return {name: sum(record[name] for record in counted) / len(counted) for name in names}
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    """Return numbers with four digits."""
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+
+def show(name: str, rows: list[Row]) -> None:
+    """Print a table."""
+    columns = ["error", "overload", "granular", "ahead", "own", "equal", "low", "middle", "high"]
+    columns += ["agrees", "vote_agrees", "agrees_slow", "mean_agrees_slow"]
+    heads = ["betas", "rise", "lookahead", "result", *columns]
+    print(f"\n{name}\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    for row in sorted(rows, key=lambda row: (row["betas"], row["lookahead"], row["rise"])):
+        cells = [f"{row['means'][column]:.3g}" for column in columns]
+        setting = [str(tuple(row["betas"])), str(row["rise"]), f"{row['lookahead']:g}"]
+        print(f"| {' | '.join([*setting, result(row), *cells])} |", flush=True)
+
+
+def result(row: Row) -> str:
+    """Return the accuracy, or where there is none the loss, as it is read."""
+    found = row["results"]
+    if "test_accuracy" in found:
+        return f"{100 * found['test_accuracy']:.1f} %"
+    return f"{found['test_loss']:.3f}"
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Draw errors over time at the standard setting, and error and agreement by setting."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = Figure(figsize=(3.6 * max(3, len(tasks)), 6))
+    above, below = figure.subplots(2, max(3, len(tasks)), squeeze=False)
+    for axis, name in zip(above, tasks, strict=False):
+        chosen = [row for row in rows if row["task"] == name]
+        for row in (row for row in chosen if row["curve"]):
+            steps = [record["step"] for record in row["curve"]]
+            for what, line in (("error", "-"), ("overload", "--"), ("granular", ":")):
+                axis.plot(steps, [record[what] for record in row["curve"]], line, label=what)
+            axis.plot(steps, [record["agrees"] for record in row["curve"]], label="agreement")
+            axis.plot(
+                steps, [record["vote_agrees"] for record in row["curve"]], label="a vote's", lw=0.8
+            )
+        axis.set(title=f"{name}, the standard setting", xlabel="step", ylim=(0, 1.6))
+    above[0].legend(fontsize=7)
+    for axis, what in zip(below, ("error", "agrees", "agrees_slow"), strict=False):
+        for index, name in enumerate(tasks):
+            chosen = [row for row in rows if row["task"] == name]
+            chosen.sort(key=lambda row: (row["betas"], row["lookahead"], row["rise"]))
+            for lookahead, marker in ((0.0, "v"), (1.0, "o"), (2.0, "^")):
+                some = [row for row in chosen if row["lookahead"] == lookahead]
+                positions = [
+                    MOMENTA.index(tuple(row["betas"])) * 4 + row["rise"] - 2 for row in some
+                ]
+                values = [row["means"][what] for row in some]
+                label = f"{name}, lookahead {lookahead:g}"
+                axis.plot(positions, values, marker, ms=5, color=f"C{index}", label=label)
+        ticks = [(4 * i + rise - 2, str(rise)) for i in range(len(MOMENTA)) for rise in (2, 3, 4)]
+        axis.set_xticks([x for x, _ in ticks], labels=[text for _, text in ticks], fontsize=7)
+        momenta = ", ".join(f"{beta1:g}/{beta2:g}" for beta1, beta2 in MOMENTA)
+        axis.set_xlabel(f"rise, for momenta {momenta}", fontsize=7)
+    below[0].set_title("tracking error", fontsize=9)
+    below[1].set_title("answers with the sign of the mean", fontsize=9)
+    below[2].set_title("... of the mean momentum", fontsize=9)
+    below[0].legend(fontsize=5, ncols=1)
+    figure.tight_layout()
+    return figure
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    run(main, arguments)
