@@ -22,7 +22,7 @@ from dlion.exchange import Channel
 from dlion.kernels import step_size
 from dlion.kernels.reference import lion_direction
 from dlion.models import gpt, vit
-from dlion.optim import DLionADM
+from dlion.optim import DistributedOptimizer, DLion, DLionADM, GLion
 from dlion.optim.bucket import Bucket
 from dlion.streams import stream, stream_seed
 from dlion.training.evaluation import evaluate
@@ -30,8 +30,18 @@ from dlion.training.schedule import make_schedule
 from dlion.wire.packing import unpack_bits
 from dlion.workers import Workers
 
-RISE, LOOKAHEAD, SEED = 3, 1.0, 0  # the optimizer's defaults
+SEED = 0
 MOMENTA = [(0.9, 0.99), (0.8, 0.9), (0.7, 0.8), (0.9, 0.95)]
+LION, SHORTER, SHORT, _ = MOMENTA
+
+
+class Setting(NamedTuple):
+    """How a training is done, without knobs for methods that have none."""
+
+    betas: tuple[float, float]
+    rise: int | None = 3
+    lookahead: float | None = 1.0
+    method: str = "dlion_adm"
 
 
 class Task(NamedTuple):
@@ -39,7 +49,7 @@ class Task(NamedTuple):
 
     Attributes:
         alpha: of the Dirichlet distribution of the classes; None: samples are dealt out at random.
-        settings: (momenta, rise, lookahead) besides the standard ones.
+        settings: the standard one comes first.
     """
 
     data: Callable[[], Data]
@@ -50,8 +60,7 @@ class Task(NamedTuple):
     steps: int
     warmup: int
     lr: float
-    betas: tuple[float, float]
-    settings: list[tuple[tuple[float, float], int, float]]
+    settings: list[Setting]
 
 
 class Schedule(NamedTuple):
@@ -66,12 +75,19 @@ def digits() -> Data:
     return mnist5k(augment=False)
 
 
-LION, SHORT = MOMENTA[0], MOMENTA[2]
-KNOBS = [(LION, rise, lookahead) for lookahead in (1.0, 0.0, 2.0) for rise in (2, 3, 4)]
-FEW = [(LION, *knobs) for knobs in ((2, 1.0), (4, 1.0), (3, 0.0), (3, 2.0))]
-FORGETTING = [(betas, rise, LOOKAHEAD) for rise in (3, 2) for betas in MOMENTA[1:]]
+def others(momenta: Sequence[tuple[float, float]]) -> list[Setting]:
+    """Return settings of the methods that are compared with."""
+    return [
+        Setting(betas, None, None, name) for name in ("g_lion", "dlion_mavo") for betas in momenta
+    ]
+
+
+EVEN = [Setting(LION)] + [Setting(LION, r, c) for c in (1.0, 0.0, 2.0) for r in (2, 3, 4)]
+UNEVEN = EVEN + [Setting(betas, rise) for rise in (3, 2) for betas in MOMENTA[1:]]
+UNEVEN += [Setting(SHORTER, 3, 0.0), Setting(SHORTER, 4), Setting(LION, 3, 0.5)]
+TEXT = [(3, 1.0), (2, 1.0), (4, 1.0), (3, 0.0), (3, 0.5), (3, 2.0)]
 TASKS = {
-    "unlike digits": Task(digits, vit, 8, 16, 0.1, 320, 0, 1.5e-3, LION, KNOBS + FORGETTING),
+    "unlike digits": Task(digits, vit, 8, 16, 0.1, 320, 0, 1.5e-3, UNEVEN + others(MOMENTA)),
     "text": Task(
         stdlib_text,
         gpt,
@@ -81,10 +97,19 @@ TASKS = {
         1200,
         50,
         4e-3,
-        SHORT,
-        [*((SHORT, *knobs) for knobs in ((2, 1.0), (4, 1.0), (3, 0.0), (3, 2.0))), (LION, 3, 1.0)],
+        [*(Setting(SHORT, *knobs) for knobs in TEXT), Setting(LION), *others([SHORT])],
     ),
-    "alike digits": Task(digits, vit, 8, 16, 100.0, 320, 0, 1.5e-3, LION, FEW + [(SHORT, 3, 1.0)]),
+    "alike digits": Task(
+        digits,
+        vit,
+        8,
+        16,
+        100.0,
+        320,
+        0,
+        1.5e-3,
+        [*EVEN, Setting(SHORTER), Setting(SHORT), *others([LION, SHORTER, SHORT])],
+    ),
 }
 
 
@@ -96,7 +121,7 @@ class Recorder(DLionADM):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, overlap=False, bucket_cap_mb=None, **options)
+        super().__init__(*args, **options)
         self.recording = False
         self._seen: list[tuple[Tensor, ...]] = []
 
@@ -125,7 +150,15 @@ class Recorder(DLionADM):
         answer = bucket.exchange.decode()[bucket.mask.nonzero().flatten()]
         rows = [torch.stack(values) for values in zip(*self._seen, strict=True)]
         self._seen.clear()
+        self.recording = False
         return compare(*rows, answer, self.lookahead)
+
+
+METHODS: dict[str, Callable[..., DistributedOptimizer]] = {
+    "dlion_adm": Recorder,
+    "g_lion": GLion,
+    "dlion_mavo": DLion,
+}
 
 
 def compare(
@@ -184,15 +217,22 @@ def agreement(signs: Tensor, values: Tensor) -> float:
 
 
 def train(
-    task: Task, betas: tuple[float, float], rise: int, lookahead: float, steps: int, every: int
+    task: Task, setting: Setting, steps: int, every: int
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Return the test results, and what was measured every few steps."""
+    """Return the test results, and what dlion_adm measured every few steps."""
     data, workers = task.data(), Workers(local=task.workers)
     torch.manual_seed(stream_seed(SEED, "initialisation"))
     model = task.model(data)
-    options = {"lr": task.lr, "betas": betas, "weight_decay": 5e-3, "workers": workers}
-    optimizer = Recorder(
-        model.named_parameters(), rise=rise, lookahead=lookahead, seed=SEED, **options
+    make = METHODS[setting.method]
+    knobs = {"rise": setting.rise, "lookahead": setting.lookahead} if make is Recorder else {}
+    options = {"lr": task.lr, "betas": setting.betas, "weight_decay": 5e-3, "seed": SEED}
+    optimizer = make(
+        model.named_parameters(),
+        workers=workers,
+        overlap=False,
+        bucket_cap_mb=None,
+        **options,
+        **knobs,
     )
     schedule = make_schedule(Schedule(min(task.warmup, steps - 1)), optimizer, steps)
     shards = (data.labels, task.alpha) if task.alpha else (None, 1.0)
@@ -200,14 +240,16 @@ def train(
     sharding = Sharding(data.train_size, task.workers, task.batch_size, SEED, mode, *shards)
     records = []
     for step in range(steps):
-        optimizer.recording = step % every == every - 1
+        recording = isinstance(optimizer, Recorder) and step % every == every - 1
+        if recording:
+            optimizer.recording = True
         for worker in range(task.workers):
             coins = stream(SEED, "coins", worker, step)
             x, y = data.batch(sharding.indices(worker, step), coins)
             data.loss(model(x), y).backward()
             optimizer.collect(worker)
         optimizer.step()
-        if optimizer.recording:
+        if recording:
             records.append({"step": step + 1, **optimizer.measure()})
         schedule.step()
     return evaluate(model, data, Channel(workers), "cpu"), records
@@ -231,26 +273,27 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     settings = {"steps": args.steps, "records": args.records}
     points = Points(args.output / "delta_tracking.json", {"seed": SEED}, settings, args.fresh)
-    keys = [key(name, TASKS[name].betas, RISE, LOOKAHEAD) for name in args.tasks]
-    if not args.standard:
-        keys += [key(name, *setting) for name in args.tasks for setting in TASKS[name].settings]
+    count = 1 if args.standard else None
+    first = [key(name, TASKS[name].settings[0]) for name in args.tasks]
+    keys = first + [key(name, each) for name in args.tasks for each in TASKS[name].settings[:count]]
     keys = list({str(each): each for each in keys}.values())
     for each in points.missing(keys, cost=lambda each: 5 if each["task"] == "text" else 3):
         task = TASKS[each["task"]]
+        values = (each[name] for name in Setting._fields)
         steps = args.steps or task.steps
-        knobs = tuple(each["betas"]), each["rise"], each["lookahead"]
-        results, records = train(task, *knobs, steps, max(1, steps // args.records))
-        standard = each == key(each["task"], task.betas, RISE, LOOKAHEAD)
-        row = {"results": rounded(results), "means": rounded(means(records))}
-        points.add(each, [{**row, "curve": list(map(rounded, records)) if standard else None}])
+        results, records = train(task, Setting(*values), steps, max(1, steps // args.records))
+        row = {"results": rounded(results), "means": rounded(means(records)) if records else None}
+        row["curve"] = list(map(rounded, records)) if each in first else None
+        points.add(each, [row])
     for name in args.tasks:
         show(name, [row for row in points.rows if row["task"] == name])
-    draw(points.rows).savefig(args.output / "delta_tracking.png", dpi=90)
+    measured = [row for row in points.rows if row["means"]]
+    draw(measured).savefig(args.output / "delta_tracking.png", dpi=90)
 
 
-def key(name: str, betas: tuple[float, float], rise: int, lookahead: float) -> Row:
+def key(name: str, setting: Setting) -> Row:
     """Return a point's key."""
-    return {"task": name, "betas": list(betas), "rise": rise, "lookahead": lookahead}
+    return {"task": name, **setting._asdict(), "betas": list(setting.betas)}
 
 
 def means(records: list[dict[str, float]]) -> dict[str, float]:
@@ -269,12 +312,18 @@ def show(name: str, rows: list[Row]) -> None:
     """Print a table."""
     columns = ["error", "overload", "granular", "ahead", "own", "equal", "low", "middle", "high"]
     columns += ["agrees", "vote_agrees", "agrees_slow", "mean_agrees_slow"]
-    heads = ["betas", "rise", "lookahead", "result", *columns]
+    heads = ["method", "betas", "rise", "lookahead", "result", *columns]
     print(f"\n{name}\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for row in sorted(rows, key=lambda row: (row["betas"], row["lookahead"], row["rise"])):
-        cells = [f"{row['means'][column]:.3g}" for column in columns]
-        setting = [str(tuple(row["betas"])), str(row["rise"]), f"{row['lookahead']:g}"]
-        print(f"| {' | '.join([*setting, result(row), *cells])} |", flush=True)
+    for row in sorted(rows, key=order):
+        cells = [f"{row['means'][column]:.3g}" if row["means"] else "" for column in columns]
+        betas = ", ".join(map(str, row["betas"]))
+        knobs = ["" if value is None else f"{value:g}" for value in (row["rise"], row["lookahead"])]
+        print(f"| {' | '.join([row['method'], betas, *knobs, result(row), *cells])} |", flush=True)
+
+
+def order(row: Row) -> tuple[Any, ...]:
+    """Return what rows are sorted by."""
+    return row["method"], row["betas"], row["lookahead"], row["rise"]
 
 
 def result(row: Row) -> str:
@@ -305,8 +354,7 @@ def draw(rows: list[Row]) -> Figure:
     for axis, what in zip(below, ("error", "agrees", "agrees_slow"), strict=False):
         for index, name in enumerate(tasks):
             chosen = [row for row in rows if row["task"] == name]
-            chosen.sort(key=lambda row: (row["betas"], row["lookahead"], row["rise"]))
-            for lookahead, marker in ((0.0, "v"), (1.0, "o"), (2.0, "^")):
+            for lookahead, marker in ((0.0, "v"), (0.5, "s"), (1.0, "o"), (2.0, "^")):
                 some = [row for row in chosen if row["lookahead"] == lookahead]
                 positions = [
                     MOMENTA.index(tuple(row["betas"])) * 4 + row["rise"] - 2 for row in some
