@@ -266,7 +266,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--records", type=whole(2), default=40, help="measurements in a training")
     parser.add_argument("--standard", action="store_true", help="no other settings than these")
-    return parser.read(arguments, steps=4, records=2, standard=True)
+    small = ["unlike digits", "text"]
+    return parser.read(arguments, tasks=small, steps=4, records=2, standard=True)
 
 
 def main(args: argparse.Namespace) -> None:
