@@ -33,6 +33,8 @@ from dlion.workers import Workers
 SEED = 0
 MOMENTA = [(0.9, 0.99), (0.8, 0.9), (0.7, 0.8), (0.9, 0.95)]
 LION, SHORTER, SHORT, _ = MOMENTA
+COLOURS = ("#D55E00", "#0072B2", "#009E73")  # of the tasks
+MARKERS = {0.0: "v", 0.5: "s", 1.0: "o", 2.0: "^"}  # of the lookaheads
 
 
 class Setting(NamedTuple):
@@ -337,42 +339,54 @@ def result(row: Row) -> str:
 
 def draw(rows: list[Row]) -> Figure:
     """Draw errors over time at the standard setting, and error and agreement by setting."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(3.6 * max(3, len(tasks)), 6))
-    above, below = figure.subplots(2, max(3, len(tasks)), squeeze=False)
-    for axis, name in zip(above, tasks, strict=False):
-        chosen = [row for row in rows if row["task"] == name]
-        for row in (row for row in chosen if row["curve"]):
-            steps = [record["step"] for record in row["curve"]]
-            for what, line in (("error", "-"), ("overload", "--"), ("granular", ":")):
-                axis.plot(steps, [record[what] for record in row["curve"]], line, label=what)
-            axis.plot(steps, [record["agrees"] for record in row["curve"]], label="agreement")
-            axis.plot(
-                steps, [record["vote_agrees"] for record in row["curve"]], label="a vote's", lw=0.8
-            )
-        axis.set(title=f"{name}, the standard setting", xlabel="step", ylim=(0, 1.6))
-    above[0].legend(fontsize=7)
-    for axis, what in zip(below, ("error", "agrees", "agrees_slow"), strict=False):
-        for index, name in enumerate(tasks):
-            chosen = [row for row in rows if row["task"] == name]
-            for lookahead, marker in ((0.0, "v"), (0.5, "s"), (1.0, "o"), (2.0, "^")):
-                some = [row for row in chosen if row["lookahead"] == lookahead]
-                positions = [
-                    MOMENTA.index(tuple(row["betas"])) * 4 + row["rise"] - 2 for row in some
-                ]
-                values = [row["means"][what] for row in some]
-                label = f"{name}, lookahead {lookahead:g}"
-                axis.plot(positions, values, marker, ms=5, color=f"C{index}", label=label)
-        ticks = [(4 * i + rise - 2, str(rise)) for i in range(len(MOMENTA)) for rise in (2, 3, 4)]
-        axis.set_xticks([x for x, _ in ticks], labels=[text for _, text in ticks], fontsize=7)
-        momenta = ", ".join(f"{beta1:g}/{beta2:g}" for beta1, beta2 in MOMENTA)
-        axis.set_xlabel(f"rise, for momenta {momenta}", fontsize=7)
-    below[0].set_title("tracking error", fontsize=9)
-    below[1].set_title("answers with the sign of the mean", fontsize=9)
-    below[2].set_title("... of the mean momentum", fontsize=9)
-    below[0].legend(fontsize=5, ncols=1)
-    figure.tight_layout()
+    figure = Figure(figsize=(11.5, 6.5), layout="constrained")
+    above, below = figure.subplots(2, len(TASKS))
+    for axis, name in zip(above, TASKS, strict=True):
+        draw_curve(axis, next((r["curve"] for r in rows if r["task"] == name and r["curve"]), []))
+        axis.set_title(f"{name}, the standard setting", fontsize=9)
+    above[0].legend(fontsize=7, loc="upper right", ncols=3)
+    titles = {
+        "error": "tracking error",
+        "agrees": "answers with the sign of the mean",
+        "agrees_slow": "... of the mean momentum",
+    }
+    for axis, (what, title) in zip(below, titles.items(), strict=True):
+        draw_settings(axis, rows, what)
+        axis.set_title(title, fontsize=9)
+    for name, colour in zip(TASKS, COLOURS, strict=True):
+        below[0].plot([], [], "o", ms=5, color=colour, label=name)
+    for lookahead, marker in MARKERS.items():
+        below[0].plot([], [], marker, ms=5, color="grey", label=f"lookahead {lookahead:g}")
+    below[0].legend(fontsize=6, loc="lower left")
     return figure
+
+
+def draw_curve(axis: Any, curve: list[dict[str, float]]) -> None:
+    """Draw a training's errors, and how often the answer has the sign of the mean."""
+    lines = {"error": "-", "overload": "--", "granular": ":", "agrees": "-", "vote_agrees": "-."}
+    for name, line in lines.items():
+        steps = [record["step"] for record in curve]
+        axis.plot(steps, [record[name] for record in curve], line, label=name.replace("_", " "))
+    axis.set(xlabel="step", ylim=(0, 1.3))
+
+
+def draw_settings(axis: Any, rows: list[Row], what: str) -> None:
+    """Draw a point for every setting, by momenta and rise."""
+    for row in rows:
+        position = 4 * MOMENTA.index(tuple(row["betas"])) + row["rise"] - 2
+        colour = COLOURS[list(TASKS).index(row["task"])]
+        axis.plot(position, row["means"][what], MARKERS[row["lookahead"]], ms=5, color=colour)
+    starts = range(0, 4 * len(MOMENTA), 4)
+    axis.set_xticks(
+        [start + i for start in starts for i in range(3)], labels=[2, 3, 4] * len(starts)
+    )
+    axis.set_xlabel("rise", fontsize=8)
+    for start, (beta1, beta2) in zip(starts, MOMENTA, strict=True):
+        axis.axvline(start - 1, color="lightgrey", lw=0.8)
+        middle = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "top"}
+        axis.text(start + 1, 0.99, f"{beta1:g}, {beta2:g}", fontsize=7, **middle)
+    axis.set_xlim(-1, 4 * len(MOMENTA) - 1)
+    axis.margins(y=0.12)
 
 
 if __name__ == "__main__":
