@@ -84,12 +84,13 @@ def others(momenta: Sequence[tuple[float, float]]) -> list[Setting]:
     ]
 
 
-EVEN = [Setting(LION)] + [Setting(LION, r, c) for c in (1.0, 0.0, 2.0) for r in (2, 3, 4)]
-UNEVEN = EVEN + [Setting(betas, rise) for rise in (3, 2) for betas in MOMENTA[1:]]
-UNEVEN += [Setting(SHORTER, 3, 0.0), Setting(SHORTER, 4), Setting(LION, 3, 0.5)]
+ALIKE = [Setting(LION)] + [Setting(LION, r, c) for c in (1.0, 0.0) for r in (2, 3, 4)]
+UNLIKE = ALIKE + [Setting(LION, rise, 2.0) for rise in (2, 3, 4)]
+UNLIKE += [Setting(betas, rise) for rise in (3, 2) for betas in MOMENTA[1:]]
+UNLIKE += [Setting(SHORTER, 3, 0.0), Setting(SHORTER, 4), Setting(LION, 3, 0.5)]
 TEXT = [(3, 1.0), (2, 1.0), (4, 1.0), (3, 0.0), (3, 0.5), (3, 2.0)]
 TASKS = {
-    "unlike digits": Task(digits, vit, 8, 16, 0.1, 320, 0, 1.5e-3, UNEVEN + others(MOMENTA)),
+    "unlike digits": Task(digits, vit, 8, 16, 0.1, 320, 0, 1.5e-3, UNLIKE + others(MOMENTA)),
     "text": Task(
         stdlib_text,
         gpt,
@@ -110,7 +111,7 @@ TASKS = {
         320,
         0,
         1.5e-3,
-        [*EVEN, Setting(SHORTER), Setting(SHORT), *others([LION, SHORTER, SHORT])],
+        [*ALIKE, Setting(SHORTER), *others([LION, SHORTER])],
     ),
 }
 
