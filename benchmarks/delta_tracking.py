@@ -102,7 +102,9 @@ TASKS = {
         4e-3,
         [*(Setting(SHORT, *knobs) for knobs in TEXT), Setting(LION), *others([SHORT])],
     ),
-    "alike digits": Task(digits, vit, 8, 16, 100.0, 320, 0, 1.5e-3, ALIKE),
+    "alike digits": Task(
+        digits, vit, 8, 16, 100.0, 320, 0, 1.5e-3, [*ALIKE, Setting(LION, 2, 2.0)]
+    ),
 }
 
 
