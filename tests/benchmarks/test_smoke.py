@@ -23,6 +23,8 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "--search": {"time_to_accuracy_search.json"},
     "soak": {"soak.json", "soak.png"},
     "rare_rows": {"rare_rows.json"},
+    "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
+    "delta_theory": {"delta_theory.json"},
     "predict": set(),
     "--curves": set(),
     "--check": set(),
