@@ -279,6 +279,29 @@ def test_what_nobody_knows_stays_and_what_one_knows_moves(cls, options, n):
         assert share >= 0.25 and share <= 1.01, (worker, share)
 
 
+@pytest.mark.parametrize("options", [{}, {"limit": 1}, {"limit": 2.0, "weighted": True}])
+@pytest.mark.parametrize("n", [1, 4])
+def test_delta_modulation_keeps_both_ends_in_step_whoever_is_absent(n, options):
+    """From the first step on; one parameter gets its gradients late, on some workers only."""
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((70, 3), (1,), (200,))]
+    optimizer = DLionADM(params, workers=Workers(local=n), **options)
+    generator = torch.Generator().manual_seed(n)
+    for step, present in enumerate(([1, 3], [1, 3], [2], None, [0], None) if n > 1 else [[0]] * 6):
+        optimizer.set_participants(present)
+        for worker in range(n) if present is None else present:
+            for param in params if step > 1 and worker != 1 else params[:2]:
+                param.grad = torch.randn(param.shape, generator=generator) + worker
+            optimizer.collect(worker)
+        optimizer.step()
+    bucket = optimizer.buckets[0]
+    state = bucket.exchange.state
+    received = state["received_level"].transpose(0, 1).flatten(1)
+    assert torch.equal(state["level"][:, : bucket.numel], received[:, : bucket.numel])
+    total = state["received_estimate"].sum(1).flatten()
+    torch.testing.assert_close(state["estimate"].sum(0)[: bucket.numel], total[: bucket.numel])
+    assert total.any()
+
+
 def test_parameter_groups_schedulers_and_closures():
     model = net()
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
@@ -435,7 +458,15 @@ def test_exponential_synchronisation_steps():
         (lambda p: DLion(p, ties="maybe"), "ties=maybe is unknown"),
         (lambda p: DLion(p, aggregation="sum"), "choose mavo or avg"),
         (lambda p: DLion(p, lr=-1.0), "lr=-1.0 is out of range"),
+        (lambda p: DLion(p, lr=None), "lr=None is not a number"),
         (lambda p: DLion(p, betas=(1.0, 0.9)), "betas="),
+        (lambda p: DLion(p, betas=("a", 0.9)), "'a', 0.9. is not possible: give two numbers"),
+        (lambda p: DLion(p, betas=(0.9,)), "0.9,. is not possible: give two numbers"),
+        (lambda p: EFSignSGD(p, momentum=None), "momentum=None is not a number"),
+        (lambda p: DLionADM(p, rise=2.0), "rise=2.0 is not possible: choose 1 to 32"),
+        (lambda p: DLionADM(p, lookahead="far"), "lookahead=far is not possible: give a number"),
+        (lambda p: DLionADM(p, limit="no"), "limit=no is not possible: give 1 or more"),
+        (lambda p: DLionADM(p, weighted="no"), "weighted=no is not possible: choose true or"),
         (lambda p: LionCub(p, bits=3), "bits=3 is not possible: choose 1, 2, 4 or 8"),
         (lambda p: LionCub(p, scale="l2"), "scale=l2 is unknown"),
         (lambda p: LionCub(p, momentum_sync="often"), "momentum_sync=often"),

@@ -252,6 +252,21 @@ def absent(r: int) -> list[float]:
 
 
 @case
+def unfrozen_while_absent(r: int) -> list[float]:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = DLion(model.parameters(), lr=1e-2)
+    for step, present in enumerate(([0], [0], [0, 1])):
+        model[0].requires_grad_(step > 0)
+        optimizer.set_participants(present)
+        if r in present:
+            backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@case
 def dropped(r: int) -> tuple[int, int]:
     """Threads and open files before and after optimizers that are made and dropped."""
 
@@ -356,6 +371,10 @@ def test_an_overflow_on_one_worker_skips_the_step_on_all(seen):
 
 def test_a_process_whose_workers_are_absent_may_compute_all_the_same(seen):
     assert seen["absent"][0] == seen["absent"][1]
+
+
+def test_a_parameter_may_be_unfrozen_while_all_workers_of_a_process_are_absent(seen):
+    assert seen["unfrozen_while_absent"][0] == seen["unfrozen_while_absent"][1]
 
 
 def test_optimizers_that_are_dropped_cost_nothing(seen):

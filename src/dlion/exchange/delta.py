@@ -60,18 +60,18 @@ class DeltaVote(LevelExchange):
         self._sizes = torch.tensor([*sizes, self.numel - sum(sizes)], device=device)
         self._starts = torch.full((k, len(self._sizes)), DORMANT, dtype=torch.uint8, device=device)
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
-        apart = n if limit is not None or weighted else 1
+        one_by_one = limit is not None or weighted  # or only the sum of the estimates
         self.state |= {
             "estimate": torch.zeros(k, self.numel, device=device),
             "level": self._starts.new_full((k, self.numel), DORMANT),
             "history": self._masks.new_zeros(k, 2, self.numel // 64),
-            "received_estimate": torch.zeros(k, apart, self.slice, device=device),
+            "received_estimate": torch.zeros(k, n if one_by_one else 1, self.slice, device=device),
             "received_level": self._starts.new_full((k, n, self.slice), DORMANT),
             "received_history": self._masks.new_zeros(k, n, 2, self.words),
             "previous": self._masks.new_full((k, self.words), -1),
             "begun": torch.zeros(k, dtype=torch.uint8),  # in main memory: it is asked at every step
         }
-        if apart > 1:
+        if one_by_one:
             counted = torch.zeros(self.numel, device=device)
             counted[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
             self._counted = counted.view(n, self.slice)[list(channel.workers.ids)]

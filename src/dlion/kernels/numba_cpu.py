@@ -48,7 +48,7 @@ def measure(momentum, grad, beta1, scale):
     kind = ("l1", "max", "geometric").index(scale)
     total, largest, nonzero = _measure(momentum.numpy(), _array(grad), float(beta1), kind)
     mean = total / max(nonzero if scale == "geometric" else momentum.numel(), 1)
-    value = {"l1": mean, "max": largest, "geometric": np.exp(mean)}[scale]
+    value = np.exp(mean) if scale == "geometric" else largest if scale == "max" else mean
     return torch.tensor(value, dtype=torch.float32)
 
 

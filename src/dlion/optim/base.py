@@ -201,7 +201,9 @@ class DistributedOptimizer(BucketedOptimizer):
         if self._overflowed():
             return loss
         local = self.channel.local_participants
-        if local and self._collected == set(local[:-1]):
+        if not local:
+            self._include_unfrozen()  # the others do so when they encode
+        elif self._collected == set(local[:-1]):
             self._encode_unsent(local[-1])
         if self._collected != set(local):
             missing = sorted(set(local) - self._collected)

@@ -18,17 +18,21 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
     """Refuse hyperparameters outside their range; make numbers of tensors of one element."""
     ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
     for name, (low, high) in ranges.items():
-        value = group.get(name)
+        if name not in group:
+            continue
+        value = group[name]
         if isinstance(value, Tensor) and value.numel() == 1:
             value = group[name] = value.item()
-        if value is not None and not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float)):
             raise ValueError(f"{name}={value} is not a number")
-        if value is not None and not (low <= value and (high is None or value < high)):
+        if not (low <= value and (high is None or value < high)):
             limit = f"at least {low}" if high is None else f"in [{low}, {high})"
             raise ValueError(f"{name}={value} is out of range: it must be {limit}")
-    for beta in group.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas={tuple(group['betas'])} is out of range: each is in [0, 1)")
+    betas = tuple(group.get("betas", (0, 0)))
+    if len(betas) != 2 or not all(isinstance(beta, (int, float)) for beta in betas):
+        raise ValueError(f"betas={betas} is not possible: give two numbers in [0, 1)")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas} is out of range: each is in [0, 1)")
 
 
 def check_parameters(tensors: list[Tensor]) -> None:
