@@ -15,7 +15,7 @@ from torch import Tensor
 from dlion import kernels
 from dlion.exchange.channel import Channel, sums_of_rows
 from dlion.exchange.direct_send import Buffers
-from dlion.exchange.vote import AGREEMENT, LevelExchange, log_odds
+from dlion.exchange.vote import AGREEMENT, LevelExchange, learn, log_odds
 from dlion.kernels import Coder
 from dlion.wire import Sign
 
@@ -25,11 +25,12 @@ DORMANT = 64  # the level of what was zero at first: steps of 2**-24, ready to g
 class DeltaVote(LevelExchange):
     """The sign of the sum of the workers' estimates, in one bit; for exactly 0 the one before.
 
-    Before the first messages every worker names the level of the mean size of each tensor, in a
-    byte, to start from. After that a message is one bit a parameter. What
+    Before the first messages every worker tells all others the level of the mean size of each
+    tensor, in a byte, to start from. After that a message is one bit a parameter. What
     :func:`dlion.kernels.decode_deltas` does with a bit is done by the worker and by the owner,
     which keeps a level for each worker but only the sum of their estimates. An absent worker's
-    estimate stays in the sum.
+    estimate stays in the sum. Both ends agree up to the rounding of the largest estimates so far;
+    only in padding, of which no worker speaks, the owner's levels are its own.
 
     Args:
         sizes: elements of each of T parameter tensors in ``numel``, gaps included.
@@ -57,8 +58,9 @@ class DeltaVote(LevelExchange):
         super().__init__(channel, numel, 2, lambda _: Sign(), **buffers)
         k, n, device = channel.workers.local, channel.workers.count, self.device
         self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
-        self._sizes = torch.tensor([*sizes, self.numel - sum(sizes)], device=device)
-        self._starts = torch.full((k, len(self._sizes)), DORMANT, dtype=torch.uint8, device=device)
+        padding = self.numel - sum(sizes)
+        self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
+        self._starts = torch.full((k, len(sizes)), DORMANT, dtype=torch.uint8, device=device)
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
         one_by_one = limit is not None or weighted  # or only the sum of the estimates
         self.state |= {
@@ -72,9 +74,7 @@ class DeltaVote(LevelExchange):
             "begun": torch.zeros(k, dtype=torch.uint8),  # in main memory: it is asked at every step
         }
         if one_by_one:
-            counted = torch.zeros(self.numel, device=device)
-            counted[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
-            self._counted = counted.view(n, self.slice)[list(channel.workers.ids)]
+            self._counted = self._owned_parameters(numel, mask)
         if weighted:
             self.state["agreement"] = torch.full((k, n), AGREEMENT, device=device)
 
@@ -90,7 +90,7 @@ class DeltaVote(LevelExchange):
     def start(self, local: int, sizes: list[Tensor]) -> None:
         """Say the mean size of each of a local worker's T tensors, float32 of one element."""
         size = torch.stack(sizes)
-        self._starts[local, :-1] = kernels.nearest_level(size).where(size > 0, DORMANT)
+        self._starts[local] = kernels.nearest_level(size).where(size > 0, DORMANT)
         self.state["level"][local] = self._expand(self._starts[local])
 
     def run(self, step: int) -> None:
@@ -127,7 +127,7 @@ class DeltaVote(LevelExchange):
         return self.down.decode(self.answer, self.slice).to(torch.float32).flatten().mul_(2).sub_(1)
 
     def _expand(self, levels: Tensor) -> Tensor:
-        """One level a tensor, and one for the padding, ``[T + 1]`` -> ``[numel]``."""
+        """One level a tensor -> one an element, ``[T]`` -> ``[numel]``."""
         return levels.repeat_interleave(self._sizes, output_size=self.numel)
 
     def _weights(self, owner: int) -> Tensor | None:
@@ -146,7 +146,6 @@ class DeltaVote(LevelExchange):
 
     def _learn(self, owner: int, answer: Tensor) -> None:
         agreement, senders = self.state["agreement"][owner], self.channel.participants
-        counted, outcome = self._counted[owner], self.down.decode(answer, self.slice) == 1
-        if counted.any():
-            agreed = ((self.state["received_estimate"][owner] > 0) == outcome).float() @ counted
-            agreement[senders] = agreement[senders].lerp((agreed / counted.sum())[senders], 0.01)
+        opinions = self.state["received_estimate"][owner][senders] > 0
+        agreed = opinions == (self.down.decode(answer, self.slice) == 1)
+        agreement[senders] = learn(agreement[senders], agreed, self._counted[owner])

@@ -123,8 +123,9 @@ class TrackingVote(ScaledSignExchange):
     worker's stays, and answers with its sign in one bit. For a sum of exactly 0 that is its answer
     before, at first +1.
 
-    The sum is rounded by itself, so it is that of the workers' estimates up to float32's precision.
-    It takes 4 bytes a parameter on each worker, and for each parameter it owns 4 bytes and a bit.
+    The sum is rounded by itself, so it is that of the workers' estimates up to the rounding of the
+    largest so far. It takes 4 bytes a parameter on each worker, and for each parameter it owns 4
+    bytes and a bit.
     Source: Richtarik et al. 2021 (arXiv 2106.05203), for the way up.
     """
 

@@ -52,6 +52,15 @@ class LevelExchange(DirectSend):
         """The largest sum of the senders' levels; half of it is a balance of zero."""
         return self.senders * (self.levels - 1)
 
+    def _owned_parameters(self, numel: int, mask: Tensor | None) -> Tensor:
+        """Return 1 for parameters and 0 for padding in the slices owned here, ``[k, slice]``.
+
+        ``mask``: False for padding, bool ``[numel]``; None: there is none before ``numel``.
+        """
+        owned = torch.zeros(self.numel, device=self.device)
+        owned[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
+        return owned.view(-1, self.slice)[list(self.channel.workers.ids)]
+
     def _planes(self, messages: Tensor) -> Tensor:
         """uint8 ``[m, up bytes]`` -> int64 ``[m, planes, words]``, a view."""
         return messages.view(torch.int64).unflatten(1, (self.planes, self.words))
@@ -171,9 +180,7 @@ class WeightedVote(Vote):
     ) -> None:
         super().__init__(channel, numel, 2, ties, seed, **buffers)
         k, n = channel.workers.local, channel.workers.count
-        counted = torch.zeros(self.numel, device=self.device)
-        counted[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
-        self._counted = counted.view(n, self.slice)[list(channel.workers.ids)]
+        self._counted = self._owned_parameters(numel, mask)
         self.state["agreement"] = torch.full((k, n), AGREEMENT, device=self.device)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
@@ -187,14 +194,23 @@ class WeightedVote(Vote):
             for mask in (total > 0, total == 0)
         )
         self._decide(positive | self._positive_ties(tied, owner, step), owner, answer)
-        counted = self._counted[owner]
-        if counted.any():
-            outcome = self.up.decode(answer, self.slice).mul(2.0).sub_(1)
-            agreed = (votes == outcome).to(torch.float32) @ counted / counted.sum()
-            agreement[senders] = agreement[senders].lerp(agreed, 0.01)
+        agreed = votes == self.up.decode(answer, self.slice).mul(2.0).sub_(1)
+        agreement[senders] = learn(agreement[senders], agreed, self._counted[owner])
 
 
 def log_odds(agreement: Tensor) -> Tensor:
     """What a worker's opinion weighs, given how often it was with the outcome; at least 0."""
     p = agreement.clamp(0.5, 0.999)
     return (p / (1 - p)).log()
+
+
+def learn(agreement: Tensor, agreed: Tensor, counted: Tensor) -> Tensor:
+    """Average ``agreement`` ``[m]`` over about 100 steps with the share that agreed in this one.
+
+    Args:
+        agreed: bool ``[m, slice]``.
+        counted: 1 or 0, float32 ``[slice]``: what the share is taken of.
+    """
+    if not counted.any():
+        return agreement
+    return agreement.lerp(agreed.to(torch.float32) @ counted / counted.sum(), 0.01)

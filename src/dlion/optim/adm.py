@@ -77,8 +77,17 @@ class DLionADM(DistributedOptimizer):
         return 1, 1
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
-        coding = bucket.sizes, self.rise, self.lookahead, self.limit, self.weighted
-        return DeltaVote(self.channel, bucket.numel, *coding, bucket.mask, **bucket.buffers)
+        return DeltaVote(
+            self.channel,
+            bucket.numel,
+            bucket.sizes,
+            rise=self.rise,
+            lookahead=self.lookahead,
+            limit=self.limit,
+            weighted=self.weighted,
+            mask=bucket.mask,
+            **bucket.buffers,
+        )
 
     def encode(self, bucket: Bucket, local: int) -> None:
         exchange, (beta1, beta2) = bucket.exchange, bucket.group["betas"]

@@ -56,6 +56,8 @@ class SignedDescent(DistributedOptimizer):
             raise ValueError(f"aggregation={aggregation} is unknown: choose mavo or avg")
         if ties not in TIES:
             raise ValueError(f"ties={ties} is unknown: choose one of {', '.join(TIES)}")
+        if weighted not in (False, True):  # a word would count as true
+            raise ValueError(f"weighted={weighted} is not possible: choose true or false")
         if weighted and (aggregation != "mavo" or ties == "zero"):
             raise ValueError("weighted=true needs aggregation=mavo, and ties other than zero")
         self.aggregation, self.ties, self.weighted = aggregation, ties, weighted
