@@ -51,8 +51,9 @@ class ScaledSignExchange(DirectSend):
         rows[:, -1] += self.slice // ROW - rows.sum(1)  # those of padding alone
         self._rows = rows.to(self.device)
         starts = [*(start for start, _ in spans[1:]), self.numel]
-        gaps = [torch.arange(stop, start) for (_, stop), start in zip(spans, starts, strict=True)]
-        padding = torch.cat(gaps)
+        ends = zip((stop for _, stop in spans), starts, strict=True)
+        # also where tensors are made on the meta device
+        padding = torch.cat([torch.arange(*gap, device="cpu") for gap in ends])
         counts = (padding // self.slice).bincount(minlength=n)
         self._padding = (padding % self.slice).to(self.device).split(counts.tolist())
 
@@ -176,4 +177,4 @@ def _sizes_of_pieces(spans: Spans, size: int, slices: int) -> Tensor:
         for index in range(start // size, -(-stop // size)):
             pieces[index].append(min(stop, (index + 1) * size) - max(start, index * size))
     most = max(1, *map(len, pieces))
-    return torch.tensor([row + [0] * (most - len(row)) for row in pieces])
+    return torch.tensor([row + [0] * (most - len(row)) for row in pieces], device="cpu")
