@@ -34,8 +34,11 @@ class DLionADM(DistributedOptimizer):
     estimate, a level and two bits on the worker, a level and two bits of each worker and the sum on
     the owner; 4 more with ``limit`` or ``weighted``.
 
-    When not to use it: see results/unlike_data. Gradients whose entries are below 1e-9 or above
-    100 are too small or too large for the step sizes, 2.3e-10 to 0.94: scale the loss.
+    When not to use it: where workers may lie without a ``limit``, as one loud one then rules. Where
+    memory is short. In the first hundred steps, and with long momenta, it lags behind a vote on
+    i.i.d. data. Gradients whose entries are below 1e-9 or above 100 are too small or too large for
+    the step sizes, 2.3e-10 to 0.94: scale the loss. It is an experiment: as good as Lion on the
+    mean gradient in small trainings (results/unlike_data), not tried in large ones.
 
     Args:
         lr, betas, weight_decay: as for Lion; the decay is decoupled.
