@@ -30,7 +30,7 @@ class DeltaVote(LevelExchange):
     :func:`dlion.kernels.decode_deltas` does with a bit is done by the worker and by the owner,
     which keeps a level for each worker but only the sum of their estimates. An absent worker's
     estimate stays in the sum. Both ends agree up to the rounding of the largest estimates so far;
-    only in padding, of which no worker speaks, the owner's levels are its own.
+    only in padding, which no worker encodes, the owner's levels are its own.
 
     Args:
         sizes: elements of each of T parameter tensors in ``numel``, gaps included.
@@ -137,9 +137,9 @@ class DeltaVote(LevelExchange):
         if self.limit is not None:
             counted = estimates * self._counted[owner]
             size = torch.stack([sums_of_rows(row.view(-1, 64)).cumsum(0)[-1] for row in counted])
-            heard = size[size > 0]  # not of those who have never taken part
-            if len(heard):
-                weights = (self.limit * heard.median() / size).clamp(max=1).float()
+            known = size[size > 0]  # not of those who have never taken part
+            if len(known):
+                weights = (self.limit * known.median() / size).clamp(max=1).float()
         elif not self.weighted:
             return None
         return weights * log_odds(self.state["agreement"][owner]) if self.weighted else weights
