@@ -39,6 +39,9 @@ MARKERS = {
     "D": "diamond",
     "^": "triangle-up",
     "v": "triangle-down",
+    "<": "triangle-left",
+    ">": "triangle-right",
+    "X": "x",
     "P": "cross",
     "*": "star",
 }
