@@ -125,13 +125,13 @@ class Recorder(DLionADM):
             super().encode(bucket, local)
             return
         coder, (beta1, beta2) = bucket.exchange.coder(local), bucket.group["betas"]
-        momentum, before = bucket.own["momentum"][local].clone(), coder.estimate.clone()
+        before = coder.estimate.clone()
         truth = torch.zeros_like(before)
-        for slot in bucket.slots:
-            gradient, part = slot.gradient(), slice(slot.start, slot.stop)
-            if gradient is not None:
-                truth[part] = lion_direction(momentum[part], gradient, beta1, beta2)
+        for start, momentum, gradient in bucket.parts("momentum", local):
+            direction = lion_direction(momentum.clone(), gradient, beta1, beta2)
+            truth[start : start + len(direction)] = direction
         super().encode(bucket, local)
+        momentum = bucket.own["momentum"][local]
         step = step_size(coder.level)
         bit = torch.where(truth >= before, 1.0, -1.0)
         equal = unpack_bits(coder.history[1].view(torch.uint8), len(bit))

@@ -15,14 +15,13 @@ from torch import Tensor
 from dlion import kernels
 from dlion.exchange.channel import Channel, sums_of_rows
 from dlion.exchange.direct_send import Buffers
-from dlion.exchange.vote import AGREEMENT, LevelExchange, learn, log_odds
+from dlion.exchange.vote import AGREEMENT, Vote, learn, log_odds
 from dlion.kernels import Coder
-from dlion.wire import Sign
 
 DORMANT = 64  # the level of what was zero at first: steps of 2**-24, ready to grow
 
 
-class DeltaVote(LevelExchange):
+class DeltaVote(Vote):
     """The sign of the sum of the workers' estimates, in one bit; for exactly 0 the one before.
 
     Before the first messages every worker tells all others the level of the mean size of each
@@ -55,22 +54,20 @@ class DeltaVote(LevelExchange):
         mask: Tensor | None = None,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, 2, lambda _: Sign(), **buffers)
+        super().__init__(channel, numel, ties="previous", **buffers)
         k, n, device = channel.workers.local, channel.workers.count, self.device
         self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
         padding = self.numel - sum(sizes)
         self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
-        self._starts = torch.full((k, len(sizes)), DORMANT, dtype=torch.uint8, device=device)
-        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
+        self._start_levels = torch.full((k, len(sizes)), DORMANT, dtype=torch.uint8, device=device)
         one_by_one = limit is not None or weighted  # or only the sum of the estimates
         self.state |= {
             "estimate": torch.zeros(k, self.numel, device=device),
-            "level": self._starts.new_full((k, self.numel), DORMANT),
+            "level": self._start_levels.new_full((k, self.numel), DORMANT),
             "history": self._masks.new_zeros(k, 2, self.numel // 64),
             "received_estimate": torch.zeros(k, n if one_by_one else 1, self.slice, device=device),
-            "received_level": self._starts.new_full((k, n, self.slice), DORMANT),
+            "received_level": self._start_levels.new_full((k, n, self.slice), DORMANT),
             "received_history": self._masks.new_zeros(k, n, 2, self.words),
-            "previous": self._masks.new_full((k, self.words), -1),
             "begun": torch.zeros(k, dtype=torch.uint8),  # in main memory: it is asked at every step
         }
         if one_by_one:
@@ -90,12 +87,12 @@ class DeltaVote(LevelExchange):
     def start(self, local: int, sizes: list[Tensor]) -> None:
         """Say the mean size of each of a local worker's T tensors, float32 of one element."""
         size = torch.stack(sizes)
-        self._starts[local] = kernels.nearest_level(size).where(size > 0, DORMANT)
-        self.state["level"][local] = self._expand(self._starts[local])
+        self._start_levels[local] = kernels.nearest_level(size).where(size > 0, DORMANT)
+        self.state["level"][local] = self._expand(self._start_levels[local])
 
     def run(self, step: int) -> None:
         if not self.begun:
-            for worker, starts in enumerate(self.channel.gather(self._starts)):
+            for worker, starts in enumerate(self.channel.gather(self._start_levels)):
                 levels = self._expand(starts).view(-1, self.slice)
                 self.state["received_level"][:, worker] = levels[list(self.channel.workers.ids)]
             self.state["begun"].fill_(1)
@@ -117,14 +114,9 @@ class DeltaVote(LevelExchange):
             positive,
             tied,
         )
-        positive |= tied & self.state["previous"][owner]
-        self.state["previous"][owner] = positive
-        answer.view(torch.int64).copy_(positive)
+        self._decide(positive | self._positive_ties(tied, owner, step), owner, answer)
         if self.weighted:
             self._learn(owner, answer)
-
-    def decode(self) -> Tensor:
-        return self.down.decode(self.answer, self.slice).to(torch.float32).flatten().mul_(2).sub_(1)
 
     def _expand(self, levels: Tensor) -> Tensor:
         """One level a tensor -> one an element, ``[T]`` -> ``[numel]``."""

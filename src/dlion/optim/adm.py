@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-import torch
-
 from dlion import kernels
 from dlion.exchange import DeltaVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
+from dlion.optim.updates import sign_descent
 
 
 class DLionADM(DistributedOptimizer):
@@ -102,8 +101,7 @@ class DLionADM(DistributedOptimizer):
             kernels.encode_deltas(message, *part, coder, beta1, beta2, self.rise)
 
     def update(self, bucket: Bucket) -> None:
-        group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
-        kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
+        sign_descent(bucket)
 
     def prepare(self) -> None:
         self._rehearse()

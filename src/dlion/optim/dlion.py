@@ -11,6 +11,7 @@ from dlion import kernels
 from dlion.exchange import TIES, LevelExchange, LevelMean, Vote, WeightedVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
+from dlion.optim.updates import sign_descent
 from dlion.streams import stream_seed
 from dlion.wire import Sign, Ternary
 
@@ -109,14 +110,12 @@ class SignedDescent(DistributedOptimizer):
     def update(self, bucket: Bucket) -> None:
         params, exchange, group = bucket.params, bucket.exchange, bucket.group
         rates = group["lr"], group["weight_decay"]
-        if isinstance(exchange.down, Ternary):
-            kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
-            return
-        words = exchange.answer.view(torch.int64)
         if isinstance(exchange.down, Sign):
-            kernels.apply_signs(params, words, *rates)
+            sign_descent(bucket)
+        elif isinstance(exchange.down, Ternary):
+            kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
         else:
-            sums = words.unflatten(1, (-1, exchange.words))
+            sums = exchange.answer.view(torch.int64).unflatten(1, (-1, exchange.words))
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:

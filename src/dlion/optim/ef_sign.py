@@ -3,14 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-import torch
-
-from dlion import kernels
 from dlion.exchange import ScaledSignMean, TrackingVote
 from dlion.kernels.reference import lion_direction
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
-from dlion.optim.updates import momentum_descent
+from dlion.optim.updates import momentum_descent, sign_descent
 
 
 class EFSignSGD(DistributedOptimizer):
@@ -122,9 +119,7 @@ class EF21Sign(DistributedOptimizer):
         bucket.exchange.encode(local, direction)
 
     def update(self, bucket: Bucket) -> None:
-        group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
-        kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
+        sign_descent(bucket)
 
     def prepare(self) -> None:
-        words = torch.zeros(1, 1, dtype=torch.int64)
-        kernels.apply_signs(torch.zeros(64), words, 0.0, 0.0)
+        self._rehearse()

@@ -16,6 +16,12 @@ def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     kernels.descend(bucket.params, buffer, group["lr"], group["weight_decay"])
 
 
+def sign_descent(bucket: Bucket) -> None:
+    """``x <- (1 - lr wd) x - lr D`` with the signs D of an answer of one bit."""
+    group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
+    kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
+
+
 def adamw(
     params: Tensor,
     exp_avg: Tensor,
