@@ -1,7 +1,6 @@
 """Checks all settings of a run before any process starts."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +13,11 @@ from dlion import models
 from dlion.config import instantiate
 from dlion.data import Data, Sharding
 from dlion.errors import UserError
-from dlion.launch.environment import RankInfo, restarted
+from dlion.launch.environment import RankInfo
 from dlion.launch.network import check_possible
+from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
 from dlion.optim.base import NONFINITE
-from dlion.record.runs import holds_run
-from dlion.training.checkpoint import Checkpoint, find, identity
 from dlion.training.faults import ATTACKS
 from dlion.training.job import Job
 from dlion.training.precision import PRECISIONS
@@ -83,6 +81,7 @@ RULES = {
     "faults.stale_steps": _whole(1),
     "faults.drop": _number("probability, 0 or more and below 1", lambda value: 0 <= value < 1),
     "eval_every": _whole(1),
+    "eval_limit": _whole(1, optional=True),
     "log_every": _whole(1),
     "checkpoint_every": _whole(1, optional=True),
     "keep_checkpoints": _whole(1),
@@ -148,58 +147,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         sharding=sharding,
         output_dir=output_dir,
         rate=_rate(config, backend, started),
-        resume=_resume(config, output_dir, steps),
+        resume=checkpoint_to_resume(config, output_dir, steps),
     )
-
-
-def check_output(config: DictConfig, output_dir: Path) -> None:
-    """Refuse to write over another run.
-
-    Raises:
-        UserError: if the directory holds one.
-    """
-    if holds_another(config, output_dir):
-        raise UserError(
-            f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
-            " resume=auto to go on with it"
-        )
-
-
-def holds_another(config: DictConfig, output_dir: Path) -> bool:
-    """Whether the directory holds a run that this one does not continue."""
-    return resuming(config, output_dir) != "auto" and holds_run(output_dir)
-
-
-def resuming(config: DictConfig, output_dir: Path) -> str | None:
-    """Return ``resume``, or ``auto`` for a run that SLURM or torchrun has started again."""
-    if restarted() and (config.resume is None or holds_run(output_dir)):
-        return "auto"
-    return config.resume
-
-
-def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
-    """Return the latest usable checkpoint, and print which later ones cannot be used."""
-    checkpoint, complaints = find(directory, identity(config))
-    for complaint in complaints:
-        print(f"left out: {complaint}", file=sys.stderr)
-    return checkpoint
-
-
-def _resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
-    """Return the checkpoint to start from; None: start at step 0."""
-    source = resuming(config, output_dir)
-    if source is None:
-        return None
-    directory = output_dir if source == "auto" else Path(source).expanduser()
-    checkpoint = latest_checkpoint(config, directory)
-    if checkpoint is None and source != "auto":
-        raise UserError(f"resume={config.resume} holds no checkpoint: give a run's directory")
-    if checkpoint is not None and checkpoint.progress.step >= steps:
-        raise UserError(
-            f"{checkpoint.directory} is after step {checkpoint.progress.step}, nothing is left of"
-            f" {steps} steps: type steps=N with more"
-        )
-    return checkpoint
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:

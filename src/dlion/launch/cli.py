@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlion.config import explain, settle, unlisted_method
 from dlion.errors import RunFailed, Stopped, UserError
-from dlion.launch.check import holds_another
 from dlion.launch.environment import is_first
+from dlion.launch.resume import holds_another
 from dlion.record.runs import holds_run, record_config, record_failure
 
 _EXIT_CODES = {

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
-from dlion.launch.check import check, latest_checkpoint, resuming
+from dlion.launch.check import check
 from dlion.launch.environment import detect, join_process_group
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
+from dlion.launch.resume import latest_checkpoint, resuming
 from dlion.record.runs import load_run, record_config
 from dlion.training import Job, train
 from dlion.training.checkpoint import identity
