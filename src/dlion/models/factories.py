@@ -16,10 +16,14 @@ from dlion.data import Data, Images, Text
 from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
 
+_AS_NUMBERS = {"dtype": torch.float32, "use_safetensors": True}
+_NO_FOREIGN_CODE = {"trust_remote_code": False}
 
-def linear(data: Data) -> nn.Module:
+
+def linear(data: Data | Shape) -> nn.Module:
     """Build a logistic regression on the pixels, the baseline of every other model."""
     images = _images(data)
     pixels = images.channels * images.image_size**2
@@ -27,7 +31,7 @@ def linear(data: Data) -> nn.Module:
 
 
 def vit(
-    data: Data,
+    data: Data | Shape,
     patch_size: int | None = None,
     dim: int = 64,
     depth: int = 2,
@@ -63,7 +67,7 @@ def vit(
 
 
 def gpt(
-    data: Data,
+    data: Data | Shape,
     dim: int = 64,
     depth: int = 2,
     heads: int = 4,
@@ -90,7 +94,7 @@ def gpt(
     )
 
 
-def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
+def resnet(data: Data | Shape, architecture: str = "resnet18") -> nn.Module:
     """Build torchvision's ResNet.
 
     Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is usual for CIFAR (He et al.
@@ -111,7 +115,7 @@ def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
     return model
 
 
-def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
+def timm_model(data: Data | Shape, architecture: str, **options: Any) -> nn.Module:
     """Build any model of timm, untrained, for the size, channels and classes of the data.
 
     Raises:
@@ -149,7 +153,7 @@ class CausalLM(nn.Module):
 
 
 def gpt2(
-    data: Data,
+    data: Data | Shape,
     n_layer: int = 12,
     n_embd: int = 768,
     n_head: int = 12,
@@ -177,7 +181,7 @@ def gpt2(
 
 
 def causal_lm(
-    data: Data, path: str | None = None, architecture: str = "llama", **options: Any
+    data: Data | Shape, path: str | None = None, architecture: str = "llama", **options: Any
 ) -> CausalLM:
     """Build any causal language model of transformers, pretrained or not.
 
@@ -202,7 +206,7 @@ def causal_lm(
         else:
             if not Path(path).is_dir():
                 use_the_cache_if_offline()
-            config = AutoConfig.from_pretrained(path, **options)
+            config = AutoConfig.from_pretrained(path, **{**options, **_NO_FOREIGN_CODE})
     if text.vocabulary > config.vocab_size:
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
@@ -213,9 +217,24 @@ def causal_lm(
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=torch.float32, use_safetensors=True
+                path, config=config, **_AS_NUMBERS, **_NO_FOREIGN_CODE
             )
     return CausalLM(model)
+
+
+def saved_causal_lm(folder: Path) -> CausalLM:
+    """Load a model of transformers, in float32, from a folder that ``save_pretrained`` wrote.
+
+    Raises:
+        UserError: if the folder holds none.
+    """
+    declare_missing_operators()
+    from transformers import AutoModelForCausalLM
+
+    with _model_errors_named(str(folder)):
+        return CausalLM(
+            AutoModelForCausalLM.from_pretrained(folder, **_AS_NUMBERS, **_NO_FOREIGN_CODE)
+        )
 
 
 @contextmanager
@@ -230,14 +249,14 @@ def _model_errors_named(setting: str) -> Iterator[None]:
         ) from error
 
 
-def _images(data: Data) -> Images:
-    if not isinstance(data, Images):
+def _images(data: Data | Shape) -> Images | ImageShape:
+    if not isinstance(data, Images | ImageShape):
         raise UserError("this model takes images, the data set is text: type model=gpt_tiny")
     return data
 
 
-def _text(data: Data) -> Text:
-    if not isinstance(data, Text):
+def _text(data: Data | Shape) -> Text | TextShape:
+    if not isinstance(data, Text | TextShape):
         raise UserError("this model takes text, the data set is images: type model=vit_tiny")
     return data
 
