@@ -10,12 +10,12 @@ from dlion.errors import UserError
 from dlion.record.runs import load_run
 from dlion.training.weights import recorded_settings
 
-# what decides a result, and how the work is spread
+# what decides a result; the workers are those whose training batches the data set can fill
 _RECORDED = (
-    *("model", "dataset", "precision", "seed", "eval_limit"),
-    *("workers", "batch_size", "processes", "threads"),
+    *("model", "dataset", "precision", "seed", "threads", "eval_limit"),
+    *("workers", "batch_size"),
 )
-_ALLOWED = (
+_ALLOWED = (  # beside evaluate=RUN
     *("dataset.path", "dataset.loaders", "dataset.tokenizer", "dataset._target_"),
     *("model._target_", "device", "backend", "processes", "threads", "timeout", "eval_limit"),
 )

@@ -1,4 +1,4 @@
-"""Models by name, built to fit a data set.
+"""Models by name, built to fit a data set, of which they ask no more than its shape (shapes.py).
 
 torchvision, timm and transformers are imported inside the functions, as each takes seconds.
 """
@@ -19,11 +19,8 @@ from dlion.errors import UserError
 from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
 
-_AS_NUMBERS = {"dtype": torch.float32, "use_safetensors": True}
-_NO_FOREIGN_CODE = {"trust_remote_code": False}
 
-
-def linear(data: Data | Shape) -> nn.Module:
+def linear(data: Data) -> nn.Module:
     """Build a logistic regression on the pixels, the baseline of every other model."""
     images = _images(data)
     pixels = images.channels * images.image_size**2
@@ -31,7 +28,7 @@ def linear(data: Data | Shape) -> nn.Module:
 
 
 def vit(
-    data: Data | Shape,
+    data: Data,
     patch_size: int | None = None,
     dim: int = 64,
     depth: int = 2,
@@ -67,7 +64,7 @@ def vit(
 
 
 def gpt(
-    data: Data | Shape,
+    data: Data,
     dim: int = 64,
     depth: int = 2,
     heads: int = 4,
@@ -94,7 +91,7 @@ def gpt(
     )
 
 
-def resnet(data: Data | Shape, architecture: str = "resnet18") -> nn.Module:
+def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
     """Build torchvision's ResNet.
 
     Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is usual for CIFAR (He et al.
@@ -115,7 +112,7 @@ def resnet(data: Data | Shape, architecture: str = "resnet18") -> nn.Module:
     return model
 
 
-def timm_model(data: Data | Shape, architecture: str, **options: Any) -> nn.Module:
+def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
     """Build any model of timm, untrained, for the size, channels and classes of the data.
 
     Raises:
@@ -153,7 +150,7 @@ class CausalLM(nn.Module):
 
 
 def gpt2(
-    data: Data | Shape,
+    data: Data,
     n_layer: int = 12,
     n_embd: int = 768,
     n_head: int = 12,
@@ -181,7 +178,7 @@ def gpt2(
 
 
 def causal_lm(
-    data: Data | Shape, path: str | None = None, architecture: str = "llama", **options: Any
+    data: Data, path: str | None = None, architecture: str = "llama", **options: Any
 ) -> CausalLM:
     """Build any causal language model of transformers, pretrained or not.
 
@@ -206,7 +203,8 @@ def causal_lm(
         else:
             if not Path(path).is_dir():
                 use_the_cache_if_offline()
-            config = AutoConfig.from_pretrained(path, **{**options, **_NO_FOREIGN_CODE})
+            options["trust_remote_code"] = False
+            config = AutoConfig.from_pretrained(path, **options)
     if text.vocabulary > config.vocab_size:
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
@@ -216,9 +214,7 @@ def causal_lm(
         if path is None or torch.get_default_device().type == "meta":
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, **_AS_NUMBERS, **_NO_FOREIGN_CODE
-            )
+            model = _pretrained(path, config)
     return CausalLM(model)
 
 
@@ -229,12 +225,16 @@ def saved_causal_lm(folder: Path) -> CausalLM:
         UserError: if the folder holds none.
     """
     declare_missing_operators()
+    with _model_errors_named(str(folder)):
+        return CausalLM(_pretrained(folder))
+
+
+def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with _model_errors_named(str(folder)):
-        return CausalLM(
-            AutoModelForCausalLM.from_pretrained(folder, **_AS_NUMBERS, **_NO_FOREIGN_CODE)
-        )
+    return AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+    )
 
 
 @contextmanager

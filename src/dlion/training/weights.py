@@ -92,7 +92,7 @@ def load_model(
             check_weights(make(data), directory)  # before memory is taken for it
         model = make(data)
         load_weights(model, directory)
-    return in_precision(model, settings["precision"], device).eval()
+    return in_precision(model, settings.get("precision"), device).eval()
 
 
 def load_weights(model: nn.Module, source: str | Path) -> None:
@@ -163,7 +163,7 @@ def recorded_settings(
     Args:
         directory: of the run.
         keys: which settings; those that an older run did not have are left out.
-        given: the groups (``model``, ``dataset``) whose function the user names instead.
+        given: the groups (``model``, ``dataset``) whose function the user names.
 
     Raises:
         UserError: if the run is not finished or has no model, or if its settings cannot be trusted.
@@ -175,7 +175,7 @@ def recorded_settings(
     settings = {key: run.config[key] for key in keys if key in run.config}
     for group, room in _ROOMS.items():
         if group in settings and group not in given:
-            target = settings[group].get("_target_")
+            target = dict(settings[group]).get("_target_")
             if target not in {f"{room.__name__}.{name}" for name in room.__all__}:
                 raise UserError(
                     f"the {group} of {directory} is made by {target}, which is not dlion's own and"
@@ -228,6 +228,9 @@ def _save_file(tensors: dict[str, Tensor], shape: models.Shape | None, directory
 def _save_folder(
     model: nn.Module, tensors: dict[str, Tensor], tokenizer: Any, directory: Path
 ) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of one file
     part, final = directory / f"{FOLDER}.part", directory / FOLDER
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part, state_dict=tensors)
