@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
 from dlion.launch.check import check
-from dlion.launch.environment import detect, join_process_group
+from dlion.launch.environment import RankInfo, detect, join_process_group
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
 from dlion.launch.resume import latest_checkpoint, resuming
@@ -36,13 +36,19 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     started = detect()
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
     if config.evaluate is not None:
-        config = settings_of_run(config, HydraConfig.get().overrides.task)
-    elif resuming(config, output_dir) == "auto" and (result := _result(output_dir)) is not None:
+        recorded = settings_of_run(config, HydraConfig.get().overrides.task)
+        return _start(check(recorded, output_dir, started), started)
+    if resuming(config, output_dir) == "auto" and (result := _result(output_dir)) is not None:
         print(f"{output_dir} is finished; nothing is left to do")
         return result
     job = check(config, output_dir, started)
-    if config.evaluate is None and (started is None or started.rank == 0):
+    if started is None or started.rank == 0:
         record_config(output_dir, config)
+    return _start(job, started)
+
+
+def _start(job: Job, started: RankInfo | None) -> float | None:
+    """Run all processes, or this one of those that torchrun or SLURM started."""
     if started is not None:
         started.export()
         return report_failure(work, job)

@@ -231,7 +231,10 @@ def saved_causal_lm(folder: Path) -> CausalLM:
 
 def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    if Path(path).is_dir():
+        logging.disable_progress_bar()  # each process would show one
     return AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )

@@ -89,8 +89,8 @@ def identity(config: DictConfig) -> dict[str, Any]:
         left_out = _NOT_DECISIVE.get(group, ())
         values = OmegaConf.to_container(config[group], resolve=True)
         settings[group] = {key: v for key, v in values.items() if key not in left_out}
-    if config.init_from is not None:
-        settings["init_from"] = weights_sha256(config.init_from)
+    if (source := config.get("init_from")) is not None:
+        settings["init_from"] = weights_sha256(source)
     return json.loads(json.dumps(settings))
 
 

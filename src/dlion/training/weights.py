@@ -173,16 +173,22 @@ def recorded_settings(
         raise UserError(f"{directory} holds no finished run: give the directory of one")
     _files(directory)
     settings = {key: run.config[key] for key in keys if key in run.config}
-    for group, room in _ROOMS.items():
-        if group in settings and group not in given:
-            target = dict(settings[group]).get("_target_")
-            if target not in {f"{room.__name__}.{name}" for name in room.__all__}:
-                raise UserError(
-                    f"the {group} of {directory} is made by {target}, which is not dlion's own and"
-                    f" not called unasked: type {group}._target_={target}, or build= in Python"
-                )
-    text = json.dumps(settings)
-    if "${" in text or text.count('"_target_"') > len(_ROOMS.keys() & settings):
+    groups = {group: settings[group] for group in _ROOMS if group in settings}
+    if "model" not in groups or not all(isinstance(node, dict) for node in groups.values()):
+        raise UserError(f"{directory / CONFIG} is damaged: give a run as it was recorded")
+    foreign = {
+        f"{group}._target_": target
+        for group, node in groups.items()
+        if group not in given and (target := str(node.get("_target_"))) not in _own(group)
+    }
+    if foreign:
+        words = " ".join(f"{key}={target}" for key, target in foreign.items())
+        raise UserError(
+            f"{directory} was made with functions that are not dlion's own and not called unasked:"
+            f" type {words}, or in Python build=FUNCTION"
+        )
+    text = str(settings)
+    if "${" in text or text.count("_target_") > len(groups):
         raise UserError(
             f"{directory / CONFIG} looks values up or names more functions than a recorded run"
             " does: give a run as it was recorded"
@@ -192,6 +198,12 @@ def recorded_settings(
     for source in _FROM_ELSEWHERE:
         settings["model"].pop(source, None)
     return settings
+
+
+def _own(group: str) -> set[str]:
+    """Return the names of what a recorded run may call."""
+    room = _ROOMS[group]
+    return {f"{room.__name__}.{name}" for name in room.__all__}
 
 
 def _maker(
