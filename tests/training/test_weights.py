@@ -214,6 +214,6 @@ def test_a_foreign_run_is_not_executed(root, tmp_path, group, values, sentence):
 
 
 def test_settings_of_groups_reach_the_recorded_ones():
-    words = ["evaluate=RUN", "dataset.path=a=b", "processes=2", "+dataset.loaders=1"]
+    words = ["evaluate=RUN", "dataset.path=a=b", "hydra.x=2", "+dataset.loaders=1"]
     assert in_any_group(words) == [words[0], "++dataset.path=a=b", *words[2:]]
     assert in_any_group(words[1:]) == words[1:]

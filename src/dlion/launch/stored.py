@@ -18,6 +18,7 @@ _RECORDED = (
 _ALLOWED = (  # beside evaluate=RUN
     *("dataset.path", "dataset.loaders", "dataset.tokenizer", "dataset._target_"),
     *("model._target_", "device", "backend", "processes", "threads", "timeout", "eval_limit"),
+    "logger",  # which is not asked
 )
 
 
@@ -28,7 +29,7 @@ def in_any_group(words: list[str]) -> list[str]:
     """
     if not any(word.startswith("evaluate=") for word in words):
         return words
-    return [f"++{word}" if re.match(r"\w+\.[\w.]+=", word) else word for word in words]
+    return [f"++{word}" if re.match(r"(?!hydra\.)\w+\.[\w.]+=", word) else word for word in words]
 
 
 def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:
