@@ -21,6 +21,7 @@ from dlion.optim.base import NONFINITE
 from dlion.training.faults import ATTACKS
 from dlion.training.job import Job
 from dlion.training.precision import PRECISIONS
+from dlion.training.weights import check_weights
 from dlion.units import parse_rate
 from dlion.workers import Workers
 
@@ -253,6 +254,8 @@ def _check_method(config: DictConfig, data: Data, device: str) -> None:
     """Build model and optimizer without memory, so that they refuse wrong settings here."""
     with torch.device("meta"):
         model = models.build(config.model, data)
+    if config.init_from is not None:
+        check_weights(model, config.init_from)
     try:
         optimizer = instantiate(
             config.optimizer,

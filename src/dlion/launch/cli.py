@@ -18,6 +18,7 @@ from dlion.config import explain, settle, unlisted_method
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.environment import is_first
 from dlion.launch.resume import holds_another
+from dlion.launch.stored import in_any_group
 from dlion.record.runs import holds_run, record_config, record_failure
 
 _EXIT_CODES = {
@@ -37,7 +38,8 @@ def run(main: Callable[[], Any]) -> None:
     from, 130 interrupted.
     """
     # argparse cannot read overrides on both sides of an option
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
+    words = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
+    sys.argv[1:] = in_any_group(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
     try:
         main()
