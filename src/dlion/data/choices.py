@@ -8,7 +8,9 @@ social_iqa, hellaswag and openbookqa).
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.parquet import load_hub, load_parquet
@@ -131,8 +133,8 @@ def choices(
     tokenizer: str | None,
     tasks: Sequence[str] = tuple(TASKS),
     path: str | None = None,
-    context: int = 1024,
-    shots: int = 3,
+    context: Annotated[int, Field(ge=1)] = 1024,
+    shots: Annotated[int, Field(ge=0)] = 3,
 ) -> MultipleChoice:
     """Load several tasks as one data set.
 
@@ -151,6 +153,7 @@ def choices(
         raise UserError(
             "a pretrained model brings the tokenizer: type model.path=DIR, or dataset.tokenizer=DIR"
         )
+    reader = load_tokenizer(tokenizer, "model.path or dataset.tokenizer")
     train: list[Question] = []
     test: list[Question] = []
     for name in tasks:
@@ -160,9 +163,7 @@ def choices(
         tables = _load_tables(name, task, path)
         train += [Question(name, *task.read(row)) for row in tables["train"]]
         test += [Question(name, *task.read(row)) for row in tables[task.test]]
-    return MultipleChoice(
-        train, test, load_tokenizer(tokenizer, "dataset.tokenizer"), context=context, shots=shots
-    )
+    return MultipleChoice(train, test, reader, context=context, shots=shots)
 
 
 def _load_tables(name: str, task: Task, path: str | None) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """A multiple-choice task for every machine, made of the running Python's standard library."""
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 
 from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.text import library_sources
@@ -18,7 +21,10 @@ class ByteTokenizer:
 
 
 def next_line(
-    context: int = 256, shots: int = 1, train: int = 4000, test: int = 200
+    context: Annotated[int, Field(ge=1)] = 256,
+    shots: Annotated[int, Field(ge=0)] = 1,
+    train: Annotated[int, Field(ge=1)] = 4000,
+    test: Annotated[int, Field(ge=1)] = 200,
 ) -> MultipleChoice:
     """Ask which of four lines of the standard library follows two others.
 

@@ -3,8 +3,10 @@
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from dlion.data.base import Batch, Text
@@ -83,7 +85,10 @@ class TextData(Text):
         return window[:, :-1], window[:, 1:]
 
 
-def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
+def stdlib_text(
+    context: Annotated[int, Field(ge=1)] = 64,
+    max_bytes: Annotated[int, Field(ge=1)] | None = None,
+) -> TextData:
     """Load the standard library's Python files as bytes, about 9 MB; every 20th is for the test.
 
     Args:
