@@ -206,7 +206,7 @@ def test_labels_and_images_that_are_none(tmp_path, label, image):
             row["label"] = label
             row["img"]["bytes"] = image or row["img"]["bytes"]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    with pytest.raises(UserError, match=r"labels outside 0 .. 9|is not one"):
+    with pytest.raises(UserError, match=r"labels outside 0 .. 9|not a picture"):
         cifar10(str(tmp_path))
 
 

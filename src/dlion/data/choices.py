@@ -153,12 +153,13 @@ def choices(
         raise UserError(
             "a pretrained model brings the tokenizer: type model.path=DIR, or dataset.tokenizer=DIR"
         )
+    for name in tasks:
+        if name not in TASKS:
+            raise UserError(f"dataset.tasks={name} is unknown: choose from {', '.join(TASKS)}")
     reader = load_tokenizer(tokenizer, "model.path or dataset.tokenizer")
     train: list[Question] = []
     test: list[Question] = []
     for name in tasks:
-        if name not in TASKS:
-            raise UserError(f"dataset.tasks={name} is unknown: choose from {', '.join(TASKS)}")
         task = TASKS[name]
         tables = _load_tables(name, task, path)
         train += [Question(name, *task.read(row)) for row in tables["train"]]

@@ -165,9 +165,8 @@ class _Testing(_Batches):
 
 def _stack(samples: Sequence, indices: Iterable[int], change: Callable[[Any], Tensor]) -> Batch:
     """Make a normalised batch of changed images, uint8, and their labels."""
-    images, labels = zip(
-        *((change(x), y) for x, y in map(samples.__getitem__, indices)), strict=True
-    )
+    chosen = (samples[i] for i in indices)
+    images, labels = zip(*((change(image), label) for image, label in chosen), strict=True)
     mean, deviation = (torch.tensor(c).view(3, 1, 1) for c in (_MEAN, _DEVIATION))
     x = torch.stack(images).to(torch.float32).div_(255).sub_(mean).div_(deviation)
     return x, torch.tensor(labels, dtype=torch.int64)
