@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Features
@@ -182,3 +183,12 @@ def write_tasks(folder: Path, count: int = 12) -> None:
         for split, size in (("train", count), (test, 2)):
             table = Dataset.from_list((rows * size)[:size])
             table.to_parquet(folder / task / "plain_text" / f"{split}-00000-of-00001.parquet")
+
+
+def write_classes(folder: Path, parts: tuple[str, ...] = ("train", "test"), **options: Any) -> None:
+    """Write six pictures of each of two classes for each part: PART/CLASS/NUMBER.png."""
+    for part in parts:
+        for label, name in enumerate(("cats", "dogs")):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(6):
+                (folder / part / name / f"{i}.png").write_bytes(picture(16, 3 * label, **options))

@@ -206,6 +206,8 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
     (kind,) = kinds
     if kind == "text":
         return Texts([text for source in sources for text in _read_text(source, separator)])
+    if separator:
+        raise UserError(f"--separator={separator} cuts text files only: leave it out")
     try:
         return load_dataset(kind, data_files=sources, split="train")
     except Exception as error:  # pyarrow and datasets have many, all about the files
