@@ -122,9 +122,9 @@ def test_what_is_wrong_with_a_folder_is_said_in_one_line(tmp_path, spoil, senten
 
 
 def test_a_folder_without_pictures_says_what_it_may_hold(tmp_path):
-    with pytest.raises(UserError, match=r"holds no pictures: give one with train/CLASS/\* and"):
+    with pytest.raises(UserError, match=r"holds no pictures: give a folder with train/CLASS/\*"):
         images(str(tmp_path))
-    with pytest.raises(UserError, match=r"nowhere is not a folder: give one with train/CLASS"):
+    with pytest.raises(UserError, match=r"nowhere is not a folder: give a folder with train/CLASS"):
         images(str(tmp_path / "nowhere"))
 
 
@@ -150,7 +150,7 @@ def test_too_many_pixels_for_the_memory_are_refused_before_they_are_decoded(tmp_
         (tmp_path / label).mkdir()
         for i in range(20):
             (tmp_path / label / f"{i}.png").write_bytes(buffer.getvalue())
-    with pytest.raises(UserError, match=r"40 pictures of 6000 x 6000 pixels take 4.3 GB"):
+    with pytest.raises(UserError, match=r"40 pictures of 6000 x 6000 pixels take up to 4.3 GB"):
         images(str(tmp_path))
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from dlion.data.base import Batch, Images, split_off
-from dlion.data.layouts import LAYOUTS, what_it_holds
+from dlion.data.layouts import LAYOUTS, folder_with
 from dlion.data.parquet import content, keep_encoded, load_parquet
 from dlion.data.pictures import read_picture
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import TrainingFailed, UserError
+from dlion.machine import cores
 
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
 # ImageNet's, as torchvision's models use them
@@ -92,7 +93,7 @@ class ImageFiles(Images):
             dataset,
             batch_size=None,  # a request is a batch
             sampler=requests,
-            num_workers=self.loaders,
+            num_workers=min(self.loaders, cores()),  # more would wait for one another
             persistent_workers=self.loaders > 0,
             timeout=_PATIENCE if self.loaders else 0,
             pin_memory=device == "cuda",
@@ -189,8 +190,8 @@ def imagenet(
     """Load ImageNet-1K, or any other set of images in one of its two layouts.
 
     Args:
-        path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (torchvision's
-            ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
+        path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (or
+            ``test``; torchvision's ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
             ``train/*.parquet`` and ``validation/*.parquet``, at any depth, of columns ``image`` and
             ``label`` (the hub's ``ILSVRC/imagenet-1k``).
         image_size, auto_augment, mixup, loaders: see :class:`ImageFiles`.
@@ -200,8 +201,7 @@ def imagenet(
     """
     if path is None:
         raise UserError(
-            "ImageNet must be on a disk: type dataset.path=DIR of a folder with"
-            f" {LAYOUTS['imagenet']}"
+            f"ImageNet must be on a disk: type dataset.path=DIR, {folder_with('imagenet')}"
         )
     root = Path(path).expanduser()
     if any(entry.is_dir() for entry in root.glob("train/*")):
@@ -209,7 +209,7 @@ def imagenet(
     elif any(root.rglob("*.parquet")):
         train, test, classes = _load_parquet(root)
     else:
-        raise UserError(f"dataset.path={path} holds no pictures: {what_it_holds('imagenet')}")
+        raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('imagenet')}")
     return ImageFiles(train, test, classes, image_size, auto_augment, mixup, loaders)
 
 
@@ -218,14 +218,17 @@ def _load_folders(root: Path) -> tuple[Sequence, Sequence, int]:
     declare_missing_operators()
     from torchvision.datasets import ImageFolder
 
+    test_names = ("val", "validation", "test")  # ImageNet's test has no classes
+    test_name = next((name for name in test_names if (root / name).is_dir()), "val")
     try:
-        train, test = (ImageFolder(root / part, loader=_read_file) for part in ("train", "val"))
+        train, test = (ImageFolder(root / part, loader=_read_file) for part in ("train", test_name))
     except FileNotFoundError as error:
-        raise UserError(f"dataset.path={root}: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"dataset.path={root} must hold {LAYOUTS['imagenet']}: {reason}") from error
     if train.classes != test.classes:
         unmatched = sorted(set(train.classes) ^ set(test.classes))
         raise UserError(
-            f"dataset.path={root}: train and val differ in their class folders,"
+            f"dataset.path={root}: train and {test_name} differ in their class folders,"
             f" {', '.join(unmatched[:3])} for instance"
         )
     return train, test, len(train.classes)

@@ -13,7 +13,6 @@ LAYOUTS = {
 }
 
 
-def what_it_holds(dataset: str) -> str:
-    """Return the end of a message: what to give as ``dataset.path``."""
-    layout = LAYOUTS.get(dataset)
-    return f"give one with {layout}" if layout else "give that of the data"
+def folder_with(dataset: str) -> str:
+    """Return what to give as ``dataset.path``: "a folder with ..."."""
+    return f"a folder with {LAYOUTS.get(dataset, 'the data')}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlion.data.idx import find_idx, read_idx
 from dlion.data.image_data import ImageData
-from dlion.data.layouts import LAYOUTS, what_it_holds
+from dlion.data.layouts import folder_with
 from dlion.data.parquet import keep_encoded, load_files, named_pictures, split_files
 from dlion.data.pictures import SUFFIXES, Source, decode
 from dlion.errors import UserError
@@ -56,16 +56,15 @@ def images(
     """
     if path is None:
         raise UserError(
-            f"the pictures must be on a disk: type dataset.path=DIR of a folder with"
-            f" {LAYOUTS['images']}"
+            f"the pictures must be on a disk: type dataset.path=DIR, {folder_with('images')}"
         )
     root = Path(path).expanduser()
     if not root.is_dir():
-        raise UserError(f"dataset.path={path} is not a folder: {what_it_holds('images')}")
+        raise UserError(f"dataset.path={path} is not a folder: give {folder_with('images')}")
     parts = _find_idx(root) or _find_folders(root)
     parts = parts or _find_tables(root, image_column, label_column)
     if parts is None:
-        raise UserError(f"dataset.path={path} holds no pictures: {what_it_holds('images')}")
+        raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('images')}")
     numbers = {label: i for i, label in enumerate(sorted(set(parts[0].labels)))}
     if len(numbers) < 2:
         raise UserError(

@@ -1,12 +1,15 @@
 """Encoded pictures, from files or tables: one at a time, or all of them as a tensor in memory."""
 
 import io
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from dlion.errors import UserError
@@ -60,12 +63,28 @@ def decode(
     Raises:
         UserError: if one cannot be read, they differ in size, or are too much for the memory.
     """
-    arrays: list[np.ndarray] = []
+    progress = Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
+    with progress:
+        named = progress.track(pictures, count, description="reading pictures")
+        arrays = list(_squares(named, count, size, keep_grey))
+    if any(array.ndim == 3 for array in arrays):
+        arrays = [a if a.ndim == 3 else np.stack(3 * [a], axis=-1) for a in arrays]
+        return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
+    return torch.from_numpy(np.stack(arrays)).unsqueeze(1)
+
+
+def _squares(
+    pictures: Iterable[tuple[str, Source]], count: int, size: int | None, keep_grey: bool
+) -> Iterator[np.ndarray]:
+    """Yield the pixels of pictures of one size, ``[S, S]`` or ``[S, S, 3]``."""
+    first, side = "", 0
     for name, source in pictures:
         image = read_picture(source, name, keep_grey)
         if size is not None and image.size != (size, size):
             image = ImageOps.fit(image, (size, size))
-        if not arrays:
+        if not first:
             first, side = name, image.width
             _check_memory(count, side)
         if image.size != (side, side):
@@ -75,18 +94,14 @@ def decode(
                 f" square and alike: type dataset=images dataset.image_size={side} to cut and scale"
                 " them"
             )
-        arrays.append(np.asarray(image))
-    if any(array.ndim == 3 for array in arrays):
-        arrays = [a if a.ndim == 3 else np.stack(3 * [a], axis=-1) for a in arrays]
-        return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
-    return torch.from_numpy(np.stack(arrays)).unsqueeze(1)
+        yield np.asarray(image)
 
 
 def _check_memory(count: int, side: int) -> None:
     size = 3 * count * side**2
     if size > _MOST_BYTES:
         raise UserError(
-            f"{count:,} pictures of {side} x {side} pixels take {size / 1e9:.1f} GB of memory: type"
-            f" a smaller dataset.image_size, or dataset=imagenet dataset.image_size={side}, which"
-            " decodes them when they are needed"
+            f"{count:,} pictures of {side} x {side} pixels take up to {size / 1e9:.1f} GB of memory:"
+            f" type a smaller dataset.image_size, or dataset=imagenet dataset.image_size={side},"
+            " which decodes them when they are needed"
         )

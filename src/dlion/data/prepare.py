@@ -227,7 +227,8 @@ def _read_text(source: str, separator: str | None) -> list[str]:
             f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
             " `iconv -f latin1 -t utf-8` for instance"
         ) from error
-    documents = text.split(separator) if separator else [text]
+    marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
+    documents = text.split(marker) if marker else [text]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise UserError(f"{source} holds no text")
@@ -282,8 +283,7 @@ def main() -> None:
     parser.add_argument("--split", default="train", help="of a data set of the hub")
     parser.add_argument(
         "--separator",
-        type=lambda typed: typed.replace("\\n", "\n").replace("\\t", "\t"),
-        help="what stands between the documents of a text file; default: a file is a document",
+        help="what stands between documents in text files (\\n: newline); default: a file is one",
     )
     parser.add_argument(
         "--held-out",
