@@ -190,10 +190,10 @@ def imagenet(
     """Load ImageNet-1K, or any other set of images in one of its two layouts.
 
     Args:
-        path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (or
-            ``test``; torchvision's ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
-            ``train/*.parquet`` and ``validation/*.parquet``, at any depth, of columns ``image`` and
-            ``label`` (the hub's ``ILSVRC/imagenet-1k``).
+        path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (torchvision's
+            ImageFolder; ``test`` will do where there is no ``val``), or with ``train-*.parquet``
+            and ``validation-*.parquet``, or ``train/*.parquet`` and ``validation/*.parquet``, at
+            any depth, of columns ``image`` and ``label`` (the hub's ``ILSVRC/imagenet-1k``).
         image_size, auto_augment, mixup, loaders: see :class:`ImageFiles`.
 
     Raises:

@@ -101,7 +101,7 @@ def _check_memory(count: int, side: int) -> None:
     size = 3 * count * side**2
     if size > _MOST_BYTES:
         raise UserError(
-            f"{count:,} pictures of {side} x {side} pixels take up to {size / 1e9:.1f} GB of memory:"
-            f" type a smaller dataset.image_size, or dataset=imagenet dataset.image_size={side},"
-            " which decodes them when they are needed"
+            f"{count:,} pictures of {side} x {side} pixels take {size / 1e9:.1f} GB in memory: type"
+            f" a smaller dataset.image_size, or dataset=imagenet dataset.image_size={side}, which"
+            " decodes them when they are needed"
         )
