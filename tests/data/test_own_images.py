@@ -69,6 +69,17 @@ def test_pictures_that_differ_are_cut_and_scaled_when_asked_for(tmp_path):
     assert images(str(tmp_path), image_size=12).train_x.shape == (17, 3, 12, 12)
 
 
+def test_pictures_of_16_bits_keep_their_shades(tmp_path):
+    shades = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    for i in range(20):
+        (tmp_path / f"{i % 2}").mkdir(exist_ok=True)
+        Image.fromarray(shades).save(tmp_path / f"{i % 2}" / f"{i}.png")
+    assert images(str(tmp_path)).train_x[0, 0].tolist() == (shades // 256).tolist()
+    Image.fromarray(shades.astype(np.int32)).save(tmp_path / "0" / "0.tif")
+    with pytest.raises(UserError, match=r"0.tif is not a picture .* 32 bits a pixel"):
+        images(str(tmp_path))
+
+
 @pytest.mark.parametrize("ending", ["-idx{}-ubyte", "-idx{}-ubyte.gz", ".idx{}-ubyte"])
 def test_idx_files(tmp_path, ending):
     pixels = np.random.default_rng(0).integers(0, 256, (20, 9, 9))

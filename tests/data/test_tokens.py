@@ -210,6 +210,9 @@ def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
         prepared_text(None)
     with pytest.raises(UserError, match=r"has no tokens.json"):
         prepared_text(str(tmp_path))
+    (tmp_path / "book.txt").write_text("text")
+    with pytest.raises(UserError, match=r"book.txt is a file: type .*prepare .*book.txt -o DIR"):
+        prepared_text(str(tmp_path / "book.txt"))
     prepare(Texts(write_documents(tmp_path / "a.jsonl", 50)), tokenizer, tmp_path, held_out=5)
     with pytest.raises(UserError, match=r"tokens, .* type dataset.context=\d+ or less"):
         prepared_text(str(tmp_path), context=4096)

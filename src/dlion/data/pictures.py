@@ -35,6 +35,10 @@ def read_picture(source: Source, name: str, keep_grey: bool = False) -> Image.Im
         else:
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         with image:
+            if image.mode.startswith("I;16"):  # Pillow would make all but the darkest white
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError("it has 32 bits a pixel, 8 or 16 are possible")
             return image.convert("L" if keep_grey and image.mode in _GREY else "RGB")
     except Exception as error:  # Pillow's readers raise whatever they come across
         unknown = isinstance(error, UnidentifiedImageError)

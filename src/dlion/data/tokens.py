@@ -50,6 +50,11 @@ def prepared_text(path: str | None = None, context: Annotated[int, Field(ge=1)] 
             " dataset.path=DIR"
         )
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise UserError(
+            f"dataset.path={path} is a file: type `python -m dlion.data.prepare {path} -o DIR`,"
+            " then dataset.path=DIR"
+        )
     if not (folder / FACTS).exists():
         raise UserError(
             f"dataset.path={path} has no {FACTS}: prepare it with `python -m dlion.data.prepare"
