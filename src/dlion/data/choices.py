@@ -8,14 +8,13 @@ social_iqa, hellaswag and openbookqa).
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import Field
+from typing import Any, NamedTuple
 
 from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.parquet import load_hub, load_parquet
 from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
+from dlion.values import Count, Folder, Name, Whole
 
 
 class Task(NamedTuple):
@@ -130,11 +129,11 @@ TASKS = {
 
 
 def choices(
-    tokenizer: str | None,
+    tokenizer: Name | None,
     tasks: Sequence[str] = tuple(TASKS),
-    path: str | None = None,
-    context: Annotated[int, Field(ge=1)] = 1024,
-    shots: Annotated[int, Field(ge=0)] = 3,
+    path: Folder | None = None,
+    context: Count = 1024,
+    shots: Whole = 3,
 ) -> MultipleChoice:
     """Load several tasks as one data set.
 

@@ -1,24 +1,23 @@
 """CIFAR-10 and CIFAR-100: the hub's copies, or folders in the same layout."""
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from dlion.data.image_data import ImageData
 from dlion.data.parquet import keep_encoded, load_hub, load_parquet, named_pictures
 from dlion.data.pictures import decode
 from dlion.errors import UserError
+from dlion.values import Count, Folder
 
 
 def cifar10(
-    path: str | None = None,
+    path: Folder | None = None,
     augment: bool = True,
-    train_limit: Annotated[int, Field(ge=1)] | None = None,
-    test_limit: Annotated[int, Field(ge=1)] | None = None,
+    train_limit: Count | None = None,
+    test_limit: Count | None = None,
 ) -> ImageData:
     """Load CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 in 10 classes.
 
@@ -37,12 +36,18 @@ def cifar10(
 
 
 def cifar100(
-    path: str | None = None,
+    path: Folder | None = None,
     augment: bool = True,
-    train_limit: Annotated[int, Field(ge=1)] | None = None,
-    test_limit: Annotated[int, Field(ge=1)] | None = None,
+    train_limit: Count | None = None,
+    test_limit: Count | None = None,
 ) -> ImageData:
-    """Load CIFAR-100: 100 classes in the column ``fine_label``; otherwise as :func:`cifar10`."""
+    """Load CIFAR-100: 100 classes in the column ``fine_label``; otherwise as :func:`cifar10`.
+
+    Args:
+        path: as for :func:`cifar10`; None: the hub's ``uoft-cs/cifar100``.
+        augment: random crop with 4 pixels of padding and horizontal flip.
+        train_limit, test_limit: the number of images to use, the same in every run; None: all.
+    """
     limits = {"train": train_limit, "test": test_limit}
     return _load(
         "uoft-cs/cifar100", path, "fine_label", classes=100, augment=augment, limits=limits

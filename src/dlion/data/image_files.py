@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -17,6 +16,7 @@ from dlion.data.pictures import read_picture
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import TrainingFailed, UserError
 from dlion.machine import cores
+from dlion.values import Count, Folder, NotNegative, Whole
 
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
 # ImageNet's, as torchvision's models use them
@@ -89,13 +89,14 @@ class ImageFiles(Images):
 
     def _loader(self, dataset: Dataset, requests: Iterable[Any], device: str) -> DataLoader:
         """Return a loader of ``dataset[request]`` for each request."""
+        loaders = min(self.loaders, cores())  # more would be slower, and torch would warn
         return DataLoader(
             dataset,
             batch_size=None,  # a request is a batch
             sampler=requests,
-            num_workers=min(self.loaders, cores()),  # more would wait for one another
-            persistent_workers=self.loaders > 0,
-            timeout=_PATIENCE if self.loaders else 0,
+            num_workers=loaders,
+            persistent_workers=loaders > 0,
+            timeout=_PATIENCE if loaders else 0,
             pin_memory=device == "cuda",
         )
 
@@ -181,11 +182,11 @@ def _to(device: str, batch: Batch | str) -> Batch:
 
 
 def imagenet(
-    path: str | None = None,
-    image_size: Annotated[int, Field(ge=1)] = 224,
+    path: Folder | None = None,
+    image_size: Count = 224,
     auto_augment: bool = False,
-    mixup: Annotated[float, Field(ge=0)] = 0.0,
-    loaders: Annotated[int, Field(ge=0)] = 4,
+    mixup: NotNegative = 0.0,
+    loaders: Whole = 4,
 ) -> ImageFiles:
     """Load ImageNet-1K, or any other set of images in one of its two layouts.
 
@@ -194,7 +195,10 @@ def imagenet(
             ImageFolder; ``test`` will do where there is no ``val``), or with ``train-*.parquet``
             and ``validation-*.parquet``, or ``train/*.parquet`` and ``validation/*.parquet``, at
             any depth, of columns ``image`` and ``label`` (the hub's ``ILSVRC/imagenet-1k``).
-        image_size, auto_augment, mixup, loaders: see :class:`ImageFiles`.
+        image_size: pixels, of square crops.
+        auto_augment: AutoAugment besides random crops and flips.
+        mixup: alpha of MixUp; 0: none.
+        loaders: helper processes that decode, for each process; 0: none.
 
     Raises:
         UserError: if there is neither, or if the two parts differ in their classes.

@@ -1,13 +1,11 @@
 """A multiple-choice task for every machine, made of the running Python's standard library."""
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
 from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.text import library_sources
 from dlion.streams import stream
+from dlion.values import Count, Whole
 
 
 class ByteTokenizer:
@@ -21,10 +19,7 @@ class ByteTokenizer:
 
 
 def next_line(
-    context: Annotated[int, Field(ge=1)] = 256,
-    shots: Annotated[int, Field(ge=0)] = 1,
-    train: Annotated[int, Field(ge=1)] = 4000,
-    test: Annotated[int, Field(ge=1)] = 200,
+    context: Count = 256, shots: Whole = 1, train: Count = 4000, test: Count = 200
 ) -> MultipleChoice:
     """Ask which of four lines of the standard library follows two others.
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from dlion.data.idx import find_idx, read_idx
@@ -14,6 +13,7 @@ from dlion.data.layouts import folder_with
 from dlion.data.parquet import keep_encoded, load_files, named_pictures, split_files
 from dlion.data.pictures import SUFFIXES, Source, decode
 from dlion.errors import UserError
+from dlion.values import Count, Folder, Name
 
 _TEST_NAMES = ("test", "val", "validation")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
@@ -33,12 +33,12 @@ class Part(NamedTuple):
 
 
 def images(
-    path: str | None = None,
-    image_size: Annotated[int, Field(ge=1)] | None = None,
+    path: Folder | None = None,
+    image_size: Count | None = None,
     augment: bool = True,
     flip: bool = False,
-    image_column: str | None = None,
-    label_column: str | None = None,
+    image_column: Name | None = None,
+    label_column: Name | None = None,
 ) -> ImageData:
     """Load square pictures into memory, grey or in colour.
 

@@ -3,14 +3,13 @@
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from dlion.data.base import Batch, Text
 from dlion.errors import TrainingFailed, UserError
+from dlion.values import Count
 
 # tests, installed packages, generated tables, and bundled programs
 _LEFT_OUT = {
@@ -85,10 +84,7 @@ class TextData(Text):
         return window[:, :-1], window[:, 1:]
 
 
-def stdlib_text(
-    context: Annotated[int, Field(ge=1)] = 64,
-    max_bytes: Annotated[int, Field(ge=1)] | None = None,
-) -> TextData:
+def stdlib_text(context: Count = 64, max_bytes: Count | None = None) -> TextData:
     """Load the standard library's Python files as bytes, about 9 MB; every 20th is for the test.
 
     Args:

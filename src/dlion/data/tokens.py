@@ -3,16 +3,16 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.text import TextData
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.values import Count, Folder
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
@@ -34,7 +34,7 @@ class Bytes:
         return {"input_ids": [np.frombuffer(text.encode(), np.uint8) for text in texts]}
 
 
-def prepared_text(path: str | None = None, context: Annotated[int, Field(ge=1)] = 1024) -> TextData:
+def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
     """Map tokens that ``python -m dlion.data.prepare`` has written into memory.
 
     Args:
