@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dlion.config import settle
-from dlion.data.prepare import prepare
+from dlion.data.prepare import Texts, prepare
 from dlion.launch.check import check_settings
 from tests.conftest import ROOT
 from tests.readmes import Command, commands, words
@@ -141,7 +141,7 @@ class Place:
 
     def __init__(self, root: Path):
         self.root, self.tried = root, set()
-        for name in ("train.py", "conf"):
+        for name in ("train.py", "conf", "examples"):
             (root / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "results", root / "results")  # some commands write there
         (root / "written").mkdir()
@@ -179,17 +179,15 @@ def write_data(root: Path) -> None:
     from tests.data import formats
 
     root.mkdir()
+    formats.write_classes(root / "images")
+    (root / "book.txt").write_text(200 * "a line of a text\n")
     formats.write_cifar(root / "cifar10", count=64)
     formats.write_cifar(root / "cifar100", 100, ("img", "fine_label"), count=200)
     formats.write_imagenet_folders(root / "imagenet")
     formats.write_llama(root / "llama")
     formats.write_tasks(root / "choices")
 
-    class Documents(list):
-        def __getitem__(self, part: slice) -> dict[str, list[str]]:
-            return {"text": list.__getitem__(self, part)}
-
-    texts = Documents(formats.write_documents(root / "documents.jsonl", 200))
+    texts = Texts(formats.write_documents(root / "documents.jsonl", 200))
     tokenizer = load_tokenizer(str(root / "llama"), "--tokenizer")
     prepare(texts, tokenizer, root / "prepared_text", held_out=10)
 
@@ -206,6 +204,14 @@ def train(place: Place, typed: list[str]) -> None:
         place.run(*typed[1:])
     elif (small := _small_training(place, typed[typed.index("train.py") + 1 :])) is not None:
         place.run(*small)
+
+
+def train_own(place: Place, typed: list[str]) -> None:
+    """Run two steps with components of one's own, which Python finds by a variable."""
+    variable, _, *arguments = typed
+    own = variable.removeprefix("PYTHONPATH=")
+    paths = {"PYTHONPATH": os.pathsep.join([own, os.environ.get("PYTHONPATH", "")])}
+    place.run(*arguments, *_overrides(FEW_STEPS), f"output_dir={OUT}", processes=(paths,))
 
 
 def train_under_torchrun(place: Place, typed: list[str]) -> None:
@@ -272,11 +278,13 @@ def prepare_text(place: Place, typed: list[str]) -> None:
         place.run(*typed[1:], "--help")
         return
     allowed = {"-o": OUT, "--output": OUT, "--tokenizer": place.data("llama")}
-    arguments = ["-m", "dlion.data.prepare", f"{place.data('llama')}/../documents.jsonl"]
+    own = typed[3].endswith(".txt")
+    source = f"{place.data('llama')}/../{'book.txt' if own else 'documents.jsonl'}"
+    arguments = ["-m", "dlion.data.prepare", source]
     for option, value in itertools.pairwise(typed):
         if option.startswith("-") and option != "-m":
             arguments += [option, allowed.get(option, value)]
-    place.run(*arguments, "--tokenizer", allowed["--tokenizer"])
+    place.run(*arguments, *(() if own else ("--tokenizer", allowed["--tokenizer"])))
 
 
 def files_exist(place: Place, typed: list[str]) -> None:
@@ -315,6 +323,7 @@ def run_elsewhere(place: Place, typed: list[str]) -> None:
 
 RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"python train\.py": train,
+    r"PYTHONPATH=\S+ python train\.py": train_own,
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
     r"python -m dlion\.compare\.dashboard": only_options,

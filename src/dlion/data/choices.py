@@ -14,6 +14,7 @@ from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.parquet import load_hub, load_parquet
 from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
+from dlion.values import Count, Folder, Name, Whole
 
 
 class Task(NamedTuple):
@@ -128,11 +129,11 @@ TASKS = {
 
 
 def choices(
-    tokenizer: str | None,
+    tokenizer: Name | None,
     tasks: Sequence[str] = tuple(TASKS),
-    path: str | None = None,
-    context: int = 1024,
-    shots: int = 3,
+    path: Folder | None = None,
+    context: Count = 1024,
+    shots: Whole = 3,
 ) -> MultipleChoice:
     """Load several tasks as one data set.
 
@@ -151,18 +152,18 @@ def choices(
         raise UserError(
             "a pretrained model brings the tokenizer: type model.path=DIR, or dataset.tokenizer=DIR"
         )
-    train: list[Question] = []
-    test: list[Question] = []
     for name in tasks:
         if name not in TASKS:
             raise UserError(f"dataset.tasks={name} is unknown: choose from {', '.join(TASKS)}")
+    reader = load_tokenizer(tokenizer, "model.path or dataset.tokenizer")
+    train: list[Question] = []
+    test: list[Question] = []
+    for name in tasks:
         task = TASKS[name]
         tables = _load_tables(name, task, path)
         train += [Question(name, *task.read(row)) for row in tables["train"]]
         test += [Question(name, *task.read(row)) for row in tables[task.test]]
-    return MultipleChoice(
-        train, test, load_tokenizer(tokenizer, "dataset.tokenizer"), context=context, shots=shots
-    )
+    return MultipleChoice(train, test, reader, context=context, shots=shots)
 
 
 def _load_tables(name: str, task: Task, path: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dlion import data as datasets
 from dlion import models
 from dlion.config import instantiate
 from dlion.data import Data, Sharding
+from dlion.data.layouts import folder_with
 from dlion.errors import UserError
 from dlion.launch.environment import RankInfo
 from dlion.launch.network import check_possible
@@ -188,12 +189,12 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
 def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
     if OmegaConf.is_missing(dataset, "path"):
         raise UserError(
-            f"dataset={dataset.name} must be on a disk: type dataset.path=DIR;"
-            f" conf/dataset/{dataset.name}.yaml says what DIR holds"
+            f"dataset={dataset.name} must be on a disk: type dataset.path=DIR,"
+            f" {folder_with(dataset.name)}"
         )
     path = dataset.get("path")
     if data_is_here and path and not Path(path).expanduser().exists():
-        raise UserError(f"dataset.path={path} is not a folder: give that of the data")
+        raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
 
 
 def _device(setting: str | None) -> str:

@@ -221,7 +221,8 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         config, device = self.config, self.job.device
         self.virtual.load_mean_buffers(self.control)
-        results = evaluate(self.model, self.data, self.control, device)
+        watch, limit = self.output.console.watch, config.eval_limit
+        results = evaluate(self.model, self.data, self.control, device, limit, watch)
         if config.box and self.job.workers.rank == 0:
             decay = config.optimizer.weight_decay
             results |= box_state(self.model, self.data, decay, device, config.seed)
