@@ -1,0 +1,39 @@
+"""Loggers show a run while it goes on. A logger may break; the run goes on without it."""
+
+from typing import Any
+
+from hydra.utils import get_class
+
+from dlion.config import instantiate
+from dlion.record.loggers.base import Careful, Logger, Recording, without_secrets
+from dlion.record.loggers.csv_table import CsvLogger
+from dlion.record.loggers.tensorboard import TensorBoardLogger
+from dlion.record.loggers.wandb_run import WandbLogger
+from dlion.record.loggers.wandb_server import can_sync
+
+__all__ = [
+    "CsvLogger",
+    "Logger",
+    "Recording",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "can_sync",
+    "check_logger",
+    "make_logger",
+    "without_secrets",
+]
+
+
+def make_logger(node: Any, recording: Recording) -> Logger:
+    """Return the logger that a node of ``conf/logger`` describes; nothing it does raises."""
+    return Careful(node.name, lambda: instantiate(node, recording))
+
+
+def check_logger(node: Any) -> None:
+    """Check what a logger needs of this machine and its environment, before any process starts.
+
+    Raises:
+        UserError: one sentence about what is missing or wrong.
+    """
+    settings = {key: value for key, value in node.items() if key not in ("name", "_target_")}
+    get_class(node["_target_"]).check(**settings)
