@@ -22,7 +22,7 @@ _MODES = {  # wandb's own words, and what they mean for one process
     "disabled": "disabled",
 }
 # seconds for the server to take what it is sent; training waits, and nothing is lost without it
-_PATIENCE_AT_START, _PATIENCE_AT_END = 5, 10
+_PATIENCE_AT_START, _PATIENCE_AT_END = 4, 10
 
 
 class WandbLogger(Logger):
@@ -61,6 +61,8 @@ class WandbLogger(Logger):
         given = os.environ.get("WANDB_MODE") if mode == "auto" else mode
         if given and _MODES[given] == "disabled":
             return
+        # wandb's reports about itself, which a process waits for at its end
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
