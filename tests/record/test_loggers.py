@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -204,13 +205,19 @@ def test_tensorboard_shows_what_was_measured_last(tmp_path):
     for row in (ROW, TESTED, LATER):
         first.log(row)
     first.finish(None)
-    resumed = start(tmp_path, node("tensorboard"), rows=[ROW, TESTED])
+    resumed = start(tmp_path, node("tensorboard"), rows=[ROW, {**TESTED, "test_accuracy": 0.2}])
     resumed.log({**LATER, "test_accuracy": 0.5})
     resumed.finish({})
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = [(event.step, round(event.value, 4)) for event in events.Scalars("test/accuracy")]
-    assert shown == [(10, 0.4), (15, 0.5)]
+    assert shown == [(10, 0.2), (15, 0.5)]
     assert {"learning_rate", "gradient_norm", "seconds_per_step"} <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_without_its_package_is_refused_before_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        check_logger(node("tensorboard"))
 
 
 @pytest.mark.parametrize(

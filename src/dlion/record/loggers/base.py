@@ -61,22 +61,25 @@ class Careful(Logger):
     """Hands everything to a logger until that fails, which becomes one warning."""
 
     def __init__(self, name: str, make: Callable[[], Logger]):
-        self._name, self._logger = name, Logger(None)
-        self._logger = self._safely(make) or self._logger
+        self._name = name
+        self._logger: Logger | None = self._safely(make)
 
     def log(self, row: dict[str, Any]) -> None:
-        self._safely(lambda: self._logger.log(row))
+        if self._logger is not None:
+            self._safely(self._logger.log, row)
 
     def finish(self, summary: dict[str, Any] | None) -> None:
-        self._safely(lambda: self._logger.finish(summary))
-        self._logger = Logger(None)  # once is enough
+        if self._logger is not None:
+            self._safely(self._logger.finish, summary)
+        self._logger = None  # a run that has ended ends once more when it is closed
 
-    def _safely(self, action: Callable[[], Any]) -> Any:
+    def _safely(self, action: Callable[..., Any], *args: Any) -> Any:
         try:
-            return action()
+            return action(*args)
         except (Exception, SystemExit) as error:
-            self._logger = Logger(None)
+            self._logger = None
             warn(f"logger={self._name} is off: {first_line(error)}")
+            return None
 
 
 def warn(sentence: str) -> None:

@@ -14,18 +14,18 @@ class TensorBoardLogger(Logger):
     """Draws the curves of a run, and shows its settings, in TensorBoard.
 
     The event files are in ``tensorboard/`` in the run's directory: ``tensorboard --logdir DIR``
-    shows all runs below DIR. What a run measures again after it was resumed takes the place of what
-    it had measured before.
+    shows all runs below DIR. A run that is resumed writes all its rows again, which take the place
+    of those that earlier files hold.
     """
 
     def __init__(self, recording: Recording, /):
         from torch.utils.tensorboard import SummaryWriter
 
-        done = recording.rows[-1]["step"] if recording.rows else 0
-        self._writer = SummaryWriter(recording.directory / FOLDER, purge_step=done + 1)
-        if not done:
-            settings = json.dumps(recording.config, indent=2, default=str)
-            self._writer.add_text("settings", f"```json\n{settings}\n```")
+        self._writer = SummaryWriter(recording.directory / FOLDER, purge_step=0)
+        settings = json.dumps(recording.config, indent=2, default=str)
+        self._writer.add_text("settings", f"```json\n{settings}\n```")
+        for row in recording.rows:
+            self.log(row)
 
     @classmethod
     def check(cls) -> None:

@@ -31,13 +31,15 @@ def obstacle(settings: Any) -> str | None:
 
 def has_key(settings: Any) -> bool:
     """Whether wandb finds a key for its server: in the environment, its settings, or netrc."""
+    from wandb.errors import AuthenticationError
     from wandb.sdk.lib import wbauth
 
-    return bool(
-        settings.api_key
-        or settings.identity_token_file
-        or wbauth.read_netrc_auth(host=settings.base_url)
-    )
+    if settings.api_key or settings.identity_token_file:
+        return True
+    try:
+        return wbauth.read_netrc_auth(host=settings.base_url) is not None
+    except AuthenticationError:
+        return True  # it is no good, which wandb says when the run starts
 
 
 def _answers(settings: Any) -> bool:
