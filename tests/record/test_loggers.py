@@ -16,14 +16,14 @@ from wandb.proto import wandb_internal_pb2
 from dlion.compare.dashboard import specification
 from dlion.errors import UserError
 from dlion.record.loggers import (
+    Logger,
     Recording,
     can_sync,
     check_logger,
     make_logger,
-    without_secrets,
 )
 from tests.record.wandb_server import serving
-from tests.runs import ROOT
+from tests.runs import ROOT, train
 
 CONFIG = {"optimizer": {"name": "dlion_mavo", "lr": 1e-3}, "workers": 4, "seed": 7}
 ROW = {"step": 5, "epoch": 0.5, "seconds": 1.0, "train_loss": 2.0, "sent_bytes": 1000}
@@ -97,7 +97,7 @@ def test_an_offline_run_holds_curves_against_steps_and_bits_and_no_secret(nobody
     (run / "wandb_id").write_text("")  # as a power cut leaves it
     config = {**CONFIG, "logger": {"api_key": secret, "nested": [{"password": secret}]}}
     logger = node(project="p", group="g", tags=["t"])
-    logger = start(run, logger, config=without_secrets(config), rows=[ROW])
+    logger = start(run, logger, config=config, rows=[ROW])
     logger.log(TESTED)
     logger.log(LATER)
     logger.finish({"test_accuracy": 0.3})
@@ -172,6 +172,35 @@ def test_a_broken_logger_is_one_warning(tmp_path, capsys):
         logger.log(ROW)
         logger.finish({})
         assert capsys.readouterr().err.count(f"warning: logger={name} is off: ") == 1
+
+
+class OwnLogger(Logger):
+    """Writes what it is told of a run."""
+
+    def __init__(self, recording: Recording, /):
+        self.file = recording.directory / "told"
+        self.told = [recording.group, [row["step"] for row in recording.rows]]
+
+    def log(self, row):
+        self.told.append(row["step"])
+
+    def finish(self, summary):
+        self.file.write_text(json.dumps([*self.told, summary and summary["steps"]]))
+
+
+@pytest.mark.slow
+def test_a_logger_of_ones_own_sees_a_run_and_its_group_of_seeds(tmp_path):
+    def told(name: str, *overrides: str, code: int = 0):
+        own = f"logger._target_={OwnLogger.__module__}.OwnLogger"
+        small = ["dataset=digits", "model=linear", "workers=2", "processes=1", "log_every=1"]
+        settings = [*small, "logger=none", own, f"output_dir={tmp_path / name}", *overrides]
+        train(*settings, code=code)
+        return json.loads((tmp_path / name / "told").read_text())
+
+    first = told("0", "steps=2", "seed=0", "stop_after=1", code=75)
+    assert first == [first[0], [], 1, None]
+    assert told("0", "steps=2", "seed=0", "resume=auto") == [first[0], [1], 2, 2]
+    assert told("1", "steps=2", "seed=1")[0] == first[0] != told("more", "steps=3")[0]
 
 
 @pytest.mark.parametrize("logger", [node("none"), node(mode="disabled")])

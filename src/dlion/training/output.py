@@ -9,7 +9,7 @@ from torch import nn
 
 from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
-from dlion.record.loggers import Recording, make_logger, without_secrets
+from dlion.record.loggers import Recording, make_logger
 from dlion.record.provenance import provenance
 from dlion.record.runs import METRICS, RunRecord, finite
 from dlion.timer import Timer
@@ -43,7 +43,7 @@ class Output:
             self.record = RunRecord(job.output_dir, job.resume and job.resume.progress.last_row)
             metrics = job.output_dir / METRICS
             recording = Recording(
-                config=without_secrets(resolved),
+                config=resolved,
                 directory=job.output_dir,
                 rows=list(map(json.loads, metrics.read_text("utf-8").splitlines())),
                 group=_group(job),

@@ -1,5 +1,6 @@
 """Loggers show a run while it goes on. A logger may break; the run goes on without it."""
 
+from dataclasses import replace
 from typing import Any
 
 from hydra.utils import get_class
@@ -20,13 +21,16 @@ __all__ = [
     "can_sync",
     "check_logger",
     "make_logger",
-    "without_secrets",
 ]
 
 
 def make_logger(node: Any, recording: Recording) -> Logger:
-    """Return the logger that a node of ``conf/logger`` describes; nothing it does raises."""
-    return Careful(node.name, lambda: instantiate(node, recording))
+    """Return the logger that a node of ``conf/logger`` describes.
+
+    It sees no value whose name says that it is secret. Where it fails, it warns and does no more.
+    """
+    shown = replace(recording, config=without_secrets(recording.config))
+    return Careful(node.name, lambda: instantiate(node, shown))
 
 
 def check_logger(node: Any) -> None:

@@ -16,7 +16,7 @@ class Recording:
     """What a logger is told of the run that it shows.
 
     Attributes:
-        config: the resolved configuration, without the values whose names say that they are secret.
+        config: the resolved configuration.
         directory: of the run.
         rows: those of metrics.jsonl when the run is resumed, oldest first.
         group: a name that runs share which differ in their seed alone.

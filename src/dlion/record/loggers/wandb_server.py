@@ -7,7 +7,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener, getproxies
 
-_PATIENCE = 3.0  # seconds for which the server may be silent
+_PATIENCE = 2.0  # seconds for which the server may be silent
 
 
 def can_sync() -> bool:
