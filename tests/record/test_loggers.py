@@ -134,7 +134,6 @@ def test_after_a_login_the_server_gets_the_rows_that_it_lacks(nobody, tmp_path, 
         logger.log(LATER)
         logger.finish({"test_accuracy": 0.3})
         assert can_sync()
-    wandb.teardown()
     assert not can_sync()
     assert [row["step"] for row in server.rows] == [10, 15]
     assert server.rows[0]["test_vs_bits/accuracy"] == 0.4

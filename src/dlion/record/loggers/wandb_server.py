@@ -11,9 +11,10 @@ _PATIENCE = 2.0  # seconds for which the server may be silent
 
 
 def can_sync() -> bool:
-    """Whether there is a key for the server, and the server answers."""
+    """Whether there is a key for the server, and the server answers; not while a run is shown."""
     import wandb
 
+    wandb.teardown()  # it reads settings once, and they may be others now
     return obstacle(wandb.setup().settings) is None
 
 
