@@ -256,6 +256,7 @@ def test_tensorboard_without_its_package_is_refused_before_the_start(monkeypatch
         ("WANDB_PROJECT", "a/b", {}),
         ("logger.project", "a#b", {"project": "a#b"}),
         ("logger.tags", "x" * 65, {"tags": ["x" * 65]}),
+        ("logger._target_", "json.loads", {"_target_": "json.loads"}),
     ],
 )
 def test_what_wandb_would_refuse_is_refused_before_the_start(nobody, variable, value, options):

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from hydra.utils import get_class
+from hydra.utils import get_object
 
 from dlion.config import instantiate
+from dlion.errors import UserError
 from dlion.record.loggers.base import Careful, Logger, Recording, without_secrets
 from dlion.record.loggers.csv_table import CsvLogger
 from dlion.record.loggers.tensorboard import TensorBoardLogger
@@ -40,4 +41,10 @@ def check_logger(node: Any) -> None:
         UserError: one sentence about what is missing or wrong.
     """
     settings = {key: value for key, value in node.items() if key not in ("name", "_target_")}
-    get_class(node["_target_"]).check(**settings)
+    logger = get_object(node["_target_"])
+    if not (isinstance(logger, type) and issubclass(logger, Logger)):
+        raise UserError(
+            f"logger._target_={node['_target_']} is no logger: give a subclass of"
+            " dlion.record.loggers.Logger"
+        )
+    logger.check(**settings)

@@ -90,7 +90,7 @@ class WandbLogger(Logger):
             self.log(row)
 
     @classmethod
-    def check(cls, project: str | None, tags: list[str], **settings: Any) -> None:
+    def check(cls, *, project: str | None, tags: list[str], **settings: Any) -> None:
         mode, server = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_BASE_URL")
         if mode and mode not in _MODES:
             raise UserError(
