@@ -19,6 +19,7 @@ from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
 from dlion.optim.base import NONFINITE
+from dlion.record.loggers import check_logger
 from dlion.training.faults import ATTACKS
 from dlion.training.job import Job
 from dlion.training.precision import PRECISIONS
@@ -184,6 +185,7 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
         )
     _check_data_path(settings.dataset, data_is_here)
+    check_logger(settings.logger)
 
 
 def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
