@@ -10,9 +10,10 @@ table.
 from collections import Counter
 from pathlib import Path
 
+from dlion.arguments import make_parser
 from dlion.compare import plot
 from dlion.compare.commands import command
-from dlion.compare.options import make_parser, user_errors_end_the_command
+from dlion.compare.options import add_runs
 from dlion.errors import UserError
 from dlion.record.runs import Run
 from dlion.record.studies import PACKED, add_to_packed, find_runs
@@ -63,11 +64,9 @@ def _named(runs: list[Run]) -> dict[str, Run]:
     return named
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     parser = make_parser("publish", __doc__, "runs/dlion_theory -o results/dlion_theory")
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUNS", help="directories of runs, or above them"
-    )
+    add_runs(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -77,10 +76,5 @@ def main(arguments: list[str] | None = None) -> None:
         help="where to; runs that are there already stay as they are",
     )
     options = parser.parse_args(arguments)
-    with user_errors_end_the_command():
-        publish(find_runs(options.runs), options.output)
+    publish(find_runs(options.runs), options.output)
     plot.main([str(options.output), "-o", str(options.output / "curves")])
-
-
-if __name__ == "__main__":
-    main()
