@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
                 "commands:",
                 *(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()),
                 "",
-                "RUNS are directories of a run or above many, or a packed runs.jsonl; if none is",
-                "typed, outputs. What is written goes beside them. `dlion COMMAND --help` tells more.",
+                "RUNS: directories of a run or above many, or packed files (runs.jsonl); default:",
+                "outputs. Files are written beside them. `dlion COMMAND --help` tells more.",
                 "Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.",
             ]
         ),

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from dlion.errors import UserError
+from dlion.errors import RunFailed, UserError
 from dlion.files import write_atomically
 from dlion.units import parse_rate
 
+DEFAULT_RUNS = Path("outputs")  # where train.py writes
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -33,14 +34,33 @@ def make_parser(name: str, description: str | None, example: str) -> Parser:
     )
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add RUNS, which all commands that read runs name alike."""
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        default=[DEFAULT_RUNS],
+        metavar="RUNS",
+        help="a directory of a run or above many, or a packed runs.jsonl; default: outputs",
+    )
+
+
+def beside(runs: list[Path], name: str) -> Path:
+    """Return the path of that name in the first folder of RUNS, or beside its packed file."""
+    return (runs[0].parent if runs[0].is_file() else runs[0]) / name
+
+
 @contextlib.contextmanager
 def errors_end_the_command() -> Iterator[None]:
-    """Print an error that the user can mend as one line, and exit with code 2; 130 after Ctrl-C."""
+    """Print an error as one line and exit: 2 if the input was wrong, 1 otherwise, 130 at Ctrl-C."""
     try:
         yield
         sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {error}", 2)
+    except RunFailed as error:
+        _leave(f"error: {error}", 1)
     except OSError as error:
         if error.filename is None:  # standard output: a pipe whose reader left, or a full disk
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
@@ -49,8 +69,8 @@ def errors_end_the_command() -> Iterator[None]:
         place = error.filename2 or error.filename or "the output"
         reason = (error.strerror or str(error)).lower()
         _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
-    except KeyboardInterrupt:
-        _leave("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        _leave(": ".join(["interrupted", *map(str, interrupt.args)]), 130)
 
 
 def _leave(sentence: str, code: int) -> NoReturn:

@@ -140,7 +140,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, plot):
 
 @pytest.mark.slow
 def test_it_is_a_command(tmp_path):
-    done = python("-m", "dlion.compare.plot", tmp_path)
+    done = python("-m", "dlion", "plot", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 

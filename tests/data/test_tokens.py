@@ -44,7 +44,7 @@ def run(*arguments, cwd=ROOT):
 
 
 def start(*arguments, cwd=ROOT):
-    return Run(["-m", "dlion.data.prepare", *map(str, arguments)], cwd=cwd)
+    return Run(["-m", "dlion", "prepare", *map(str, arguments)], cwd=cwd)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys)
 
 
 def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"must be prepared: type `python -m dlion.data.prepare"):
+    with pytest.raises(UserError, match=r"must be prepared: type `dlion prepare"):
         prepared_text(None)
     with pytest.raises(UserError, match=r"has no tokens.json"):
         prepared_text(str(tmp_path))

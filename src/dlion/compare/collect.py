@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlion.arguments import add_printed_output, make_parser, print_or_write
-from dlion.compare.options import add_runs
+from dlion.arguments import add_printed_output, add_runs, make_parser, print_or_write
 from dlion.compare.reading import read_runs
 from dlion.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
 from dlion.errors import UserError

@@ -8,12 +8,11 @@ written to FILE, and the exit code is 1.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from dlion.arguments import make_parser, output_file
-from dlion.compare.options import DEFAULT_RUNS
+from dlion.arguments import DEFAULT_RUNS, make_parser, output_file
+from dlion.errors import RunFailed
 from dlion.files import write_atomically
 from dlion.record.loggers import can_sync
 
@@ -181,8 +180,6 @@ def main(arguments: list[str]) -> None:
     specified = specification(options.entity or "", options.project)
     write_atomically(file, json.dumps(specified, indent=1) + "\n")
     created = f"the workspace {addresses[0]} but no report" if addresses else "nothing"
-    print(
-        f"{created} was created in Weights & Biases: {reason}. All of it is described in {file}",
-        file=sys.stderr,
+    raise RunFailed(
+        f"{created} was created in Weights & Biases: {reason}. All of it is described in {file}"
     )
-    sys.exit(1)

@@ -1,31 +1,12 @@
 """What the commands that read runs have in common on the command line."""
 
 import argparse
-from pathlib import Path
 
+from dlion.arguments import add_runs
 from dlion.compare.curves import Curve, choose_metric, make_curves, select_runs
 from dlion.compare.reading import read_runs
 from dlion.compare.style import AXES, setting_values
 from dlion.errors import UserError
-
-DEFAULT_RUNS = Path("outputs")  # where train.py writes
-
-
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add RUNS, which all commands that read runs name alike."""
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        type=Path,
-        default=[DEFAULT_RUNS],
-        metavar="RUNS",
-        help="a directory of a run or above many, or a packed runs.jsonl; default: outputs",
-    )
-
-
-def beside(runs: list[Path], name: str) -> Path:
-    """Return the path of that name in the first folder of RUNS, or beside its packed file."""
-    return (runs[0].parent if runs[0].is_file() else runs[0]) / name
 
 
 def add_curve_options(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dlion.arguments import PICTURES, make_parser, output_file, picture
+from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
 from dlion.compare.curves import Curve
-from dlion.compare.options import add_curve_options, beside, curves_of
+from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
     AXES,
     MOST_LABELS,

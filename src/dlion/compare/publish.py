@@ -10,10 +10,9 @@ table.
 from collections import Counter
 from pathlib import Path
 
-from dlion.arguments import make_parser
+from dlion.arguments import add_runs, make_parser
 from dlion.compare import plot
 from dlion.compare.commands import command
-from dlion.compare.options import add_runs
 from dlion.errors import UserError
 from dlion.record.runs import Run
 from dlion.record.studies import PACKED, add_to_packed, find_runs

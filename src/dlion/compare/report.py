@@ -12,9 +12,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from dlion.arguments import make_parser, output_file
+from dlion.arguments import add_runs, beside, make_parser, output_file
 from dlion.compare.curves import Curve, group_runs, make_curves, short_name
-from dlion.compare.options import add_runs, beside
 from dlion.compare.plotly_figures import (
     METHOD,
     figure_along_setting,

@@ -1,24 +1,22 @@
 """Turn text into tokens once and for all: OpenWebText and its like.
 
-    python -m dlion.data.prepare Skylion007/openwebtext -o DIR      # from the hub
-    python -m dlion.data.prepare a.jsonl b.jsonl -o DIR             # from files of one kind
+    dlion prepare Skylion007/openwebtext -o DIR      # from the hub
+    dlion prepare a.jsonl b.jsonl -o DIR             # from files of one kind
 
 writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
-``tokens.json``. After an interruption the same command continues. Exit codes: 0 finished, 2
-wrong input, 130 interrupted.
+``tokens.json``. After an interruption the same command continues.
 """
 
-import argparse
 import json
 import os
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from dlion.arguments import make_parser
 from dlion.data.parquet import open_hub
 from dlion.data.tokens import FACTS, PARTS, load_tokenizer, read_facts, stored_tokens
 from dlion.errors import UserError
@@ -168,11 +166,9 @@ def _resolved(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Prepare what the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dlion.data.prepare", description=__doc__.splitlines()[0]
-    )
+    parser = make_parser("prepare", __doc__, "a.jsonl b.jsonl -o DIR")
     parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--tokenizer", default="gpt2", help="of the hub, or a folder")
@@ -181,19 +177,15 @@ def main() -> None:
     parser.add_argument(
         "--held-out", type=int, default=2000, help="every so many documents one is for the test"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.held_out < 2:
+        raise UserError(f"--held-out={args.held_out} leaves nothing to train on: give 2 or more")
+    if args.output.exists() and not args.output.is_dir():
+        raise UserError(f"--output={args.output} is a file: give a folder")
+    table = _load_documents(args.sources, args.split)
+    if args.column not in table.column_names:
+        raise UserError(f"--column={args.column}: there are {', '.join(table.column_names)} only")
     try:
-        if args.held_out < 2:
-            raise UserError(
-                f"--held-out={args.held_out} leaves nothing to train on: give 2 or more"
-            )
-        if args.output.exists() and not args.output.is_dir():
-            raise UserError(f"--output={args.output} is a file: give a folder")
-        table = _load_documents(args.sources, args.split)
-        if args.column not in table.column_names:
-            raise UserError(
-                f"--column={args.column}: there are {', '.join(table.column_names)} only"
-            )
         prepare(
             table,
             load_tokenizer(args.tokenizer, "--tokenizer"),
@@ -205,19 +197,8 @@ def main() -> None:
                 + ["--tokenizer", _resolved(args.tokenizer)]
             ),
         )
-    except UserError as error:
-        _leave(f"error: {error}", 2)
     except KeyboardInterrupt:
-        _leave("interrupted: type the same command again to go on", 130)
+        raise KeyboardInterrupt("type the same command again to go on") from None
     facts = read_facts(args.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
     print(f"{args.output}: {counts} tokens; type dataset.path={args.output}")
-
-
-def _leave(sentence: str, code: int) -> NoReturn:
-    print(sentence, file=sys.stderr)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
