@@ -15,7 +15,7 @@ COMMANDS = {
     "report": ("dlion.compare.report", "write an HTML page to look around in"),
     "table": ("dlion.compare.table", "print a Markdown table for a README"),
     "publish": ("dlion.compare.publish", "pack finished runs, with figure and origin"),
-    "export": ("dlion.compare.export", "take the trained model out of a run"),
+    "export": ("dlion.record.export", "take the trained model out of a run"),
     "sync": ("dlion.record.sync", "send runs that were recorded offline to Weights & Biases"),
     "dashboard": ("dlion.compare.dashboard", "make a workspace and a report in Weights & Biases"),
     "prepare": ("dlion.data.prepare", "turn text into tokens to train on"),
