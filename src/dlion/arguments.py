@@ -66,7 +66,7 @@ def errors_end_the_command() -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
-        place = error.filename2 or error.filename or "the output"
+        place = str(error.filename2 or error.filename or "the output").removesuffix(".part")
         reason = (error.strerror or str(error)).lower()
         _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
     except KeyboardInterrupt as interrupt:

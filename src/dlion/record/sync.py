@@ -6,14 +6,15 @@ could not be sent; the same command then sends what is left.
 
 import subprocess
 import sys
-import tempfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dlion.arguments import add_runs, make_parser
 from dlion.errors import RunFailed, UserError
 from dlion.record.loggers import can_sync
 
-_LOOK = 0.5  # seconds between two looks at what was sent
+AT_ONCE = 4  # runs
 
 
 def offline_runs(paths: list[Path]) -> list[Path]:
@@ -38,39 +39,51 @@ def is_sent(folder: Path) -> bool:
 
 
 def sync(folders: list[Path]) -> None:
-    """Send runs that were not sent before, with wandb's own command, and show how far it is.
+    """Send runs with wandb's own program, some at a time, and show how many are sent.
+
+    A run that was resumed has several folders, which wandb sends one after the other.
 
     Raises:
-        RunFailed: naming the reason of the first that could not be sent.
+        RunFailed: if some were not sent, with the reason of the first.
     """
     from rich.progress import MofNCompleteColumn, Progress
 
-    command = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
+    runs: dict[str, list[Path]] = defaultdict(list)
+    for folder in folders:
+        runs[folder.name.rpartition("-")[2]].append(folder)
+    reasons = []
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
-        ) as wandb,
+        ThreadPoolExecutor(AT_ONCE) as pool,
         Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress,
     ):
-        bar = progress.add_task("runs", total=len(folders))
         try:
-            while wandb.poll() is None:
-                progress.update(bar, completed=sum(map(is_sent, folders)))
-                try:
-                    wandb.wait(_LOOK)
-                except subprocess.TimeoutExpired:
-                    continue
-        except BaseException:
-            wandb.terminate()
+            sent = pool.map(_send, runs.values())
+            for reason in progress.track(sent, total=len(runs), description="runs"):
+                if reason is not None:
+                    reasons.append(reason)
+        except BaseException:  # Ctrl-C
+            pool.shutdown(cancel_futures=True)
             raise
-        sent = sum(map(is_sent, folders))
-        progress.update(bar, completed=sent)
-        said.seek(0)
-        lines = [line.strip() for line in said.read().splitlines() if line.strip()]
-    if sent < len(folders):
-        reason = lines[-1] if lines else "wandb does not say why"
-        raise RunFailed(f"{len(folders) - sent} of {len(folders)} runs were not sent: {reason}")
+    if reasons:
+        raise RunFailed(f"{len(reasons)} of {len(runs)} runs were not sent: {reasons[0]}")
+
+
+def _send(folders: list[Path]) -> str | None:
+    """Send the folders of one run; return why they were not sent, None if they were."""
+    command = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if all(map(is_sent, folders)):  # the exit code does not tell
+        return None
+    said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return said[-1].removeprefix("wandb: ") if said else f"wandb left with code {done.returncode}"
 
 
 def main(arguments: list[str]) -> None:
