@@ -33,6 +33,7 @@ def runs(tmp_path, monkeypatch):
     return tmp_path / "outputs"
 
 
+@pytest.mark.slow
 def test_help_lists_the_commands_and_imports_nothing_heavy():
     script = (
         "import sys\nfrom dlion.__main__ import main\n"
@@ -115,6 +116,7 @@ def test_pictures_are_of_the_kind_of_their_suffix(typed, runs, tmp_path, suffix,
     assert (tmp_path / f"a.{suffix}").read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_and_a_full_disk_end_it_without_a_traceback(runs, tmp_path):
     read, write = os.pipe()
     os.close(read)

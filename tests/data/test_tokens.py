@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import sys
 import time
 
 import numpy as np
@@ -135,7 +134,7 @@ def test_what_cannot_go_on_says_what_to_do(tmp_path, tokenizer):
         prepare(Table(texts), tokenizer, tmp_path / "new")
 
 
-def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys):
+def test_wrong_input_is_one_clear_line(tmp_path, tokenizer):
     write_documents(tmp_path / "a.jsonl", 3)
     (tmp_path / "missing.jsonl").write_text('{"text": "a cat"}\n{"texts": "a dog"}\n')
     (tmp_path / "cut.jsonl").write_text('{"text": "a cat"}\n{"text": ')
@@ -153,11 +152,9 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys)
         ([tmp_path / "cut.jsonl", *known], "cut.jsonl cannot be read (JSON parse error"),
         ([tmp_path / "a.jsonl", *known, "-o", tmp_path / "a.jsonl"], "is a file: give a folder"),
     ):
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        *_, last = capsys.readouterr().err.splitlines()
-        assert left.value.code == 2 and last.startswith("error: ") and sentence in last
+        with pytest.raises(UserError) as refused:
+            main([*map(str, arguments)])
+        assert sentence in str(refused.value)
 
 
 def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
