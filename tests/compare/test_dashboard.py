@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import wandb
 from dlion.compare.dashboard import main, specification
 
 GROUPS = ["dataset", "model", "optimizer", "workers"]
@@ -79,6 +80,7 @@ def dashboard(command, monkeypatch, tmp_path):
             monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
             monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.chdir(tmp_path)
+        wandb.teardown()  # which keeps what it has once read of the environment
         return command(main, *arguments)
 
     return run

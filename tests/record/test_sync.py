@@ -18,11 +18,11 @@ def sweep(tmp_path, monkeypatch):
         options = {"dir": tmp_path / "sweep" / name, "mode": "offline", "settings": settings}
         with wandb.init(project="p", entity="e", id=name, **options) as run:
             run.log({"loss": 1.0})
-    wandb.teardown()
     return tmp_path / "sweep"
 
 
 def sync(capsys, *paths) -> tuple[int, str, str]:
+    wandb.teardown()  # which keeps what it has once read of the environment
     capsys.readouterr()
     try:
         main(["sync", *map(str, paths)])
