@@ -62,13 +62,14 @@ def errors_end_the_command() -> Iterator[None]:
     except RunFailed as error:
         _leave(f"error: {error}", 1)
     except OSError as error:
-        if error.filename is None:  # standard output: a pipe whose reader left, or a full disk
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
-        if isinstance(error, BrokenPipeError):
+        reason = error.strerror or " ".join(str(error).split())
+        if place := error.filename2 or error.filename:
+            place = str(place).removesuffix(".part")
+            _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would write what is left at its end
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough
             sys.exit(1)
-        place = str(error.filename2 or error.filename or "the output").removesuffix(".part")
-        reason = (error.strerror or str(error)).lower()
-        _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
+        _leave(f"error: {reason}", 1)
     except KeyboardInterrupt as interrupt:
         _leave(": ".join(["interrupted", *map(str, interrupt.args)]), 130)
 

@@ -47,6 +47,6 @@ def test_each_run_of_a_sweep_is_sent_once_and_a_failure_is_told(sweep, monkeypat
         damaged.write_bytes(whole)
         server.runs.clear()
         code, out, error = sync(capsys, sweep, sweep / "b")
-        assert code == 0 and out.endswith("sent: 1; before: 1\n"), error
+        assert code == 0 and out.endswith("sent now: 1; before: 1\n"), error
         assert {run["name"] for run in server.runs} == {"b"}
-        assert sync(capsys, sweep)[:2] == (0, "sent: 0; before: 2\n")
+        assert sync(capsys, sweep)[:2] == (0, "sent now: 0; before: 2\n")

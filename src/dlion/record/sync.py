@@ -97,4 +97,4 @@ def main(arguments: list[str]) -> None:
             raise RunFailed("there is no key, or no server answers: type `wandb login`")
         sync(waiting)
     before = len(folders) - len(waiting)
-    print(f"sent: {len(waiting)}; before: {before}")
+    print(f"sent now: {len(waiting)}; before: {before}")
