@@ -308,7 +308,7 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     asking, count = re.subn(r"\n  lr: .*", "\n  lr: ${oc.env:MY_TOKEN}", config.read_text())
     assert count == 1
     config.write_text(asking)
-    report = ["-m", "dlion.compare.report", tmp_path / "run", "-o", tmp_path / "report.html"]
+    report = ["-m", "dlion", "report", tmp_path / "run", "-o", tmp_path / "report.html"]
     outputs.append(python(*report, env=env))
     assert [done.returncode for done in outputs] == [0, 0], outputs
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and not p.is_symlink()]

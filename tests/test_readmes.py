@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dlion.__main__ import COMMANDS
 from dlion.config import settle
 from dlion.data.prepare import Texts, prepare
 from dlion.launch.check import check_settings
@@ -94,8 +95,9 @@ def test_a_command_without_a_rule_fails(place):
         "python train.py optimizer=dlion",
         "python train.py -m optimizer=g_lion,dlion seed=0,1",
         "python train.py worker=4",
-        "python -m dlion.compare.plot results/nowhere",
-        "python -m dlion.compare.dashboard --projects dlion",
+        "dlion plot results/nowhere",
+        "dlion plott results/mnist5k",
+        "dlion dashboard --projects dlion",
         "torchrun --nproc=x train.py",
         "conda env create -f env.yml",
         ".venv/bin/pip install -e '.[tests]'",
@@ -246,7 +248,7 @@ def train_under_srun(place: Place, typed: list[str]) -> None:
 def compare(place: Place, typed: list[str]) -> None:
     """Read recorded runs where a page says RUNS, else what it names; write to another place."""
     arguments = []
-    for word in itertools.takewhile(lambda word: word != ">", typed[1:]):
+    for word in itertools.takewhile(lambda word: word != ">", typed):
         files = sorted(place.root.glob(word)) if "*" in word else []
         arguments += map(str, files) if files else [word]
     for index, word in enumerate(arguments):
@@ -254,7 +256,7 @@ def compare(place: Place, typed: list[str]) -> None:
             arguments[index] = OUT + Path(word).suffix
         elif re.fullmatch(RECORDED, word):
             arguments[index] = place.runs()
-    place.run(*arguments)
+    place.run("-m", *arguments)
 
 
 def write_tables(place: Place, typed: list[str]) -> None:
@@ -264,25 +266,23 @@ def write_tables(place: Place, typed: list[str]) -> None:
 
 
 def only_options(place: Place, typed: list[str]) -> None:
-    """Check that a module has the options that are typed: it needs an account somewhere."""
-    module = typed[typed.index("-m") + 1]
-    place.run("-m", module, "--help")
+    """Check that a command has the options that are typed: it needs more than there is here."""
+    module, _ = COMMANDS[typed[1]]
+    place.run("-m", *typed[:2], "--help")
     source = Path(importlib.util.find_spec(module).origin).read_text()
     for word in typed:
-        assert not word.startswith("--") or f'"{word}"' in source, f"{module} has no {word}"
+        assert not word.startswith("--") or f'"{word}"' in source, f"{typed[1]} has no {word}"
 
 
 def prepare_text(place: Place, typed: list[str]) -> None:
     """Tokenize documents of ours."""
-    if len(typed) == 3:
-        place.run(*typed[1:], "--help")
+    if len(typed) == 2:
+        place.run("-m", *typed, "--help")
         return
     allowed = {"-o": OUT, "--output": OUT, "--tokenizer": place.data("llama")}
-    own = typed[3].endswith(".txt")
-    source = f"{place.data('llama')}/../{'book.txt' if own else 'documents.jsonl'}"
-    arguments = ["-m", "dlion.data.prepare", source]
+    arguments = ["-m", "dlion", "prepare", f"{place.data('llama')}/../documents.jsonl"]
     for option, value in itertools.pairwise(typed):
-        if option.startswith("-") and option != "-m":
+        if option.startswith("-"):
             arguments += [option, allowed.get(option, value)]
     place.run(*arguments, *(() if own else ("--tokenizer", allowed["--tokenizer"])))
 
@@ -326,10 +326,10 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"PYTHONPATH=\S+ python train\.py": train_own,
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
-    r"python -m dlion\.compare\.dashboard": only_options,
     r"python -m dlion\.compare\.readme": write_tables,
-    r"python -m dlion\.compare\.": compare,
-    r"python -m dlion\.data\.prepare": prepare_text,
+    r"dlion (dashboard|export|sync)": only_options,
+    r"dlion prepare": prepare_text,
+    r"dlion": compare,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,

@@ -3,12 +3,12 @@
 import json
 import shutil
 import signal
-import sys
 import time
 
 import numpy as np
 import pytest
 
+from dlion.arguments import errors_end_the_command
 from dlion.data import prepared_text
 from dlion.data.prepare import Texts, main, prepare
 from dlion.data.tokens import load_tokenizer
@@ -33,11 +33,11 @@ class Failing(Texts):
         return super().__getitem__(part)
 
 
-def say(monkeypatch, capsys, *arguments):
+def say(capsys, *arguments):
     """Return the exit code and what the command prints, in this process."""
-    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
     try:
-        main()
+        with errors_end_the_command():
+            main([*map(str, arguments)])
         code = 0
     except SystemExit as left:
         code = left.code
@@ -50,7 +50,7 @@ def run(*arguments, cwd=ROOT):
 
 
 def start(*arguments, cwd=ROOT):
-    return Run(["-m", "dlion.data.prepare", *map(str, arguments)], cwd=cwd)
+    return Run(["-m", "dlion", "prepare", *map(str, arguments)], cwd=cwd)
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_what_cannot_go_on_says_what_to_do(tmp_path, tokenizer):
         prepare(Texts(texts), tokenizer, tmp_path / "new")
 
 
-def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys):
+def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys):
     write_documents(tmp_path / "a.jsonl", 3)
     (tmp_path / "latin1.txt").write_bytes("für".encode("latin1"))
     (tmp_path / "empty.txt").write_text("\n \n")
@@ -167,14 +167,14 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys)
         ([tmp_path / "cut.jsonl", *known], "cut.jsonl cannot be read (JSON parse error"),
         ([tmp_path / "a.jsonl", *known, "-o", tmp_path / "a.jsonl"], "is a file: give a folder"),
     ):
-        code, last = say(monkeypatch, capsys, *arguments)
+        code, last = say(capsys, *arguments)
         assert code == 2 and last.startswith("error: ") and sentence in last
 
 
-def test_a_text_file_keeps_every_byte_and_says_how_to_train_on_it(tmp_path, monkeypatch, capsys):
+def test_a_text_file_keeps_every_byte_and_says_how_to_train_on_it(tmp_path, capsys):
     text = "".join(f"Line {i}, für each\r\n\n\tand more.\n" for i in range(1000))
     (tmp_path / "book.txt").write_bytes(text.encode())
-    code, last = say(monkeypatch, capsys, tmp_path / "book.txt", "-o", tmp_path / "out")
+    code, last = say(capsys, tmp_path / "book.txt", "-o", tmp_path / "out")
     assert code == 0
     program, script, *settings = last.split()
     assert (program, script) == ("python", "train.py")
@@ -186,11 +186,11 @@ def test_a_text_file_keeps_every_byte_and_says_how_to_train_on_it(tmp_path, monk
     assert data.train_size >= 256 and data.test_size >= 10  # eight workers have a batch
 
 
-def test_documents_of_a_text_file_are_cut_at_a_marker(tmp_path, monkeypatch, capsys):
+def test_documents_of_a_text_file_are_cut_at_a_marker(tmp_path, capsys):
     documents = [f"document {i}\nof two lines" for i in range(200)]
     (tmp_path / "all.txt").write_text("<|end|>".join(documents))
     arguments = [tmp_path / "all.txt", "-o", tmp_path / "out", "--separator", "<|end|>"]
-    assert say(monkeypatch, capsys, *arguments)[0] == 0
+    assert say(capsys, *arguments)[0] == 0
     data = prepared_text(str(tmp_path / "out"), context=8)
     for tokens, chosen in (
         (data.train_tokens, [d for i, d in enumerate(documents) if i % 10]),
@@ -206,7 +206,7 @@ def test_a_short_text_still_has_a_test_of_some_size(tmp_path):
 
 
 def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"must be prepared: type `python -m dlion.data.prepare"):
+    with pytest.raises(UserError, match=r"must be prepared: type `dlion prepare"):
         prepared_text(None)
     with pytest.raises(UserError, match=r"has no tokens.json"):
         prepared_text(str(tmp_path))

@@ -8,7 +8,7 @@ LAYOUTS = {
     "cifar10": "train-*.parquet and test-*.parquet of columns img and label",
     "cifar100": "train-*.parquet and test-*.parquet of columns img and fine_label",
     "choices": "a folder for each task with its parquet files",
-    "prepared_text": "train.bin, val.bin and tokens.json, as `python -m dlion.data.prepare FILE -o"
+    "prepared_text": "train.bin, val.bin and tokens.json, as `dlion prepare FILE -o"
     " DIR` writes them",
 }
 

@@ -1,25 +1,24 @@
 """Turn text into tokens once and for all: a file of one's own, OpenWebText and its like.
 
-    python -m dlion.data.prepare book.txt -o DIR                    # bytes, nothing is downloaded
-    python -m dlion.data.prepare a.jsonl b.jsonl -o DIR             # from files of one kind
-    python -m dlion.data.prepare Skylion007/openwebtext -o DIR      # from the hub, GPT-2's tokens
+    dlion prepare book.txt -o DIR                    # bytes, nothing is downloaded
+    dlion prepare a.jsonl b.jsonl -o DIR             # from files of one kind
+    dlion prepare Skylion007/openwebtext -o DIR      # from the hub, GPT-2's tokens
 
 writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
 ``tokens.json``, and says what to type to train on them. After an interruption the same command
-continues. Exit codes: 0 finished, 2 wrong input, 130 interrupted.
+continues.
 """
 
-import argparse
 import json
 import os
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from dlion.arguments import make_parser
 from dlion.data.parquet import open_hub
 from dlion.data.tokens import (
     BYTES,
@@ -268,11 +267,9 @@ def _resolved(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Prepare what the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dlion.data.prepare", description=__doc__.splitlines()[0]
-    )
+    parser = make_parser("prepare", __doc__, "book.txt -o DIR")
     parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument(
@@ -291,20 +288,18 @@ def main() -> None:
         help="every so many documents one is for the test; 0: the last tenth of each; default: by"
         " the number of documents",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.held_out is not None and (args.held_out < 0 or args.held_out == 1):
+        raise UserError(
+            f"--held-out={args.held_out} leaves nothing to train on: give 2 or more, or 0"
+        )
+    if args.output.exists() and not args.output.is_dir():
+        raise UserError(f"--output={args.output} is a file: give a folder")
+    table = _load_documents(args.sources, args.split, args.separator)
+    tokenizer = args.tokenizer or (BYTES if Path(args.sources[0]).exists() else "gpt2")
+    if args.column not in table.column_names:
+        raise UserError(f"--column={args.column}: there are {', '.join(table.column_names)} only")
     try:
-        if args.held_out is not None and (args.held_out < 0 or args.held_out == 1):
-            raise UserError(
-                f"--held-out={args.held_out} leaves nothing to train on: give 2 or more, or 0"
-            )
-        if args.output.exists() and not args.output.is_dir():
-            raise UserError(f"--output={args.output} is a file: give a folder")
-        table = _load_documents(args.sources, args.split, args.separator)
-        tokenizer = args.tokenizer or (BYTES if Path(args.sources[0]).exists() else "gpt2")
-        if args.column not in table.column_names:
-            raise UserError(
-                f"--column={args.column}: there are {', '.join(table.column_names)} only"
-            )
         prepare(
             table,
             load_tokenizer(tokenizer, "--tokenizer"),
@@ -317,20 +312,9 @@ def main() -> None:
                 + (["--separator", args.separator] if args.separator else [])
             ),
         )
-        command = how_to_train(args.output)
-    except UserError as error:
-        _leave(f"error: {error}", 2)
     except KeyboardInterrupt:
-        _leave("interrupted: type the same command again to go on", 130)
+        raise KeyboardInterrupt("type the same command again to go on") from None
+    command = how_to_train(args.output)
     facts = read_facts(args.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
     print(f"{args.output}: {counts} tokens; train on them with\n{command}")
-
-
-def _leave(sentence: str, code: int) -> NoReturn:
-    print(sentence, file=sys.stderr)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

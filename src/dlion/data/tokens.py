@@ -1,4 +1,4 @@
-"""Text as tokens in memory-mapped files, as ``python -m dlion.data.prepare`` writes them."""
+"""Text as tokens in memory-mapped files, as ``dlion prepare`` writes them."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ class Bytes:
 
 
 def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
-    """Map tokens that ``python -m dlion.data.prepare`` has written into memory.
+    """Map tokens that ``dlion prepare`` has written into memory.
 
     Args:
         path: the folder that was prepared.
@@ -46,25 +46,23 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
     """
     if path is None:
         raise UserError(
-            "the text must be prepared: type `python -m dlion.data.prepare FILE -o DIR`, then"
-            " dataset.path=DIR"
+            "the text must be prepared: type `dlion prepare FILE -o DIR`, then dataset.path=DIR"
         )
     folder = Path(path).expanduser()
     if folder.is_file():
         raise UserError(
-            f"dataset.path={path} is a file: type `python -m dlion.data.prepare {path} -o DIR`,"
+            f"dataset.path={path} is a file: type `dlion prepare {path} -o DIR`,"
             " then dataset.path=DIR"
         )
     if not (folder / FACTS).exists():
         raise UserError(
-            f"dataset.path={path} has no {FACTS}: prepare it with `python -m dlion.data.prepare"
-            f" SOURCE -o {path}`"
+            f"dataset.path={path} has no {FACTS}: prepare it with `dlion prepare SOURCE -o {path}`"
         )
     facts = read_facts(folder)
     if facts["documents"] != facts["of"]:
         raise UserError(
             f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
-            f" with `python -m dlion.data.prepare {facts['origin']} --held-out {facts['held_out']}"
+            f" with `dlion prepare {facts['origin']} --held-out {facts['held_out']}"
             f" -o {shlex.quote(str(path))}`"
         )
     tensors = []

@@ -125,5 +125,5 @@ def _job_failure(error: Exception) -> str:
     reason = state[1].strip().lower() if state else next(x for x in reversed(lines) if x)
     return (
         f"SLURM job {job[0] if job else ''} of the sweep: {reason}; the others go on, and"
-        " `python -m dlion.compare.collect SWEEP_DIR` tells what became of each"
+        " `dlion collect SWEEP_DIR` tells what became of each"
     )

@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from dlion.errors import UserError
 from dlion.files import write_atomically
-from dlion.record.configs import resolve
+from dlion.record.configs import read_yaml, resolve
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
@@ -148,11 +148,11 @@ def load_run(directory: Path) -> Run:
             summary = json.loads(file.read_text("utf-8"))
     if (file := directory / CONFIG).exists():
         with _named_if_damaged(file):
-            recorded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+            recorded = read_yaml(file)
             config = resolve(recorded) if isinstance(recorded, dict) else None
     if (file := directory / OVERRIDES).exists():
         with _named_if_damaged(file):
-            overrides = [str(override) for override in OmegaConf.load(file)]
+            overrides = [str(override) for override in read_yaml(file)]
     failure = directory / FAILURE
     return Run(
         directory=directory,

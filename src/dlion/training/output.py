@@ -87,8 +87,7 @@ class Output:
             self.record.finish(summary)
             self.logger.finish(summary)
             self.console.finish(
-                f"after {self.row['seconds']:.1f} s; python -m dlion.compare.plot"
-                f" {self.job.output_dir}"
+                f"after {self.row['seconds']:.1f} s; dlion plot {self.job.output_dir}"
             )
         return self.row.get("test_accuracy", self.row["test_loss"])
 
