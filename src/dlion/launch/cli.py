@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from dlion.config import explain, settle, unlisted_method
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.environment import is_first
-from dlion.launch.resume import holds_another
+from dlion.launch.resume import choose_output_dir, command_to_go_on, holds_another
 from dlion.record.runs import holds_run, record_config, record_failure
+from dlion.training.console import guard_output
 
 _EXIT_CODES = {
     UserError: 2,
@@ -36,6 +37,7 @@ def run(main: Callable[[], Any]) -> None:
     Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to continue
     from, 130 interrupted.
     """
+    guard_output()
     # argparse cannot read overrides on both sides of an option
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
@@ -63,9 +65,13 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
             raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
         settings = settle(config, hydra)
         _note_own_settings(unlisted_method(config, hydra))
+        if not multirun:
+            output_dir = choose_output_dir(config, settings)
+            settings.output_dir = str(output_dir)
         return launch(settings, output_dir)
     except Stopped as stop:
-        if stop.signal is not None and callable(signal.getsignal(stop.signal)):
+        stop.command = command_to_go_on(Path(hydra.sweep.dir) if multirun else output_dir, multirun)
+        if stop.signal not in (None, signal.SIGINT) and callable(signal.getsignal(stop.signal)):
             print(stop, file=sys.stderr)
             signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
             sys.exit(75)
@@ -75,14 +81,17 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     except UserError as error:
         if not multirun:
             _leave(error)
-        if not holds_run(output_dir):
-            record_config(output_dir, config)
         if not holds_another(config, output_dir):  # the record of another run stays as it is
+            if not holds_run(output_dir):
+                record_config(output_dir, config)
             record_failure(output_dir, str(error))
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
         record_failure(output_dir, _sentence(error))
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, RunFailed) and not multirun):
+        _leave(error, None if multirun else command_to_go_on(output_dir))
+    except Exception as error:
+        record_failure(output_dir, _sentence(error))
+        if isinstance(error, RunFailed) and not multirun:
             _leave(error)
         raise
 
@@ -97,11 +106,20 @@ def _note_own_settings(method: str | None) -> None:
         )
 
 
-def _leave(error: BaseException) -> NoReturn:
-    """Print the error's sentence and exit with its code; of several processes the first prints."""
+def _leave(error: BaseException, command: str | None = None) -> NoReturn:
+    """Print the error's sentence and exit with its code; of several processes the first prints.
+
+    Args:
+        error: why this process ends.
+        command: what to type to go on, if that is known and the sentence does not say it.
+    """
     code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+    stopped = isinstance(error, Stopped)
+    if stopped and error.signal == signal.SIGINT:
+        code = _EXIT_CODES[KeyboardInterrupt]
     if is_first() or code == 1:
-        print("" if code == 75 else "error: ", _sentence(error), sep="", file=sys.stderr)
+        hint = f"; to go on: {command}" if command else ""
+        print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
     sys.exit(code)
 
 
