@@ -1,9 +1,10 @@
 """Locks that die with their holder.
 
-A lock is ``flock`` on a file or a folder. The kernel frees it when the last process that holds it has
-ended, however it ended; processes that a holder forks hold it too. Linux passes it on to an NFS
+A lock is ``flock`` on a file or a folder. The kernel frees it when the last process that holds it
+has ended, however it ended; processes that a holder forks hold it too. Linux passes it on to an NFS
 server, which frees it some time after a machine has died (its lease, often 90 s), unless the mount
-says ``local_lock``: then, as on Lustre with ``localflock``, it keeps out processes of one machine only.
+says ``local_lock``: then, as on Lustre with ``localflock``, it keeps out processes of the same
+machine only.
 """
 
 import contextlib

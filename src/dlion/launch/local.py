@@ -106,8 +106,8 @@ def run_processes(
 def _folder() -> Iterator[Path]:
     """Make a folder in which processes meet and say how they ended, and remove it at the end.
 
-    A launcher that is killed leaves its folder behind. The lock on it dies with the launcher and its
-    processes, so the next one can tell, and removes it.
+    A launcher that is killed leaves its folder behind. The lock on it dies with the launcher and
+    its processes, so the next one can tell, and removes it.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is held, or another launcher removes it

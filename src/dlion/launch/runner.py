@@ -62,9 +62,8 @@ def _run_with_restarts(job: Job) -> float | None:
         try:
             return _run(job)
         except RunFailed as error:
-            if (
-                result := result_of(load_run(job.output_dir))
-            ) is not None:  # it failed after its last step
+            result = result_of(load_run(job.output_dir))
+            if result is not None:  # it failed after its last step
                 return result
             if restarts == config.max_restarts or error.leaving:
                 raise

@@ -10,7 +10,8 @@
 State is copied, which takes as much memory again, and written while training goes on. A directory
 gets its name when all is in it and on the disk. Each file names itself and its step. Files are read
 as tensors and JSON: no content is ever executed. What is called ``step-`` and digits is a
-checkpoint, and nothing else is read or removed here. Random draws depend on seed, worker and step alone: there is no generator to save.
+checkpoint, and nothing else is read or removed here. Random draws depend on seed, worker and step
+alone: there is no generator to save.
 """
 
 import contextlib

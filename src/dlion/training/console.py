@@ -26,8 +26,9 @@ def guard_output() -> None:
         pass  # it takes the place of one that was closed, which no other file may get
     os.close(descriptor)
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # None: closed before the start
-        setattr(sys, name, _Guarded(stream))
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
+        if not isinstance(stream, _Guarded):
+            setattr(sys, name, _Guarded(stream))
 
 
 class _Guarded:

@@ -12,8 +12,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal
 class SignalNotice:
     """While entered, :data:`SIGNALS` are noted instead of ending this process.
 
-    Those that the process ignores (SIGHUP under nohup, SIGINT in a shell's background) stay ignored.
-    They may come more than once: from the scheduler to all processes, and from the launcher.
+    Those that the process ignores (SIGHUP under nohup, SIGINT in a shell's background) stay
+    ignored. Others may come more than once: from the scheduler to all processes, and from the
+    launcher.
 
     Args:
         on_signal: called with the number of each signal, from its handler.
