@@ -19,7 +19,7 @@ from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.environment import is_first
 from dlion.launch.resume import choose_output_dir, command_to_go_on, holds_another
 from dlion.record.runs import holds_run, record_config, record_failure
-from dlion.training.console import guard_output
+from dlion.terminal import raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -37,7 +37,6 @@ def run(main: Callable[[], Any]) -> None:
     Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to continue
     from, 130 interrupted.
     """
-    guard_output()
     # argparse cannot read overrides on both sides of an option
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
@@ -65,6 +64,7 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
             raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
         settings = settle(config, hydra)
         _note_own_settings(unlisted_method(config, hydra))
+        raise_interrupts()
         if not multirun:
             output_dir = choose_output_dir(config, settings)
             settings.output_dir = str(output_dir)

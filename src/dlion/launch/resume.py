@@ -23,7 +23,7 @@ from dlion.training.checkpoint import (
 from dlion.training.schedule import share_of_rate
 
 _LOCK = ".lock"
-_PATIENCE = 2.0  # seconds that the processes of a killed launcher may take to end
+_PATIENCE = 1.0  # seconds that the processes of a killed launcher may take to end
 
 
 @contextmanager

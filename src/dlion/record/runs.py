@@ -55,7 +55,7 @@ class RunRecord:
             directory.mkdir(parents=True, exist_ok=True)
             if (directory / FAILURE).is_file():
                 (directory / FAILURE).unlink()
-            if self._file.exists():
+            if self._file.is_file():
                 rows, damaged = read_rows(directory)
                 rows = [row for row in rows if row["step"] <= (resumed_at or 0)]
                 _set_aside(self._file, damaged)

@@ -1,11 +1,7 @@
 """What a person sees while a run goes on: one table, one live line, one result."""
 
-import os
-import sys
 import time
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,40 +10,6 @@ from rich.table import Table
 from dlion.units import human_bytes
 
 QUIET_INTERVAL = 10.0  # seconds between lines where there is no terminal
-
-
-def guard_output() -> None:
-    """Let nothing that is printed end a run, though the terminal, pipe or log may go away.
-
-    Call it once, before anything is printed: it replaces ``sys.stdout`` and ``sys.stderr``, through
-    which all of it goes.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # it takes the place of one that was closed, which no other file may get
-    os.close(descriptor)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
-        if not isinstance(stream, _Guarded):
-            setattr(sys, name, _Guarded(stream))
-
-
-class _Guarded:
-    """A text stream that drops what cannot be written, and writes again as soon as it can."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # ValueError: it was closed
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.flush()
 
 
 class RunConsole:
