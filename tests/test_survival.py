@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from dlion import terminal
 from dlion.errors import Stopped, TrainingFailed, UserError
 from dlion.launch.local import run_processes
-from dlion.launch.resume import alone_in
+from dlion.launch.resume import alone_in, checkpoint_to_resume, finished_run
 from dlion.locks import acquire, holding
 from dlion.record.runs import RunRecord, load_run, record_failure
 from dlion.training.checkpoint import find
@@ -321,15 +322,15 @@ def test_a_record_that_cannot_be_written_is_named(tmp_path):
         pass
 
 
-def test_resuming_never_starts_anew_in_silence(tmp_path):
+def test_resuming_without_a_folder_finds_it_or_refuses(tmp_path):
     def run(*overrides, code):
         settings = [*SMALL, "steps=4", *overrides]
         done = Run([str(ROOT / "train.py"), *settings], cwd=tmp_path).wait()
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    assert "finds no unfinished run of these settings" in run("resume=auto", code=2)
-    assert not list(tmp_path.iterdir())
+    assert "needs the sweep's folder: type" in run("-m", "resume=auto", "seed=0,1", code=2)
+    shutil.rmtree(tmp_path / "outputs")
     run("stop_after=2", code=75)
     (first,) = tmp_path.glob("outputs/*/*")
     name = first.relative_to(tmp_path)
@@ -340,26 +341,41 @@ def test_resuming_never_starts_anew_in_silence(tmp_path):
     assert f"({name} is finished)" in run("resume=auto", code=2)
     assert list(tmp_path.glob("outputs/*/*")) == [first]
 
-    here = [f"output_dir={first}", "resume=auto"]
-    assert "is finished; nothing is left to do" in run(*here, code=0)
-    assert "is finished, and had another seed, optimizer.lr:" in run(
-        *here, "seed=1", "optimizer.lr=0.5", code=2
-    )
-    assert "schedule=constant can be extended" in run(*here, "steps=6", code=2)
-    summary = (first / "summary.json").read_text()
+
+def settings_of(directory, **values):
+    """Return the settings of a run for resume=auto, some of them replaced."""
+    recorded = load_run(directory).config | {"resume": "auto"} | values
+    return OmegaConf.create(recorded)
+
+
+def test_a_finished_run_is_only_gone_on_with_if_there_is_more_to_do(whole, tmp_path, capsys):
+    assert finished_run(settings_of(whole), whole).finished
+    assert "is finished; nothing is left to do" in capsys.readouterr().out
+    assert finished_run(settings_of(whole, steps=10), whole) is None
+    with pytest.raises(UserError, match="schedule=constant can be extended"):
+        checkpoint_to_resume(settings_of(whole), whole, 10)
+    with pytest.raises(UserError, match="nothing is left of 6 steps"):
+        checkpoint_to_resume(settings_of(whole), whole, 6)
+    optimizer = load_run(whole).config["optimizer"] | {"lr": 0.5}
+    with pytest.raises(UserError, match=r"is finished, and had another seed, optimizer\.lr:"):
+        finished_run(settings_of(whole, seed=1, optimizer=optimizer), whole)
+    damaged = shutil.copytree(whole, tmp_path / "damaged")
     for content in ("{}", "[]"):
-        (first / "summary.json").write_text(content)
-        assert "summary.json is damaged (" in run(*here, code=2)
-    (first / "summary.json").write_text(summary)
-    other = tmp_path / "other"
-    assert f"nothing to resume in {other}: starting anew" in run(
-        f"output_dir={other}", "resume=auto", code=0
-    )
-    shutil.rmtree(other / "checkpoint")
-    (other / "summary.json").unlink()
-    assert "holds a run without a checkpoint that had another seed:" in run(
-        f"output_dir={other}", "resume=auto", "seed=1", code=2
-    )
+        (damaged / "summary.json").write_text(content)
+        with pytest.raises(UserError, match=r"summary.json is damaged \("):
+            finished_run(settings_of(whole), damaged)
+
+
+def test_a_run_without_a_checkpoint_starts_anew_aloud_and_not_over_another(whole, tmp_path, capsys):
+    config = settings_of(whole)
+    assert checkpoint_to_resume(config, tmp_path, 8) is None
+    assert f"nothing to resume in {tmp_path}: starting anew" in capsys.readouterr().out
+    killed = shutil.copytree(whole, tmp_path / "killed")
+    (killed / "summary.json").unlink()
+    shutil.rmtree(killed / "checkpoint")
+    assert checkpoint_to_resume(config, killed, 8) is None
+    with pytest.raises(UserError, match="without a checkpoint that had another seed:"):
+        checkpoint_to_resume(settings_of(whole, seed=1), killed, 8)
 
 
 def test_a_constant_schedule_is_extended_to_the_bit(tmp_path):

@@ -59,6 +59,7 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
     output_dir = Path(hydra.runtime.output_dir if multirun else config.output_dir)
+    sweep = Path(hydra.sweep.dir) if multirun else None
     try:
         if not multirun and hydra.run.dir != ".":
             raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
@@ -70,7 +71,7 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
             settings.output_dir = str(output_dir)
         return launch(settings, output_dir)
     except Stopped as stop:
-        stop.command = command_to_go_on(Path(hydra.sweep.dir) if multirun else output_dir, multirun)
+        stop.command = command_to_go_on(output_dir, sweep)
         if stop.signal not in (None, signal.SIGINT) and callable(signal.getsignal(stop.signal)):
             print(stop, file=sys.stderr)
             signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
@@ -87,8 +88,9 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
             record_failure(output_dir, str(error))
         raise
     except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
         record_failure(output_dir, _sentence(error))
-        _leave(error, None if multirun else command_to_go_on(output_dir))
+        _leave(error, command_to_go_on(output_dir, sweep))
     except Exception as error:
         record_failure(output_dir, _sentence(error))
         if isinstance(error, RunFailed) and not multirun:

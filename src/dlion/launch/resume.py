@@ -75,9 +75,12 @@ def check_output(config: DictConfig, output_dir: Path) -> None:
 
 
 def holds_another(config: DictConfig, output_dir: Path) -> bool:
-    """Whether a run is in the directory that this one does not continue, or that goes on there."""
-    mine = resuming(config, output_dir) == "auto" or not holds_run(output_dir)
-    return not mine or is_held(output_dir / _LOCK)
+    """Whether the directory holds a run that is finished, goes on, or is not to be continued."""
+    if resuming(config, output_dir) == "auto":
+        another = (output_dir / SUMMARY).exists()
+    else:
+        another = holds_run(output_dir)
+    return another or is_held(output_dir / _LOCK)
 
 
 def resuming(config: DictConfig, output_dir: Path) -> str | None:
@@ -128,27 +131,28 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
     )
 
 
-def command_to_go_on(directory: Path, sweep: bool = False) -> str | None:
-    """Return the command that goes on with a run, or with a sweep; None: nothing was saved.
+def command_to_go_on(output_dir: Path, sweep: Path | None = None) -> str | None:
+    """Return the command that goes on with a run, or with its sweep; None: nothing was saved.
 
-    It is what was typed with the directory and ``resume=auto``, quoted for a shell.
+    It is what was typed with the directory and ``resume=auto``, quoted for a shell. What torchrun
+    or SLURM was given is not known here.
     """
-    if not sweep and not has_checkpoint(directory):
+    if sweep is None and not has_checkpoint(output_dir):
         return None
-    key = "hydra.sweep.dir=" if sweep else "output_dir="
-    command = [sys.orig_argv[0], sys.argv[0]] if detect() is None else ["the same command with"]
-    typed = [
-        word
-        for word in (sys.argv[1:] if detect() is None else ())
-        if not word.startswith("resume=") and not (word.startswith(key) and "${" in word)
-    ]
-    if not any(word.startswith(key) for word in typed):
-        typed.append(f"{key}{directory}")
-    return shlex.join([*command, *typed, "resume=auto"])
+    key = "output_dir=" if sweep is None else "hydra.sweep.dir="
+    goes_on = [f"{key}{sweep or output_dir}", "resume=auto"]
+    if detect() is not None:
+        return f"the same command with {shlex.join(goes_on)}"
+    typed = [word for word in sys.argv[1:] if not word.startswith("resume=")]
+    if any(word.startswith(key) and "${" not in word for word in typed):
+        goes_on = goes_on[1:]  # the directory as it was typed, with Hydra's own quotes
+    else:
+        typed = [word for word in typed if not word.startswith(key)]
+    return shlex.join([sys.orig_argv[0], sys.argv[0], *typed, *goes_on])
 
 
-def finished_result(config: DictConfig, output_dir: Path) -> float | None:
-    """Return the result of the finished run in a directory; None if there is something left to do.
+def finished_run(config: DictConfig, output_dir: Path) -> Run | None:
+    """Return the finished run in a directory; None if there is something left to do.
 
     Raises:
         UserError: if it had other settings, or its summary is damaged.
@@ -166,27 +170,20 @@ def finished_result(config: DictConfig, output_dir: Path) -> float | None:
         more = (recorded.get("steps"), recorded.get("epochs")) != (None, config.epochs)
     else:
         more = config.steps != run.summary.get("steps")
-    result = result_of(run)
+    if {"test_accuracy", "test_loss"} - set(run.summary):
+        raise UserError(
+            f"{output_dir / SUMMARY} is damaged (it lacks the result): remove it, and resume=auto"
+            " goes on from the last checkpoint"
+        )
     if not more and is_first():
         print(f"{output_dir} is finished; nothing is left to do")
-    return None if more else result
+    return None if more else run
 
 
 def result_of(run: Run) -> float | None:
-    """Return the test accuracy of a finished run, or the test loss; None for an unfinished one.
-
-    Raises:
-        UserError: if its summary has neither.
-    """
-    if run.summary is None:
-        return None
-    try:
-        accuracy, loss = run.summary["test_accuracy"], run.summary["test_loss"]
-    except KeyError as error:
-        raise UserError(
-            f"{run.directory / SUMMARY} is damaged (it has no {error.args[0]}): remove it, and"
-            " resume=auto goes on from the last checkpoint"
-        ) from error
+    """Return the test accuracy of a finished run or, without one, the test loss."""
+    assert run.summary is not None
+    accuracy, loss = run.summary["test_accuracy"], run.summary["test_loss"]
     return loss if accuracy is None else accuracy
 
 

@@ -18,7 +18,7 @@ from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
 from dlion.launch.resume import (
     alone_in,
-    finished_result,
+    finished_run,
     latest_checkpoint,
     result_of,
     resuming,
@@ -42,9 +42,9 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
     with alone_in(output_dir) if first else nullcontext():
         if resuming(config, output_dir) == "auto":
-            result = finished_result(config, output_dir)
-            if result is not None:
-                return result
+            run = finished_run(config, output_dir)
+            if run is not None:
+                return result_of(run)
         job = check(config, output_dir, started)
         if first:
             record_config(output_dir, config)
@@ -62,9 +62,9 @@ def _run_with_restarts(job: Job) -> float | None:
         try:
             return _run(job)
         except RunFailed as error:
-            result = result_of(load_run(job.output_dir))
-            if result is not None:  # it failed after its last step
-                return result
+            run = load_run(job.output_dir)
+            if run.finished:  # it failed after its last step
+                return result_of(run)
             if restarts == config.max_restarts or error.leaving:
                 raise
             restarts += 1
