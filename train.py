@@ -8,10 +8,14 @@
 `python train.py --help` lists the settings; conf/ holds them.
 """
 
-import hydra
-from omegaconf import DictConfig
+from dlion import terminal
 
-from dlion.launch import cli, launch
+terminal.prepare()
+
+import hydra  # noqa: E402 - these take seconds
+from omegaconf import DictConfig  # noqa: E402
+
+from dlion.launch import cli, launch  # noqa: E402
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -280,7 +280,9 @@ def prepare_text(place: Place, typed: list[str]) -> None:
         place.run("-m", *typed, "--help")
         return
     allowed = {"-o": OUT, "--output": OUT, "--tokenizer": place.data("llama")}
-    arguments = ["-m", "dlion", "prepare", f"{place.data('llama')}/../documents.jsonl"]
+    own = typed[2].endswith(".txt")
+    source = f"{place.data('llama')}/../{'book.txt' if own else 'documents.jsonl'}"
+    arguments = ["-m", "dlion", "prepare", source]
     for option, value in itertools.pairwise(typed):
         if option.startswith("-"):
             arguments += [option, allowed.get(option, value)]

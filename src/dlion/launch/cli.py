@@ -17,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from dlion.config import explain, settle, unlisted_method
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.launch.environment import is_first
-from dlion.launch.resume import holds_another
+from dlion.launch.resume import choose_output_dir, command_to_go_on, holds_another
 from dlion.launch.stored import in_any_group
 from dlion.record.runs import holds_run, record_config, record_failure
+from dlion.terminal import raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -60,14 +61,20 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
     output_dir = Path(hydra.runtime.output_dir if multirun else config.output_dir)
+    sweep = Path(hydra.sweep.dir) if multirun else None
     try:
         if not multirun and hydra.run.dir != ".":
             raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
         settings = settle(config, hydra)
         _note_own_settings(unlisted_method(config, hydra))
+        raise_interrupts()
+        if not multirun:
+            output_dir = choose_output_dir(config, settings)
+            settings.output_dir = str(output_dir)
         return launch(settings, output_dir)
     except Stopped as stop:
-        if stop.signal is not None and callable(signal.getsignal(stop.signal)):
+        stop.command = command_to_go_on(output_dir, sweep)
+        if stop.signal not in (None, signal.SIGINT) and callable(signal.getsignal(stop.signal)):
             print(stop, file=sys.stderr)
             signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
             sys.exit(75)
@@ -77,14 +84,18 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
     except UserError as error:
         if not multirun:
             _leave(error)
-        if not holds_run(output_dir):
-            record_config(output_dir, config)
         if not holds_another(config, output_dir):  # the record of another run stays as it is
+            if not holds_run(output_dir):
+                record_config(output_dir, config)
             record_failure(output_dir, str(error))
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
         record_failure(output_dir, _sentence(error))
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, RunFailed) and not multirun):
+        _leave(error, command_to_go_on(output_dir, sweep))
+    except Exception as error:
+        record_failure(output_dir, _sentence(error))
+        if isinstance(error, RunFailed) and not multirun:
             _leave(error)
         raise
 
@@ -99,11 +110,20 @@ def _note_own_settings(method: str | None) -> None:
         )
 
 
-def _leave(error: BaseException) -> NoReturn:
-    """Print the error's sentence and exit with its code; of several processes the first prints."""
+def _leave(error: BaseException, command: str | None = None) -> NoReturn:
+    """Print the error's sentence and exit with its code; of several processes the first prints.
+
+    Args:
+        error: why this process ends.
+        command: what to type to go on, if that is known and the sentence does not say it.
+    """
     code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+    stopped = isinstance(error, Stopped)
+    if stopped and error.signal == signal.SIGINT:
+        code = _EXIT_CODES[KeyboardInterrupt]
     if is_first() or code == 1:
-        print("" if code == 75 else "error: ", _sentence(error), sep="", file=sys.stderr)
+        hint = f"; to go on: {command}" if command else ""
+        print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
     sys.exit(code)
 
 

@@ -84,6 +84,7 @@ class Trainer:
         self.checkpoints = Checkpoints(
             job.output_dir,
             identity(config),
+            job.steps,
             control=self.control,
             common_state=self.optimizer.common_state,
             worker_state=self._worker_state,
@@ -120,6 +121,7 @@ class Trainer:
                 stops = done == config.stop_after or self.optimizer.flagged
                 if stops or _every(config.checkpoint_every, done):
                     with self.meter.paused():
+                        self.output.sync()
                         self.checkpoints.save(self.progress(done))
                 if stops:
                     self.checkpoints.wait()

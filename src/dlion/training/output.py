@@ -68,6 +68,11 @@ class Output:
             self.record.append(self.row)
             self.logger.log(self.row)
 
+    def sync(self) -> None:
+        """Put all rows on the disk, as a checkpoint is about to count on them."""
+        if self.active:
+            self.record.sync()
+
     def profile(self, timer: Timer, seconds: float) -> None:
         """Show where this process's time went and write profile.json (milliseconds per step)."""
         phases = (*_PHASES, *_PHASES_BESIDE)
