@@ -15,6 +15,7 @@ from dlion.data.base import Batch, Images, split_off
 from dlion.data.parquet import keep_encoded, load_parquet
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.machine import cores
 
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
 # ImageNet's, as torchvision's models use them
@@ -87,13 +88,14 @@ class ImageFiles(Images):
 
     def _loader(self, dataset: Dataset, requests: Iterable[Any], device: str) -> DataLoader:
         """Return a loader of ``dataset[request]`` for each request."""
+        loaders = min(self.loaders, cores())  # more would be slower, and torch would warn
         return DataLoader(
             dataset,
             batch_size=None,  # a request is a batch
             sampler=requests,
-            num_workers=self.loaders,
-            persistent_workers=self.loaders > 0,
-            timeout=_PATIENCE if self.loaders else 0,
+            num_workers=loaders,
+            persistent_workers=loaders > 0,
+            timeout=_PATIENCE if loaders else 0,
             pin_memory=device == "cuda",
         )
 
