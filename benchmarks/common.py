@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -35,15 +36,16 @@ class Parser(arguments.Parser):
     Every benchmark has ``--smoke``; those that measure have ``--output`` and ``--fresh``.
     """
 
-    def __init__(self, doc: str, output: Path | None = RESULTS) -> None:
+    def __init__(self, doc: str, output: Path | None = RESULTS, beside: str | None = None) -> None:
         """Make a parser.
 
         Args:
             doc: the benchmark's docstring; its first line is the description.
             output: where files go if nothing else is typed; None: nothing is measured.
+            beside: a package that is measured too, and that dlion itself does not need.
         """
         super().__init__(description=doc.splitlines()[0])
-        self._output = output
+        self._output, self._beside = output, beside
         self.add_argument(
             "--smoke",
             action="store_true",
@@ -66,6 +68,8 @@ class Parser(arguments.Parser):
     def read(self, arguments: Sequence[str] | None, **smoke: Any) -> argparse.Namespace:
         """Parse the command line; ``smoke`` holds the arguments that ``--smoke`` puts in place."""
         args = self.parse_args(arguments)
+        if self._beside is not None and importlib.util.find_spec(self._beside) is None:
+            self.error(f"{self._beside} is measured here too: type pip install -e '.[test]'")
         if args.smoke:
             vars(args).update(smoke)
         elif args.output is None:

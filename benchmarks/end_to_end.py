@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from common import Parser, Points, Row, ratios, run, spread
-from lion_pytorch import Lion
 from matplotlib.figure import Figure
 from spmd import Measured, time_together
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -110,6 +109,8 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
         return torch.optim.AdamW(params, lr=LR, fused=True)
 
     def lion(params):
+        from lion_pytorch import Lion
+
         return Lion(params, lr=LR)
 
     bounds = {"forward": forward(), "compute": step_of(*build(), None)}
@@ -143,7 +144,7 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, beside="lion_pytorch")
     whole_models = [name for name in SETTINGS if name != "tiny"]
     parser.add_argument("--models", nargs="+", default=whole_models, choices=SETTINGS)
     parser.add_argument(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from common import Parser, Points, Row, interleaved, ratios, run, spread
-from lion_pytorch import Lion
 from matplotlib.figure import Figure
 
 from dlion import kernels
@@ -27,6 +26,8 @@ OURS = ("dlion", "lion_cub")
 
 def make_cases(d: int) -> dict[str, Callable[[], object]]:
     """Return what is timed, for d parameters."""
+    from lion_pytorch import Lion
+
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(d, generator=generator)
     words = -(-d // (64 * VOTERS))
@@ -110,7 +111,7 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, beside="lion_pytorch")
     parser.add_argument("--sizes", type=whole(1), nargs="+", default=[10**6, 10**7, 10**8])
     parser.add_argument("--threads", type=whole(1), nargs="+", default=[1, 2])
     parser.add_argument(

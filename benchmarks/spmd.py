@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import in_random_order, show_seconds
+from common import Parser, in_random_order, show_seconds
 
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
@@ -104,3 +104,9 @@ def _show_progress(done: int, rounds: int, seconds: float) -> None:
     if seconds > PATIENCE * done:
         left = show_seconds(seconds / done * (rounds - done))
         print(f"  round {done} of {rounds}; about {left} left of this point", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    Parser(__doc__, output=None).error(
+        "spmd.py measures nothing by itself: start exchange.py or end_to_end.py"
+    )

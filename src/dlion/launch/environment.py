@@ -1,18 +1,25 @@
 """Reads what torchrun or SLURM says about this process, and joins the processes of its run."""
 
+import contextlib
 import os
 import re
 import socket
 import sys
+import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_PORTS = range(20000, 32760)  # below those that Linux gives to outgoing connections
+_CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
+_PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run it belongs to
+_JOINED = "joined"  # the number of processes that have found process 0
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class RankInfo:
         local_rank: number of this process on its machine.
         local_processes: number of processes on this machine (SLURM: on the step's first machine).
         one_machine: whether all processes are on one machine.
+        run: its name; another run that looks for its processes at the same port has another.
         address, port: where the processes meet; None: MASTER_ADDR and MASTER_PORT say it.
     """
 
@@ -35,6 +43,7 @@ class RankInfo:
     local_rank: int
     local_processes: int
     one_machine: bool
+    run: str
     address: str | None = None
     port: int | None = None
 
@@ -53,7 +62,7 @@ class RankInfo:
                 " machine's name and MASTER_PORT to a free port"
             )
         env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.processes)
-        env["LOCAL_RANK"] = str(self.local_rank)
+        env["LOCAL_RANK"], env["DLION_RUN"] = str(self.local_rank), self.run
         if self.address is not None:
             env.setdefault("MASTER_ADDR", self.address)
         if self.port is not None:
@@ -90,7 +99,13 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
     """Read torchrun's variables; None: it did not start this process."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    rank, processes = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but not {' and not '.join(missing)}: start the processes"
+            " with torchrun, or unset RANK and WORLD_SIZE"
+        )
+    rank, processes, _ = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     return RankInfo(
         source="torchrun",
         rank=rank,
@@ -98,6 +113,8 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
         local_rank=_number(env, "LOCAL_RANK", rank),
         local_processes=_number(env, "LOCAL_WORLD_SIZE", processes),
         one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
+        # torchrun keeps its store for the next attempt, with the addresses of processes that died
+        run=f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}",
     )
 
 
@@ -111,8 +128,8 @@ def _slurm(env: Mapping[str, str]) -> RankInfo | None:
         return None
     per_machine = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x4) or 8,4
     one_machine = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
-    # the port depends on the step, as steps of several jobs may share a machine
-    step = 100 * _number(env, "SLURM_JOB_ID", 0) + _number(env, "SLURM_STEP_ID")
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    run = "slurm-" + ".".join(str(_number(env, name, 0)) for name in names)
     return RankInfo(
         source="slurm",
         rank=_number(env, "SLURM_PROCID"),
@@ -120,8 +137,9 @@ def _slurm(env: Mapping[str, str]) -> RankInfo | None:
         local_rank=_number(env, "SLURM_LOCALID"),
         local_processes=int(per_machine[0]) if per_machine else processes,
         one_machine=one_machine,
+        run=run,
         address="127.0.0.1" if one_machine else _first_host(env.get("SLURM_STEP_NODELIST", "")),
-        port=20000 + step % 20000,
+        port=_PORTS[zlib.crc32(run.encode()) % len(_PORTS)],
     )
 
 
@@ -144,43 +162,112 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def join_process_group(backend: str, timeout: float = 600) -> None:
-    """Initialise the process group of the run; wait ``timeout`` seconds for other processes."""
+    """Initialise the process group of the run; wait ``timeout`` seconds for other processes.
+
+    Raises:
+        TrainingFailed: if process 0 finds no free port, or they do not find each other in time.
+    """
     env = os.environ
-    method = env.get("DLION_RENDEZVOUS", "env://")  # file://... from dlion.launch.local
     rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
     limit = timedelta(seconds=timeout)
-    if method == "env://" and _hosts_store(env):
-        store = _loopback_store(env, limit)
-    else:
+    if "DLION_RENDEZVOUS" in env:  # file://... from dlion.launch.local
+        method = env["DLION_RENDEZVOUS"]
         store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
+    else:
+        store = _meet(env, rank, processes, limit)
     store.set_timeout(limit)
-    # torchrun keeps its store for the next attempt, with the addresses of processes that died
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"attempt-{attempt}", store),
-        rank=rank,
-        world_size=processes,
-        timeout=limit,
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
 
 
-def _hosts_store(env: Mapping[str, str]) -> bool:
-    """Whether this process must host the store for a run on this machine alone."""
-    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    local = env["MASTER_ADDR"] in ("127.0.0.1", "localhost")
-    return env["RANK"] == "0" and local and not agent_hosts
+def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -> dist.Store:
+    """Return the store of the run, which process 0 hosts unless torchrun's agent does.
 
-
-def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
-    """Host a store on loopback alone; torch's own listens on all interfaces."""
+    Process 0 listens at a port that all know, and tells whoever asks there the name of the run and
+    the port of its store. So a stranger at that port is recognised, be it silent or another run's
+    process 0. (A TCPStore waits for a silent one for ever, and shares its keys with any run.)
+    """
+    run, host = env.get("DLION_RUN", "run"), env["MASTER_ADDR"]
     port = int(env["MASTER_PORT"])
-    listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-    return dist.TCPStore(
-        "127.0.0.1",
-        port,
-        int(env["WORLD_SIZE"]),
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),  # the store closes the socket
+    ports = range(port, min(port + _CHOICE, 1 << 16))
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+    elif rank == 0:
+        guide, listener = _listen(host, ports), _listen(host, range(1))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes the socket
+        )
+        with guide:
+            _answer(guide, f"dlion {run} {port}\n".encode(), store, processes, limit)
+    else:
+        store = dist.TCPStore(
+            host, _ask(host, ports, run, limit), timeout=limit, wait_for_workers=False
+        )
+        store.add(_JOINED, 1)
+    return dist.PrefixStore(run, store)
+
+
+def _listen(host: str, ports: range) -> socket.socket:
+    """Listen at the first free port; on loopback alone for a run on this machine."""
+    for port in ports:
+        try:
+            if host in ("127.0.0.1", "localhost"):
+                return socket.create_server(("127.0.0.1", port), backlog=1024)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(
+                ("", port), family=family, backlog=1024, dualstack_ipv6=both
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+    raise TrainingFailed(
+        f"process 0 cannot listen at port {_words(ports)} ({reason}): set MASTER_PORT to a free one"
     )
+
+
+def _answer(
+    guide: socket.socket, answer: bytes, store: dist.Store, processes: int, limit: timedelta
+) -> None:
+    """Send the answer to everyone who connects, until all processes have joined the store."""
+    guide.settimeout(0.1)
+    deadline = time.monotonic() + limit.total_seconds()
+    while (joined := store.add(_JOINED, 0)) < processes - 1:
+        if time.monotonic() > deadline:
+            raise TrainingFailed(
+                f"{joined + 1} of {processes} processes were there after timeout="
+                f"{limit.total_seconds():g} s: start all of them in that time"
+            )
+        with contextlib.suppress(OSError):  # nobody for a while, or one who has left
+            client, _ = guide.accept()
+            with client:
+                client.sendall(answer)
+
+
+def _ask(host: str, ports: range, run: str, limit: timedelta) -> int:
+    """Return the port of the run's store, which process 0 tells at one of ``ports``."""
+    deadline = time.monotonic() + limit.total_seconds()
+    patience = min(_PATIENCE, limit.total_seconds())
+    while time.monotonic() < deadline:
+        for port in ports:
+            with (
+                contextlib.suppress(OSError),  # nobody is there yet, or does not answer
+                socket.create_connection((host, port), timeout=patience) as guide,
+            ):
+                answer = re.fullmatch(rb"dlion (\S+) (\d+)\n", guide.recv(200))
+                if answer and answer[1] == run.encode():
+                    return int(answer[2])
+        time.sleep(0.1)
+    raise TrainingFailed(
+        f"process 0 was not found at {host}, port {_words(ports)}, within timeout="
+        f"{limit.total_seconds():g} s: start all processes in that time, and if another program"
+        " listens there, set MASTER_PORT to a free port"
+    )
+
+
+def _words(ports: range) -> str:
+    return f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"

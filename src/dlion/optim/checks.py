@@ -71,7 +71,8 @@ def check_bare(params: list[Tensor]) -> None:
         return
     ids = set(map(id, params))
     for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(
+        # its metaclass makes isinstance slow, and there are some hundred thousand objects
+        if DistributedDataParallel in type(found).__mro__ and any(
             id(param) in ids for param in found.parameters()
         ):
             raise RuntimeError(

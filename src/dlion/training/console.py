@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from dlion.units import human_bytes
 
@@ -42,11 +41,9 @@ class RunConsole:
         """Show names and values in two columns."""
         if not self.active:
             return
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        width = max(map(len, facts))
         for name, value in facts.items():
-            table.add_row(name, value, style="")
-        self._console.print(table)
-        self._console.file.flush()
+            self._print(f"{name:<{width}}  {value}")
 
     def row(self, row: dict[str, Any]) -> None:
         """Show the latest metrics."""
@@ -55,6 +52,8 @@ class RunConsole:
         self._latest.update(row)
         text = self._metrics()
         self._progress.update(self._task, completed=row["step"], values=text)
+        if self._live and "test_loss" in row:
+            self._print(f"step {row['step']}/{self.steps}  {text}")
         now = time.monotonic()
         if not self._live and (now - self._printed > QUIET_INTERVAL or "test_loss" in row):
             self._printed = now
@@ -80,6 +79,11 @@ class RunConsole:
             self._progress.stop()
         if self.active:
             print(f"finished: {self._metrics()} {text}", flush=True)
+
+    def _print(self, line: str) -> None:
+        """Print a line as it is, above the live one if there is one; paths in it stay whole."""
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.file.flush()
 
     def _metrics(self) -> str:
         """Return the latest metrics in words."""

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dlion.files import write_atomically
+from dlion.machine import cores
 from dlion.optim import DistributedOptimizer
 from dlion.record.loggers import Recording, make_logger
 from dlion.record.provenance import provenance
@@ -141,23 +142,42 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
     """Return what the table at the beginning of a run shows."""
     config, workers, traffic = job.config, job.workers, optimizer.channel.traffic
     n = workers.count
-    virtual = f" of {workers.local} virtual workers" if workers.local > 1 else ""
     network = f"{job.backend} on {job.device}"
     if job.rate is not None:
         network += f", links of {job.rate / 1e6:g} Mbit/s (emulated)"
     sent = traffic.sent_bytes / workers.local
     sends = f"{human_bytes(sent)} a step"
     if sent:
-        all_reduce = 2 * (n - 1) / n * 4 * parameters
-        sends += f", 1/{all_reduce / sent:.1f} of a float32 ring all-reduce"
+        sends += f", {_share(sent / (2 * (n - 1) / n * 4 * parameters))} a float32 ring all-reduce"
     return {
         "method": config.optimizer.name,
         "task": f"{config.model.name} on {config.dataset.name}, {job.steps} steps of {n} x"
         f" {config.batch_size} samples",
-        "workers": f"{n}: {workers.processes} processes{virtual}",
+        "workers": _spread(job),
         "network": network,
         "parameters": f"{parameters:,}",
         "a worker sends": sends,
         "collectives": f"{traffic.collectives} a step",
         "output": str(job.output_dir),
     }
+
+
+def _spread(job: Job) -> str:
+    """Say how the workers are spread over processes, and whether that leaves cores idle."""
+    workers, there = job.workers, cores()
+    words = f"{workers.count}: {workers.processes} process{'es' * (workers.processes > 1)}"
+    if workers.local > 1:
+        words += f" of {workers.local} virtual workers"
+    chosen = job.config.processes is None and job.device == "cpu"
+    if chosen and workers.processes < min(there, workers.count) and workers.count % there:
+        words += f", on {workers.processes} of {there} cores: a multiple of {there} would use all"
+    return words
+
+
+def _share(ratio: float) -> str:
+    """Write a ratio as it stands before a noun: ``1/32.0 of``, ``80% of``, ``as much as``."""
+    if 0.95 < ratio < 1.05:
+        return "as much as"
+    if ratio > 1:
+        return f"{ratio:.1f} times"
+    return f"{ratio:.0%} of" if ratio > 0.6 else f"1/{1 / ratio:.1f} of"

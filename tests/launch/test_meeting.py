@@ -1,0 +1,108 @@
+"""The processes of a run find each other, and nobody else, whatever listens at their ports."""
+
+import multiprocessing
+import os
+import re
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlion.errors import RunFailed, UserError
+from dlion.launch.environment import detect, join_process_group
+
+_fork = multiprocessing.get_context("fork")
+
+
+def task(number: int, job: int = 7, **more: str) -> dict[str, str]:
+    """What SLURM tells one of two tasks of a job."""
+    slurm = {"JOB_ID": job, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "PROCID": number, "LOCALID": number}
+    return {f"SLURM_{name}": str(value) for name, value in slurm.items()} | more
+
+
+def join(env: dict[str, str], timeout: float = 30) -> Callable[[], str]:
+    """Start a process that joins its run; what is returned waits for its words.
+
+    They are the sum of the ranks of all who joined, or the error.
+    """
+    told, tell = _fork.Pipe(duplex=False)
+
+    def work() -> None:
+        os.environ.update(env)
+        try:
+            detect().export()
+            join_process_group("gloo", timeout)
+            rank = torch.tensor(dist.get_rank())
+            dist.all_reduce(rank)
+            tell.send(str(rank.item()))
+            dist.destroy_process_group()
+        except RunFailed as error:
+            tell.send(str(error))
+
+    process = _fork.Process(target=work)
+    process.start()
+
+    def words() -> str:
+        process.join(60)
+        assert process.exitcode == 0
+        return told.recv()
+
+    return words
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def silent(port: int) -> socket.socket:
+    """Listen at a port, and never say a word."""
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_two_jobs_at_one_port_keep_apart():
+    """Of each a task waits there already when the other task of both comes."""
+    port = {"MASTER_PORT": str(free_port())}
+    jobs = [[join(task(i, job, **port))] for i, job in ((0, 8), (1, 208))]
+    jobs[1].append(join(task(0, 208, **port)))
+    jobs[0].append(join(task(1, 8, **port)))
+    assert [[words() for words in tasks] for tasks in jobs] == [["1", "1"], ["1", "1"]]
+
+
+def test_a_silent_stranger_at_the_port_does_not_keep_them_apart():
+    port = free_port()
+    with silent(port):
+        tasks = [join(task(i, MASTER_PORT=str(port))) for i in range(2)]
+        assert [words() for words in tasks] == ["1", "1"]
+
+
+def test_without_a_free_port_it_says_so_and_who_waits_in_vain_does_in_time():
+    last = "65535"
+    with silent(int(last)):
+        taken, lost = join(task(0, MASTER_PORT=last)), join(task(1, MASTER_PORT=last), timeout=1)
+        alone = join(task(0), timeout=1)
+        assert taken() == (
+            f"process 0 cannot listen at port {last} (Address already in use): set MASTER_PORT to"
+            " a free one"
+        )
+        assert lost().startswith(
+            f"process 0 was not found at 127.0.0.1, port {last}, within timeout=1 s: start all"
+        )
+        assert alone().startswith("1 of 2 processes were there after timeout=1 s: start all of")
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and not MASTER_PORT: start"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "RANK and WORLD_SIZE are set, but not MASTER_PORT: start"),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT=y, which must be a number"),
+    ],
+)
+def test_ranks_without_a_place_to_meet_are_refused(monkeypatch, env, sentence):
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "2"} | env).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        detect()
