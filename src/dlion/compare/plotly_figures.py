@@ -31,13 +31,12 @@ CONFIG = {
     "responsive": True,
     "displaylogo": False,
     "modeBarButtonsToRemove": ["lasso2d", "select2d", "sendChartToCloud", "sendDataToCloud"],
-    "showSendToCloud": False,
-    "plotlyServerURL": "",  # nothing is sent anywhere, whatever plotly.js adds by itself
 }
 LAYOUT = {
     "template": "plotly_white",
     "paper_bgcolor": "rgba(0, 0, 0, 0)",
     "plot_bgcolor": "rgba(0, 0, 0, 0)",
+    "modebar": {"bgcolor": "rgba(0, 0, 0, 0)", "color": "#8a929c", "activecolor": "#2a3f5f"},
     "height": 420,
     "hovermode": "closest",
 }
@@ -75,15 +74,16 @@ def figure_over_paper_bits(curves: list[Curve], metric: str) -> Markup:
     """Draw the last values over the bits of a step, a named point for each curve."""
     figure, styles = Figure(), styles_of(curves)
     several_methods = len({curve.method for curve in curves}) > 1
-    for group in _shown_together(curves, several_methods):
+    groups = _shown_together(curves, several_methods)
+    for group in groups:
         finals = [end_values(curve, metric) for curve in group]
         names = [curve.method if several_methods else curve.variant() for curve in group]
-        shown = [c.label if several_methods else n for c, n in zip(group, names, strict=True)]
+        longest = [curve.label for curve in group] if len(groups) == 1 else names
         points = [
             (c.paper_bits, float(final.mean())) for c, final in zip(group, finals, strict=True)
         ]
-        sides = label_sides(dict(zip(shown, points, strict=True)))
-        for curve, final, name, (x, y) in zip(group, finals, names, points, strict=True):
+        sides = label_sides(dict(zip(longest, points, strict=True)))
+        for i, (curve, final, (x, y)) in enumerate(zip(group, finals, points, strict=True)):
             figure.add_scatter(
                 x=[x],
                 y=[y],
@@ -91,10 +91,10 @@ def figure_over_paper_bits(curves: list[Curve], metric: str) -> Markup:
                 name=display_name(curve),
                 meta=tags(curve),
                 mode="markers+text",
-                text=[name],
-                customdata=[[name, display_name(curve)]],  # the page shows one or the other
+                text=[names[i]],
+                customdata=[[names[i], display_name(curve)]],  # the page shows one or the other
                 **_hover([x], [final], display_name(curve), metric),
-                textposition=SIDES[sides[curve.label if several_methods else name]],
+                textposition=SIDES[sides[longest[i]]],
                 cliponaxis=False,
                 **_look(styles[curve.label], 13),
             )

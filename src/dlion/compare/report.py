@@ -40,6 +40,7 @@ from dlion.files import write_atomically
 from dlion.record.runs import METRICS, Run
 from dlion.record.studies import PACKED, find_runs
 
+PROVENANCE = "provenance.txt"  # beside packed runs
 # how the page's filters and key show matplotlib's markers and lines
 MARKS = dict(zip("soD^v<>XP*", "■●◆▲▼◀▶✖✚★", strict=True))
 DASHES = {"solid": "", "dashed": "6 3", "dotted": "2 3", "dashdot": "6 3 2 3"}
@@ -213,16 +214,29 @@ def _provenance(runs: list[Run]) -> list[tuple[str, str]]:
     configs = [run.config or {} for run in runs]
     commits = [str(summary.get("commit") or "")[:12] for summary in summaries]
     steps = [str(run.metrics[-1]["step"]) for run in runs if run.metrics]
+    machines = [str(summary.get("machine") or "") for summary in summaries]
     facts = {
-        "commit": _distinct(commits) or "not recorded",
+        "commit": _distinct(commits) or _noted(runs, "commit"),
         "date": _dates(runs),
-        "machine": _distinct([str(summary.get("machine") or "") for summary in summaries])
-        or "not recorded",
+        "machine": _distinct(machines) or _noted(runs, "machine"),
         "steps": _distinct(steps),
         "samples of a worker and step": _distinct([str(c.get("batch_size", "")) for c in configs]),
         "seeds": _distinct([str(config.get("seed", "")) for config in configs]),
     }
     return [(name, words) for name, words in facts.items() if words]
+
+
+def _noted(runs: list[Run], fact: str) -> str:
+    """Return what the file beside packed runs says where the runs themselves do not."""
+    files = {run.directory.parent.with_name(PROVENANCE) for run in runs if run.study}
+    lines = [
+        line
+        for file in sorted(files)
+        if file.exists()
+        for line in file.read_text("utf-8").splitlines()
+    ]
+    found = [line.removeprefix(fact).strip() for line in lines if line.startswith(fact)]
+    return "; ".join(dict.fromkeys(found)) or "not recorded"
 
 
 def _distinct(values: list[str]) -> str:
