@@ -161,7 +161,8 @@ def _title(curves: list[Curve], figure: Figure) -> str:
     if len(steps) == 1:
         words.append(f"{steps.pop():,} steps")
     if (seeds := max(len(curve.seeds) for curve in curves)) > 1:
-        shapes = {None: "bands and bars", "bits": "bands", "step": "bands"}.get(figure.x, "bars")
+        x = figure.x or (figure.panels and "bits")  # as _panels has it
+        shapes = {None: "bands and bars", "bits": "bands", "step": "bands"}.get(x, "bars")
         words.append(f"{shapes}: worst to best of {seeds} seeds")
     return ", ".join(words).replace("$", r"\$")
 
