@@ -294,6 +294,7 @@ def _label_points(
             va="center",
             fontsize=9,
             color=styles[label].colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the dotted line
         )
 
 
