@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion import optim
 from dlion.arguments import link, whole
+from dlion.compare.style import log_ticks
 from dlion.data import ImageData, TextData
 from dlion.models import gpt2, vit
 from dlion.units import show_rate
@@ -241,10 +242,13 @@ def show(row: Row, model: str, rate: int | None) -> None:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Draw step times, a panel for each model and rate, the compute bound as a line."""
+    """Draw step times, a panel for each model and rate, the compute bound as a line.
+
+    They are points, as the axis is logarithmic: a bar's length would mean nothing.
+    """
     models = list(dict.fromkeys(row["model"] for row in rows))
     rates = sorted({row["rate"] for row in rows}, key=lambda rate: rate or 1e12)
-    figure = Figure(figsize=(4.4 * len(rates), 3.6 * len(models)))
+    figure = Figure(figsize=(max(5.5, 4.4 * len(rates)), 3.6 * len(models)), layout="constrained")
     axes = figure.subplots(len(models), len(rates), squeeze=False)
     for panels, model in zip(axes, models, strict=True):
         for axis, rate in zip(panels, rates, strict=True):
@@ -252,20 +256,24 @@ def draw(rows: list[Row]) -> Figure:
             if not chosen:
                 axis.axis("off")
                 continue
-            seconds = [row["seconds"]["median"] for row in chosen]
+            times = [1e3 * row["seconds"]["median"] for row in chosen]
+            compute = 1e3 * chosen[0]["compute_seconds"]
             colours = ["tab:gray" if "DDP" in row["method"] else "tab:blue" for row in chosen]
-            axis.barh([row["method"] for row in chosen], seconds, color=colours)
-            axis.axvline(chosen[0]["compute_seconds"], color="black", linestyle=":", linewidth=1)
+            axis.scatter(times, [row["method"] for row in chosen], color=colours, s=30)
+            axis.axvline(compute, color="black", linestyle=":", linewidth=1)
             axis.set_title(f"{model}, {show_rate(rate)}")
-            for height, value in enumerate(seconds):
-                axis.text(value, height, f" {1e3 * value:.0f} ms", va="center", fontsize=8)
-            axis.set_xlabel("step, logarithmic (dotted: compute alone)")
+            for height, value in enumerate(times):
+                axis.text(value, height, f"   {value:,.0f}", va="center", fontsize=8)
             axis.set_xscale("log")
-            axis.margins(x=0.35)
-            axis.set_xticks([])
+            low = 0.7 * min(*times, compute)
+            high = max(times) * (max(times) / low) ** 0.4  # room for the last number
+            ticks = [tick for tick in log_ticks([low, high]) if low < tick < high]
+            axis.set_xticks(ticks, labels=[f"{tick:,.10g}" for tick in ticks], fontsize=7)
             axis.minorticks_off()
+            axis.set_xlim(low, high)
+            axis.grid(alpha=0.3)
             axis.invert_yaxis()
-    figure.tight_layout()
+    figure.supxlabel("ms a step, logarithmic (dotted: compute alone)", fontsize=10)
     return figure
 
 

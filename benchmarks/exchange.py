@@ -111,7 +111,7 @@ def draw(rows: list[Row]) -> Figure:
     rates = sorted({row["rate"] for row in rows}, key=lambda rate: rate or 1e12)
     workers = sorted({row["workers"] for row in rows})
     columns = len(rates) + 1
-    figure = Figure(figsize=(4.2 * columns, 4))
+    figure = Figure(figsize=(4.2 * columns, 4.8), layout="constrained")
     *panels, last = figure.subplots(1, columns, squeeze=False)[0]
     for axis, rate in zip(panels, rates, strict=True):
         for case in dict.fromkeys(row["case"] for row in rows):
@@ -121,7 +121,7 @@ def draw(rows: list[Row]) -> Figure:
             axis.plot([row["workers"] for row in chosen], values, marker="o", ms=4, label=case)
         axis.set(yscale="log", xlabel="workers", ylabel="ms", title=show_rate(rate))
         axis.set_xticks(workers)
-    panels[0].legend(fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=9)
     n = workers[len(workers) // 2]
     bits_up = {"vote, 1 bit": 1, **{f"Lion Cub, {p} bits": p for p in CUB_BITS}}
     bits_up |= {"all_reduce bfloat16": 16, "all_reduce float32": 32}
@@ -135,9 +135,8 @@ def draw(rows: list[Row]) -> Figure:
     last.set(xscale="log", yscale="log", xlabel="p, bits up", title=f"{n} workers")
     last.set_xticks(list(bits_up.values()), labels=list(bits_up.values()))
     last.minorticks_off()
-    last.legend(fontsize=7)
+    last.legend(fontsize=8)
     figure.suptitle(f"one exchange, d = {rows[0]['d']:.0e}")
-    figure.tight_layout()
     return figure
 
 

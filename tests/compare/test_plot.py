@@ -1,6 +1,7 @@
 """The plot command on recorded runs."""
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -26,6 +27,20 @@ def test_figures_and_table(tmp_path, plot):
     assert run.returncode == 0, run.stderr
     assert "dlion_mavo" in run.stdout and "31.5x" in run.stdout
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    run = plot(tmp_path / "runs", "-o", tmp_path / "out" / "figure.pdf")
+    assert run.returncode == 0 and (tmp_path / "out" / "figure.pdf").read_bytes()[:4] == b"%PDF"
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_a_switch_names_a_curve_before_the_sizes_that_follow_from_it(tmp_path):
+    for seed, (modern, width) in enumerate(((False, 256), (True, 168))):
+        write_run(tmp_path, "g_lion", seed)
+        file = tmp_path / f"g_lion-{seed}-0.001" / ".hydra" / "config.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["model"] |= {"mlp_dim": width, "modern": modern}
+        file.write_text(yaml.safe_dump(config))
+    curves = make_curves(find_runs([tmp_path]), "accuracy")
+    assert [curve.label for curve in curves] == ["g_lion modern=false", "g_lion modern=true"]
 
 
 def test_seeds_make_one_curve_and_settings_distinguish_curves(tmp_path):
@@ -78,24 +93,26 @@ def test_a_method_keeps_its_colour_and_settings_have_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        ["--x", "step"],
-        ["--x", "workers", "--best"],
-        ["--x", "optimizer.lr"],
-        ["--x", "paper_bits"],
-        ["--x", "step", "--panels", "optimizer.lr"],
-        ["--panels", "workers"],
-        ["--x", "bits", "--only", "optimizer.lr=0.001"],
+        (["--x", "step"], ["8 workers", "step", "take turns"]),
+        (["--x", "workers", "--best"], ["best test_loss", "workers"]),
+        (["--x", "optimizer.lr"], ["learning rate", "0.01"]),
+        (["--x", "paper_bits"], ["bits per parameter and step, both ways"]),
+        (["--x", "step", "--panels", "optimizer.lr"], ["lr = 0.001", "lr = 0.01"]),
+        (["--panels", "workers"], ["workers = 8", "bits sent per parameter"]),
+        (["--x", "bits", "--only", "optimizer.lr=0.001"], ["bands: worst to best of 2 seeds"]),
     ],
 )
-def test_other_figures(tmp_path, plot, options):
-    for lr in (1e-3, 1e-2):
-        write_run(tmp_path / "runs", "dlion_mavo", 0, lr=lr)
-        write_run(tmp_path / "runs", "g_lion", 0, lr=lr)
-    run = plot(tmp_path / "runs", *options, "--metric", "test_loss", "-o", tmp_path / "figure.png")
+def test_a_figure_says_what_it_shows(tmp_path, plot, options, words):
+    for lr, seed in ((1e-3, 0), (1e-3, 1), (1e-2, 0)):
+        write_run(tmp_path / "runs", "dlion_mavo", seed, lr=lr)
+        write_run(tmp_path / "runs", "g_lion", seed, lr=lr)
+    run = plot(tmp_path / "runs", *options, "--metric", "test_loss", "-o", tmp_path / "figure.svg")
     assert run.returncode == 0, run.stderr
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    drawn = " ".join(re.findall("<text[^>]*>(.*?)</text>", (tmp_path / "figure.svg").read_text()))
+    for sentence in ("m on d", "20 steps", *words):
+        assert sentence in drawn or all(word in drawn for word in sentence.split()), drawn
 
 
 def test_a_setting_may_be_a_number_or_a_word(tmp_path, plot):

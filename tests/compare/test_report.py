@@ -34,7 +34,16 @@ def test_the_page_stands_alone(page):
     assert "<script src=" not in text and "<link" not in text
     assert "<title>Two &amp; two</title>" in text
     assert "11 runs" in text and "dgc-0-0.001" in text
-    assert 'class="best"' in text
+    for scope in ("col", "row"):
+        assert f'<th scope="{scope}">' in text
+    headless = re.findall(r"<th(?! scope)[ >]|<table[^>]*>(?!\s*<caption>)", text)
+    assert not headless and "<noscript><p>" in text
+    assert re.search(r"<dt>date</dt><dd>\d{4}-\d\d-\d\d<", text)  # that of the files
+    assert "<dt>steps</dt><dd>1, 20</dd>" in text and "<dt>seeds</dt><dd>0, 1, 2</dd>" in text
+    folders = re.findall('<a href="([^#"]+)">', text)
+    assert folders == ["../runs/", "../runs/other/"]
+    assert all((page.parent / folder).is_dir() for folder in folders)
+    assert re.search(r'"hovertext":\["[\d.]+, 71\.00 \(\+1\.00 \\u002f -1\.00\) g_lion"\]', text)
 
 
 def test_each_study_has_a_section(tmp_path, command):
@@ -69,6 +78,21 @@ def browser():
     found.quit()
 
 
+def contrast(browser, selector: str) -> float:
+    """Return the contrast of a text to the page, as WCAG 2 counts it."""
+    script = """
+    const style = getComputedStyle(document.querySelector(arguments[0]));
+    return [style.color, style.opacity, getComputedStyle(document.body).backgroundColor]"""
+    ink, opacity, paper = browser.execute_script(script, selector)
+    assert opacity == "1"
+    brightness = []
+    for colour in (ink, paper):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        brightness.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(brightness) + 0.05) / (min(brightness) + 0.05)
+
+
 def lines(browser) -> int:
     return len(browser.find_elements("css selector", ".scatterlayer .trace"))
 
@@ -82,6 +106,25 @@ def test_a_browser_draws_it_and_filters_work(page, browser):
     rows = browser.find_elements("css selector", "table.values tbody tr")
     drawn = lines(browser)
     assert len(rows) == 4 and drawn >= 12  # points and lines of four figures, with bands
+    plots = "[...document.querySelectorAll('.plotly-graph-div')]"
+    buttons = (
+        f"{plots}.flatMap(p => [...p.querySelectorAll('.modebar-btn')].map(b => b.dataset.title))"
+    )
+    titles = set(browser.execute_script(f"return {buttons}"))
+    assert "Download plot as a PNG" in titles
+    assert not [t for t in titles if re.search("(?i)share|cloud|upload|send|edit", t)], titles
+    settings = f"{plots}.map(p => [p._context.plotlyServerURL, p._context.showSendToCloud])"
+    assert all(pair == ["", False] for pair in browser.execute_script(f"return {settings}"))
+    described = browser.find_elements("css selector", "figure [role='img'][aria-label]")
+    assert len(described) == len(browser.find_elements("css selector", "figure")) == 4
+    # sent bytes are counted; accuracies of one seed have no spread to be outside of; times vary
+    starred = browser.find_elements("css selector", "td.best")
+    assert {cell.text for cell in starred} == {"16.0 kB", "31.5x"}
+    for colour in ("dark", "light"):
+        feature = {"name": "prefers-color-scheme", "value": colour}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        for part in ("p", "caption", ".filters label:nth-of-type(2)", "td", "a"):
+            assert contrast(browser, part) >= 4.5, (colour, part)
     for value, hidden in (("g_lion", 1), ("0.01", 1), ("dlion_mavo", 2)):  # methods and settings
         box = browser.find_element("css selector", f"input[value='{value}']")
         box.click()
@@ -89,6 +132,9 @@ def test_a_browser_draws_it_and_filters_work(page, browser):
         assert lines(browser) < drawn
         words = browser.find_element("css selector", ".count").text
         assert words == f"{4 - hidden} of 4 curves are shown"
+        assert contrast(browser, "label:has(input:not(:checked))") >= 4.5
+        stars = browser.find_elements("css selector", "td.best")
+        assert all(star.is_displayed() for star in stars)
         box.click()
         assert all(row.is_displayed() for row in rows) and lines(browser) == drawn
     browser.find_element("css selector", "button[data-all='']").click()

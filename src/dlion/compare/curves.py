@@ -77,7 +77,7 @@ class Curve:
             hidden: a setting to leave out, because an axis or a panel shows it.
         """
         shown = {key: value for key, value in self.differing.items() if key != hidden}
-        return " ".join(f"{short_name(key)}={value}" for key, value in shown.items())
+        return " ".join(f"{short_name(key)}={in_words(value)}" for key, value in shown.items())
 
     @property
     def final(self) -> np.ndarray:
@@ -128,6 +128,12 @@ def metric_key(metric: str) -> str:
 def short_name(key: str) -> str:
     """Return the name of a setting without its group."""
     return key.rpartition(".")[2]
+
+
+def in_words(value: Any) -> str:
+    """Return a setting's value as it is typed: true, false and null, and numbers as they are."""
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def sort_key(value: Any) -> tuple[float, str]:
@@ -213,9 +219,14 @@ def _differing_keys(all_settings: list[Settings], first: Sequence[str]) -> list[
     """Return the settings in which the runs differ, without redundant ones.
 
     A setting is redundant if those before it split the runs into the same groups already: a batch
-    size that follows from the number of workers, say.
+    size that follows from the number of workers, say. Switches come before sizes, which people
+    change because of them: a gated MLP is narrower.
     """
-    known = sorted(set().union(*all_settings))
+
+    def is_no_switch(key: str) -> bool:
+        return any(not isinstance(settings.get(key, False), bool) for settings in all_settings)
+
+    known = sorted(set().union(*all_settings), key=lambda key: (is_no_switch(key), key))
     keys: list[str] = []
     for key in dict.fromkeys([*first, *RUN_SETTINGS, *known]):
         values = {repr(settings[key]) for settings in all_settings if key in settings}

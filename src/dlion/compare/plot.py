@@ -13,26 +13,29 @@ from typing import Any
 import numpy as np
 
 from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
-from dlion.compare.curves import Curve
+from dlion.compare.curves import Curve, short_name
 from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
-    AXES,
     MOST_LABELS,
     SIDES,
     Style,
+    axis_title,
     display_name,
     end_values,
     error_bar,
     in_axis_unit,
+    is_ordered,
     label_sides,
     lines_along,
     log_ticks,
     setting_values,
     styles_of,
+    tick_label,
     title_of,
 )
 from dlion.compare.table import overview
 
+REFERENCE = "g_lion"  # the method whose bits the others save
 LABEL_DISTANCE = 9  # points between a marker and its name
 
 
@@ -90,7 +93,8 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
     for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
         legend = _draw_panel(axes, panel, figure) | legend
         is_lowest = number + columns >= len(panels)
-        axes.set(title=panel.title, xlabel=AXES.get(panel.x, panel.x) if is_lowest else "")
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel(axis_title(panel.x, panel.curves) if is_lowest else "")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     best = "best " if figure.best and figure.x not in ("bits", "step") else ""
@@ -98,9 +102,20 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
         axes.set_ylabel(best + title_of(figure.metric))
     if _falls_by_decades(curves, figure):
         grid[0, 0].set_yscale("log")
-    _add_legend(canvas, legend, max(len(curve.seeds) for curve in curves))
-    canvas.savefig(path, dpi=130)
+    if legend:
+        names = [name.replace("$", r"\$") for name in legend]
+        turns = any(_turns(panel, figure) for panel in panels)
+        note = "lines on each other\ntake turns" if turns else None
+        place = {"loc": "outside right center", "frameon": False}
+        canvas.legend(legend.values(), names, title=note, **place)
+    canvas.suptitle(_title(curves, figure), fontsize=11)
+    kind = path.suffix.removeprefix(".")
+    unfinished = path.with_name(f"{path.name}.part")
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # equal runs, equal files
+    with pyplot.rc_context({"svg.hashsalt": "dlion", "svg.fonttype": "none"}):
+        canvas.savefig(unfinished, format=kind, dpi=130, metadata=dates.get(kind))
     pyplot.close(canvas)
+    unfinished.replace(path)
 
 
 def _panels(curves: list[Curve], figure: Figure) -> list[Panel]:
@@ -110,7 +125,8 @@ def _panels(curves: list[Curve], figure: Figure) -> list[Panel]:
     panels = []
     for value in setting_values(curves, figure.panels):
         part = [curve for curve in curves if curve.settings.get(figure.panels) == value]
-        panels.append(Panel(part, figure.x or "bits", f"{figure.panels} = {value}"))
+        title = f"{short_name(figure.panels)} = {tick_label(figure.panels, value)}"
+        panels.append(Panel(part, figure.x or "bits", title))
     return panels
 
 
@@ -130,12 +146,21 @@ def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
     return bool(0 < 10 * low < high)
 
 
-def _add_legend(canvas: Any, handles: dict[str, Any], seeds: int) -> None:
-    if not handles:
-        return
-    names = [name.replace("$", r"\$") for name in handles]
-    note = f"worst to best of {seeds} seeds" if seeds > 1 else None
-    canvas.legend(handles.values(), names, loc="outside right center", title=note, frameon=False)
+def _title(curves: list[Curve], figure: Figure) -> str:
+    """Return what all curves have in common, and what bars and bands are."""
+    first = curves[0]
+    words = [f"{first.settings['model']} on {first.settings['dataset']}"]
+    workers = {curve.settings.get("workers") for curve in curves}
+    steps = {int(curve.steps[-1]) for curve in curves}
+    if len(workers) == 1 and "workers" not in (figure.x, figure.panels):
+        words.append(f"{workers.pop()} workers")
+    if len(steps) == 1:
+        words.append(f"{steps.pop():,} steps")
+    if (seeds := max(len(curve.seeds) for curve in curves)) > 1:
+        x = figure.x or (figure.panels and "bits")  # as _panels has it
+        shapes = {None: "bands and bars", "bits": "bands", "step": "bands"}.get(x, "bars")
+        words.append(f"{shapes}: worst to best of {seeds} seeds")
+    return ", ".join(words).replace("$", r"\$")
 
 
 def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
@@ -151,19 +176,55 @@ def _draw_courses(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     """Draw the metric in the course of training, over bits or steps, with bands over seeds."""
     styles, handles = styles_of(panel.curves, figure.panels), {}
     over_bits = panel.x == "bits"
+    turns = _turns(panel, figure)
     for curve in panel.curves:
         style = styles[curve.label]
         values = in_axis_unit(curve.values, figure.metric)
         xs = curve.bits if over_bits else curve.steps
         look = _look(style) if over_bits else _look(style) | {"marker": ""}
-        (line,) = axes.plot(xs, values.mean(0), **look, linestyle=style.line, ms=4)
+        (line,) = axes.plot([], [], **look, linestyle=style.line, ms=4)
         handles[display_name(curve, figure.panels)] = line
+        dashes = turns.get(curve.label, style.line)
+        axes.plot(xs, values.mean(0), **look, linestyle=dashes, ms=4)
         axes.fill_between(xs, values.min(0), values.max(0), color=style.colour, alpha=0.15, lw=0)
     if over_bits and any(curve.bits[-1] == 0 for curve in panel.curves):
         axes.set_xscale("symlog", linthresh=1)  # one worker sends nothing
     elif over_bits:
         _scale_bits(axes, [bits for curve in panel.curves for bits in curve.bits])
     return handles
+
+
+def _turns(panel: Panel, figure: Figure) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Return the dashes of curves that lie on each other, so that each shows in its turn.
+
+    They are given by label, as matplotlib takes them: where they start, and what is on and off.
+    """
+    if panel.x not in ("bits", "step"):
+        return {}
+    x = "bits" if panel.x == "bits" else "steps"
+    height = np.log if _falls_by_decades(panel.curves, figure) else np.asarray
+    means = {curve.label: height(curve.values.mean(0)) for curve in panel.curves}
+    together: list[list[Curve]] = []
+    near = 0.005 * np.ptp(np.concatenate([*means.values()]))
+    for curve in panel.curves:
+        for group in together:
+            first = group[0]
+            if (
+                len(first.steps) == len(curve.steps)
+                and np.allclose(getattr(first, x), getattr(curve, x), rtol=0.01)
+                and np.allclose(means[first.label], means[curve.label], rtol=0, atol=near)
+            ):
+                group.append(curve)
+                break
+        else:
+            together.append([curve])
+    dash = 5.0
+    return {
+        curve.label: (dash * turn, (dash, dash * (len(group) - 1)))
+        for group in together
+        if len(group) > 1
+        for turn, curve in enumerate(group)
+    }
 
 
 def _scale_bits(axes: Any, bits: list[float]) -> None:
@@ -196,6 +257,7 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     if alone and len(panel.curves) <= MOST_LABELS:
         _label_points(axes, points, styles)
         handles = {}
+        _draw_reference(axes, panel.curves, figure)
     axes.set_xscale("log")
     axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
     axes.minorticks_off()
@@ -204,6 +266,14 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
         (x, _), *_ = points.values()
         axes.set_xlim(x / 2, x * 2)
     return handles
+
+
+def _draw_reference(axes: Any, curves: list[Curve], figure: Figure) -> None:
+    """Draw the level of Lion on the mean gradient: what is below it was lost by compression."""
+    references = [curve for curve in curves if curve.method == REFERENCE]
+    if len(references) == 1 and len(curves) > 1:
+        level = end_values(references[0], figure.metric, figure.best).mean()
+        axes.axhline(level, color="#555555", linestyle=":", lw=1, zorder=0)
 
 
 def _label_points(
@@ -220,6 +290,7 @@ def _label_points(
             va="center",
             fontsize=9,
             color=styles[label].colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the dotted line
         )
 
 
@@ -227,18 +298,23 @@ def _draw_along_setting(axes: Any, panel: Panel, figure: Figure) -> dict[str, An
     """Draw the metric at the end over the values of a setting, equally far from each other."""
     values, styles = setting_values(panel.curves, panel.x), styles_of(panel.curves, panel.x)
     handles = {}
-    for name, line in lines_along(panel.curves, panel.x).items():
+    lines = lines_along(panel.curves, panel.x)
+    apart = min(0.04, 0.3 / len(lines))  # so that no bar hides another
+    for number, (name, line) in enumerate(lines.items()):
         style = styles[line[0].label]
+        shift = apart * (number - (len(lines) - 1) / 2)
         ends = [end_values(curve, figure.metric, figure.best) for curve in line]
         handles[name] = axes.errorbar(
-            [values.index(curve.settings[panel.x]) for curve in line],
+            [values.index(curve.settings[panel.x]) + shift for curve in line],
             [float(end.mean()) for end in ends],
             np.stack([error_bar(end) for end in ends], 1),
             **_look(style),
-            linestyle=style.line,
+            linestyle=style.line if is_ordered(values) else "",
             capsize=3,
         )
-    axes.set_xticks(range(len(values)), labels=[str(value) for value in values])
+    labels = [tick_label(panel.x, value).replace("|", "|\n") for value in values]
+    axes.set_xticks(range(len(values)), labels=labels)
+    axes.margins(x=0.08)
     return handles
 
 

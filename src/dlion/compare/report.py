@@ -4,16 +4,19 @@ Runs are grouped by study, data set and model; those that differ only by their s
 with a band from the worst to the best.
 """
 
-import math
-from collections.abc import Callable
+import os
+import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 import jinja2
-from markupsafe import Markup
+import numpy as np
+from markupsafe import Markup, escape
 
 from dlion.arguments import add_runs, beside, make_parser, output_file
-from dlion.compare.curves import Curve, group_runs, make_curves, short_name
+from dlion.compare.curves import Curve, group_runs, in_words, make_curves, short_name
 from dlion.compare.plotly_figures import (
     METHOD,
     figure_along_setting,
@@ -25,6 +28,8 @@ from dlion.compare.reading import read_runs
 from dlion.compare.style import (
     MOST_LABELS,
     TITLES,
+    Style,
+    axis_title,
     display_name,
     end_values,
     mean_and_deviation,
@@ -33,15 +38,30 @@ from dlion.compare.style import (
     styles_of,
 )
 from dlion.files import write_atomically
-from dlion.record.runs import Run
+from dlion.record.runs import METRICS, Run
+from dlion.record.studies import PACKED
+
+PROVENANCE = "provenance.txt"  # beside packed runs
+# how the page's filters and key show matplotlib's markers and lines
+MARKS = dict(zip("soD^v<>XP*", "■●◆▲▼◀▶✖✚★", strict=True))
+DASHES = {"solid": "", "dashed": "6 3", "dotted": "2 3", "dashdot": "6 3 2 3"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the table as text, and whether it is the best of its column."""
+    """A number of the table.
+
+    Attributes:
+        text: how it is written.
+        value: None where it is unknown, and for times, which are not compared.
+        spread: its standard deviation over seeds; 0 for what is counted; None if it is unknown.
+        high: whether more is better.
+    """
 
     text: str
-    best: bool
+    value: float | None = None
+    spread: float | None = 0.0
+    high: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +75,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """A button of a filter: a value, its words, its colour, and whether it is on at first."""
+    """A button of a filter: a value, its words, its mark, and whether it is on at first."""
 
     value: str
     words: str
-    colour: str
+    mark: Style | None
     on: bool
 
 
@@ -80,22 +100,23 @@ class Section:
     metric: str
     curves: list[Curve]
     unevaluated: list[str]
+    provenance: list[tuple[str, str]]
+    folders: list[tuple[str, str]]
 
     def rows(self) -> list[Row]:
         """Return the rows of the table, the best at the end first."""
         percent = self.metric == "accuracy"
-        form, choose = number_format(self.metric), max if percent else min
+        form = number_format(self.metric)
         curves = sorted(self.curves, key=lambda curve: curve.final.mean(), reverse=percent)
         columns = []
         for best in (False, True):
-            values = [end_values(curve, self.metric, best) for curve in curves]
-            texts = [mean_and_deviation(value, form) for value in values]
-            columns.append(_column(choose, [float(value.mean()) for value in values], texts))
+            ends = [end_values(curve, self.metric, best) for curve in curves]
+            columns.append([_measured(values, form, percent) for values in ends])
         columns += [
-            _number_column(min, [curve.paper_bits for curve in curves], "{:.3g}"),
-            _number_column(min, [curve.sent_bytes / 1e3 for curve in curves], "{:,.1f} kB"),
-            _number_column(max, [curve.saving for curve in curves], "{:.3g}x"),
-            _number_column(min, [1e3 * curve.seconds for curve in curves], "{:,.1f} ms"),
+            [_counted(curve.paper_bits, "{:.3g}") for curve in curves],
+            [_counted(curve.sent_bytes / 1e3, "{:,.1f} kB") for curve in curves],
+            [_counted(curve.saving, "{:.3g}x", high=True) for curve in curves],
+            [Cell(f"{1e3 * curve.seconds:,.1f} ms") for curve in curves],
         ]
         return [
             Row(curve, display_name(curve), list(cells))
@@ -108,23 +129,36 @@ class Section:
         Of very many curves those of the most workers are shown at first.
         """
         styles = styles_of(self.curves)
-        methods = {curve.method: styles[curve.label].colour for curve in self.curves}
-        filters = {METHOD: [Choice(name, name, colour, True) for name, colour in methods.items()]}
+        methods = {curve.method: styles[curve.label] for curve in self.curves}
+        filters = {METHOD: [Choice(name, name, style, True) for name, style in methods.items()]}
         many = len(self.curves) > MOST_LABELS
         for key in sorted({key for curve in self.curves for key in curve.differing}):
             values = setting_values(self.curves, key)
             off = values[:-1] if many and key == "workers" else []
             filters[key] = [
-                Choice(str(value), f"{short_name(key)} {value}", "", value not in off)
+                Choice(
+                    in_words(value), f"{short_name(key)} {in_words(value)}", None, value not in off
+                )
                 for value in values
             ]
         return filters
+
+    def key(self) -> list[tuple[str, Style]]:
+        """Return the lines and fills that tell the settings of a method apart, by their words.
+
+        A single method's settings differ by colour, which its figures' legends show.
+        """
+        if len({curve.method for curve in self.curves}) == 1:
+            return []
+        styles = styles_of(self.curves)
+        variants = {c.variant(): styles[c.label] for c in self.curves if c.variant()}
+        return list(variants.items()) if len(variants) > 1 else []
 
     def differences(self) -> tuple[list[str], list[tuple[Curve, list[str]]]]:
         """Return the settings in which the curves differ, and each curve's values of them."""
         known = sorted(set().union(*(curve.settings for curve in self.curves)))
         keys = [key for key in known if key != "optimizer.name" and self._differs(key)]
-        table = [(c, [str(c.settings.get(key, "")) for key in keys]) for c in self.curves]
+        table = [(c, [_setting(c, key) for key in keys]) for c in self.curves]
         return [key.removeprefix("optimizer.") for key in keys], table
 
     def _differs(self, key: str) -> bool:
@@ -151,40 +185,96 @@ class Section:
         ]
         for key in self.filters():
             if key != METHOD:
-                heading = f"at the end, against {short_name(key)}"
+                heading = f"at the end, against {axis_title(key, curves)}"
                 figure = figure_along_setting(curves, metric, key)
                 drawings.append(Drawing(heading, bars, figure))
         return drawings
 
 
-def _number_column(
-    choose: Callable[[list[float]], float], values: list[float | None], form: str
-) -> list[Cell]:
-    """Return a column of values that may be unknown."""
-    texts = ["" if value is None else form.format(value) for value in values]
-    return _column(choose, values, texts)
+def breakable(text: str) -> Markup:
+    """Return a text as HTML that may be broken behind its signs, and nowhere within a word."""
+    return Markup(re.sub(r"([_.=|,])(?!\d)", r"\1<wbr>", str(escape(text))))
 
 
-def _column(
-    choose: Callable[[list[float]], float], values: list[float | None], texts: list[str]
-) -> list[Cell]:
-    """Return a column of the table.
+def _setting(curve: Curve, key: str) -> str:
+    return in_words(curve.settings[key]) if key in curve.settings else ""
 
-    Args:
-        choose: min or max: which of the values is best.
-        values: None where it is unknown.
-        texts: how the values are written.
-    """
-    known = [value for value in values if value is not None]
-    best = choose(known) if len(known) > 1 else None
+
+def _measured(values: np.ndarray, form: str, high: bool) -> Cell:
+    spread = float(values.std(ddof=1)) if len(values) > 1 else None
+    return Cell(mean_and_deviation(values, form), float(values.mean()), spread, high)
+
+
+def _counted(value: float | None, form: str, high: bool = False) -> Cell:
+    return Cell("" if value is None else form.format(value), value, high=high)
+
+
+def _provenance(runs: list[Run]) -> list[tuple[str, str]]:
+    """Return what is known of where the runs of a section come from, by what it is."""
+    summaries = [run.summary or {} for run in runs]
+    configs = [run.config or {} for run in runs]
+    commits = [str(summary.get("commit") or "")[:12] for summary in summaries]
+    steps = [str(run.metrics[-1]["step"]) for run in runs if run.metrics]
+    machines = [str(summary.get("machine") or "") for summary in summaries]
+    facts = {
+        "commit": _distinct(commits) or _noted(runs, "commit"),
+        "date": _dates(runs),
+        "machine": _distinct(machines) or _noted(runs, "machine"),
+        "steps": _distinct(steps),
+        "samples of a worker and step": _distinct([str(c.get("batch_size", "")) for c in configs]),
+        "seeds": _distinct([str(config.get("seed", "")) for config in configs]),
+    }
+    return [(name, words) for name, words in facts.items() if words]
+
+
+def _noted(runs: list[Run], fact: str) -> str:
+    """Return what the file beside packed runs says where the runs themselves do not."""
+    files = {run.directory.parent.with_name(PROVENANCE) for run in runs if run.study}
+    lines = [
+        line
+        for file in sorted(files)
+        if file.exists()
+        for line in file.read_text("utf-8").splitlines()
+    ]
+    found = [line.removeprefix(fact).strip() for line in lines if line.startswith(fact)]
+    return "; ".join(dict.fromkeys(found)) or "not recorded"
+
+
+def _distinct(values: list[str]) -> str:
+    """Return the values that there are, each once, in the order of numbers."""
+    found = sorted({value for value in values if value}, key=lambda value: (len(value), value))
+    shown = found if len(found) <= 6 else [*found[:3], "...", found[-1]]
+    return ", ".join(shown)
+
+
+def _dates(runs: list[Run]) -> str:
+    """Return from when to when the runs ended, as far as they or their files say so."""
+    dates = {str(run.summary["date"]) for run in runs if run.summary and "date" in run.summary}
+    files = [run.directory / METRICS for run in runs if not run.summary or not dates]
+    times = [file.stat().st_mtime for file in files if file.exists()]
+    dates |= {datetime.fromtimestamp(time, UTC).date().isoformat() for time in times}
+    if not dates:
+        return "not recorded"
+    return min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
+
+
+def _folders(runs: list[Run], folder: Path) -> list[tuple[str, str]]:
+    """Return address, as seen from the page's folder, and name of where the runs are."""
+    files = {run.directory.parent for run in runs}
+    places = {file.parent if file.name == PACKED else file for file in files}
     return [
-        Cell(text, best is not None and value is not None and math.isclose(value, best))
-        for value, text in zip(values, texts, strict=True)
+        (quote(Path(os.path.relpath(place, folder)).as_posix()) + "/", place.name or str(place))
+        for place in sorted(places)
     ]
 
 
-def make_sections(runs: list[Run]) -> list[Section]:
-    """Return a section for each study, data set and model, by accuracy where its runs have one."""
+def make_sections(runs: list[Run], folder: Path) -> list[Section]:
+    """Return a section for each study, data set and model, by accuracy where its runs have one.
+
+    Args:
+        runs: all that the page shows.
+        folder: of the page, from which it links to the runs.
+    """
     sections = []
     for title, group in sorted(group_runs(runs).items()):
         evaluated = [run for run in group if any("test_loss" in row for row in run.metrics)]
@@ -194,12 +284,20 @@ def make_sections(runs: list[Run]) -> list[Section]:
         metric = "accuracy" if with_accuracy else "loss"
         shown = with_accuracy or evaluated
         missing = [str(run.directory) for run in group if run not in shown]
-        sections.append(Section(title, metric, make_curves(shown, metric), missing))
+        curves = make_curves(shown, metric)
+        origin = _provenance(group), _folders(group, folder)
+        sections.append(Section(title, metric, curves, missing, *origin))
     return sections
 
 
-def render(runs: list[Run], title: str) -> str:
-    """Return the page."""
+def render(runs: list[Run], title: str, folder: Path = Path()) -> str:
+    """Return the page.
+
+    Args:
+        runs: those to compare.
+        title: of the page, as plain text.
+        folder: where the page will be, from which it links to the runs.
+    """
     from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(
@@ -211,8 +309,11 @@ def render(runs: list[Run], title: str) -> str:
     )
     return environment.get_template("report.html.jinja").render(
         title=title,
-        sections=make_sections(runs),
+        sections=make_sections(runs, folder),
+        dashes=DASHES,
+        marks=MARKS,
         tags=tags,
+        breakable=breakable,
         most_labels=MOST_LABELS,
         count=len(runs),
         unfinished=sum(not run.finished for run in runs),
@@ -232,7 +333,8 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--title", default="Accuracy against bandwidth")
     options = parser.parse_args(arguments)
-    page = render(read_runs(options.runs), options.title)
-    file = output_file(options.output, beside(options.runs, "report.html"))
+    default = beside(options.runs, "report.html")
+    page = render(read_runs(options.runs), options.title, (options.output or default).parent)
+    file = output_file(options.output, default)
     write_atomically(file, page)
     print(file)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlion.compare.curves import Curve, sort_key
+from dlion.compare.curves import Curve, in_words, sort_key
 from dlion.errors import UserError
 
 
@@ -50,6 +50,25 @@ AXES = {
     "bits": "bits sent per parameter and worker, so far",
     "paper_bits": "bits per parameter and step, both ways (papers' count)",
     "step": "step",
+}
+# axes of settings: what they are in words; {n} is the number of workers
+_SETTINGS = {
+    "workers": "workers",
+    "local_steps": "local steps between two exchanges",
+    "batch_size": "samples of a worker and step",
+    "participation": "share of the workers in a step",
+    "optimizer.lr": "learning rate",
+    "optimizer.bits": "bits of an entry of a worker's message (p)",
+    "optimizer.momentum_sync": "steps between two averages of the momenta",
+    "optimizer.sync_pattern": "parameters whose momenta are averaged",
+    "dataset.alpha": "Dirichlet alpha (small: workers with unlike data)",
+    "faults.byzantine": "Byzantine workers (who send wrong gradients) of {n}",
+    "faults.drop": "share of the messages that are lost",
+    "model.modern": "GPT2++ blocks (model.modern)",
+}
+_VALUES = {
+    ("optimizer.momentum_sync", "0"): "never",
+    ("optimizer.sync_pattern", "null"): "all",
 }
 MOST_LABELS = 14  # up to so many points have their names beside them, more have a legend
 SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
@@ -122,6 +141,25 @@ def mean_and_deviation(values: np.ndarray, form: str, sign: str = "") -> str:
 def title_of(metric: str) -> str:
     """Return what a metric is called on an axis."""
     return TITLES.get(metric, metric)
+
+
+def axis_title(x: str, curves: list[Curve]) -> str:
+    """Return the title of an axis of bits, of steps or of a setting, in words where it has some."""
+    if x in AXES:
+        return AXES[x]
+    counts = {curve.settings.get("workers") for curve in curves}
+    return _SETTINGS.get(x, x).format(n=counts.pop() if len(counts) == 1 else "n")
+
+
+def tick_label(setting: str, value: Any) -> str:
+    """Return a setting's value in words, for an axis of it."""
+    text = in_words(value)
+    return _VALUES.get((setting, text), text)
+
+
+def is_ordered(values: list[Any]) -> bool:
+    """Whether a line may join these values of a setting: numbers, no names."""
+    return all(isinstance(value, int | float) for value in values)
 
 
 def display_name(curve: Curve, hidden: str | None = None) -> str:

@@ -260,8 +260,8 @@ def draw(file: Path) -> None:
     """Draw speed-up over DDP float32 to 1,024 workers, 1e8 to 1e11 parameters, 1 to 400 Gbit/s."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 12))
-    axes = figure.subplots(len(SIZES), len(RATES), sharex=True)
+    figure = Figure(figsize=(15, 12), layout="constrained")
+    axes = figure.subplots(len(SIZES), len(RATES), sharex=True, sharey=True)
     for panels, d in zip(axes, SIZES, strict=True):
         for axis, rate in zip(panels, RATES, strict=True):
             settings = [accelerated(d, n, rate) for n in WORKERS]
@@ -273,6 +273,9 @@ def draw(file: Path) -> None:
                 axis.plot(WORKERS, gains, marker="o", ms=3, label=name)
             axis.axhline(1, color="black", lw=0.8, ls=":")
             axis.set(xscale="log", yscale="log", title=f"d = {d:.0e}, {rate / 1e9:g} Gbit/s")
+    gains = (1, 2, 5, 10, 20)
+    axes[0][0].set_yticks(gains, labels=[f"{gain}x" for gain in gains])
+    axes[0][0].minorticks_off()
     axes[0][0].legend(fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("workers")
@@ -280,8 +283,7 @@ def draw(file: Path) -> None:
         "predicted speed-up over DDP float32; assumed: 3,000 tokens a worker at 200 TFLOP/s,"
         " 10 µs a message, 20 µs until one has come, 8 buckets"
     )
-    figure.tight_layout()
-    figure.savefig(file, dpi=80)
+    return figure
 
 
 def show_where_messages_count() -> None:
