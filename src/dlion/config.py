@@ -1,6 +1,6 @@
 """The settings of a run, from what Hydra composed, and the objects that they describe."""
 
-import difflib
+import inspect
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -11,15 +11,34 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dlion.errors import UserError
+from dlion.settings import Settings, parameters
+from dlion.values import did_you_mean
+
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "gpus": "processes",
+    "output": "output_dir",
+}
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_target_`` of a node with its other values, but without ``name``.
 
     Unlike with hydra.utils.instantiate alone, errors of the target arrive as they are.
+
+    Raises:
+        UserError: if the target takes no such arguments, or needs others.
     """
     options = {key: value for key, value in node.items() if key != "name"}
-    return hydra.utils.instantiate(options, _partial_=True)(*args, **kwargs)
+    call = hydra.utils.instantiate(options, _partial_=True)
+    try:
+        inspect.signature(call).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{node['_target_']} cannot be called with its settings: {error}"
+        ) from error
+    return call(*args, **kwargs)
 
 
 def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
@@ -38,7 +57,8 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     """
     settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
-    method = hydra_node.runtime.choices.optimizer
+    _check_added(settings, hydra_node.overrides.task)
+    method = hydra_node.runtime.choices.get("optimizer")
     try:
         for key, value in ((settings.methods or {}).get(method) or {}).items():
             if key not in settings.optimizer:
@@ -53,6 +73,22 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         raise UserError(explain(error)) from error
     del plain["methods"]  # those of the chosen method are in optimizer now
     return OmegaConf.create(plain, flags={"struct": True})
+
+
+def _check_added(settings: DictConfig, typed: list[str]) -> None:
+    """Refuse keys that were added with a plus and that nothing reads.
+
+    A recipe may have tables of its own, which its settings look values up in, and which may be
+    added to.
+    """
+    added = [override.lstrip("+").partition("=")[0] for override in typed if override[0] == "+"]
+    for key in added:
+        first = key.partition(".")[0]
+        table = settings.get(first)
+        entries = {f"{first}.{name}" for name in table} if isinstance(table, DictConfig) else set()
+        if first not in (*parameters(Settings), "methods") and entries <= set(added):
+            known = _keys(OmegaConf.to_container(settings), "") - {first, key}
+            raise UserError(_not_a_setting(key, known))
 
 
 def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
@@ -86,12 +122,6 @@ def explain(error: Exception) -> str:
     )
 
 
-def did_you_mean(word: str, known: Iterable[Any]) -> str:
-    """Return the most similar of the known words as a question in parentheses, or nothing."""
-    close = difflib.get_close_matches(word, sorted(map(str, known)), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
 def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
     """Say that a typed key does not exist, and which one was probably meant."""
     key = error.full_key
@@ -102,8 +132,16 @@ def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
         )
     parent, prefix = error.parent_node, key.rpartition(".")[0]
     node = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
-    known = _keys(node, f"{prefix}." if prefix else "")
-    same_end = sorted(name for name in known if name.endswith(f".{key}") and name[:6] != "hydra.")
+    return _not_a_setting(key, _keys(node, f"{prefix}." if prefix else ""))
+
+
+def _not_a_setting(key: str, known: Iterable[str]) -> str:
+    """Say that a key does not exist, and which of the known ones was probably meant."""
+    known = [name for name in known if not name.startswith("hydra.")]
+    group, _, last = key.rpartition(".")
+    last = _OTHER_NAMES.get(last, last)
+    meant = f"{group}.{last}" if group else last
+    same_end = sorted(name for name in known if name == meant or name.endswith(f".{meant}"))
     guess = f" (did you mean {same_end[0]}?)" if same_end else did_you_mean(key, known)
     return f"{key} is not a setting{guess}: see `python train.py --help`"
 

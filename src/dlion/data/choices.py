@@ -14,6 +14,7 @@ from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.parquet import load_hub, load_parquet
 from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
+from dlion.values import Count, Folder, Name, Whole
 
 
 class Task(NamedTuple):
@@ -128,11 +129,11 @@ TASKS = {
 
 
 def choices(
-    tokenizer: str | None,
+    tokenizer: Name | None,
     tasks: Sequence[str] = tuple(TASKS),
-    path: str | None = None,
-    context: int = 1024,
-    shots: int = 3,
+    path: Folder | None = None,
+    context: Count = 1024,
+    shots: Whole = 3,
 ) -> MultipleChoice:
     """Load several tasks as one data set.
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from dlion.data.images import ImageData
 from dlion.data.parquet import keep_encoded, load_hub, load_parquet
 from dlion.errors import UserError
+from dlion.values import Count, Folder
 
 
 def cifar10(
-    path: str | None = None,
+    path: Folder | None = None,
     augment: bool = True,
-    train_limit: int | None = None,
-    test_limit: int | None = None,
+    train_limit: Count | None = None,
+    test_limit: Count | None = None,
 ) -> ImageData:
     """Load CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 in 10 classes.
 
@@ -37,10 +38,10 @@ def cifar10(
 
 
 def cifar100(
-    path: str | None = None,
+    path: Folder | None = None,
     augment: bool = True,
-    train_limit: int | None = None,
-    test_limit: int | None = None,
+    train_limit: Count | None = None,
+    test_limit: Count | None = None,
 ) -> ImageData:
     """Load CIFAR-100: 100 classes in the column ``fine_label``; otherwise as :func:`cifar10`."""
     limits = {"train": train_limit, "test": test_limit}

@@ -15,6 +15,7 @@ from dlion.data.base import Batch, Images, split_off
 from dlion.data.parquet import keep_encoded, load_parquet
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.values import Count, Folder, NotNegative, Whole
 
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
 # ImageNet's, as torchvision's models use them
@@ -161,11 +162,11 @@ def _to(device: str, batch: Batch) -> Batch:
 
 
 def imagenet(
-    path: str | None = None,
-    image_size: int = 224,
+    path: Folder | None = None,
+    image_size: Count = 224,
     auto_augment: bool = False,
-    mixup: float = 0.0,
-    loaders: int = 4,
+    mixup: NotNegative = 0.0,
+    loaders: Whole = 4,
 ) -> ImageFiles:
     """Load ImageNet-1K, or any other set of images in one of its two layouts.
 

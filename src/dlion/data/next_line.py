@@ -5,6 +5,7 @@ import torch
 from dlion.data.multiple_choice import MultipleChoice, Question
 from dlion.data.text import library_sources
 from dlion.streams import stream
+from dlion.values import Count, Whole
 
 
 class ByteTokenizer:
@@ -18,7 +19,7 @@ class ByteTokenizer:
 
 
 def next_line(
-    context: int = 256, shots: int = 1, train: int = 4000, test: int = 200
+    context: Count = 256, shots: Whole = 1, train: Count = 4000, test: Count = 200
 ) -> MultipleChoice:
     """Ask which of four lines of the standard library follows two others.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlion.data.base import Batch, Text
 from dlion.errors import TrainingFailed, UserError
+from dlion.values import Count
 
 # tests, installed packages, generated tables, and bundled programs
 _LEFT_OUT = {
@@ -83,7 +84,7 @@ class TextData(Text):
         return window[:, :-1], window[:, 1:]
 
 
-def stdlib_text(context: int = 64, max_bytes: int | None = None) -> TextData:
+def stdlib_text(context: Count = 64, max_bytes: Count | None = None) -> TextData:
     """Load the standard library's Python files as bytes, about 9 MB; every 20th is for the test.
 
     Args:

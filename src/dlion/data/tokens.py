@@ -12,6 +12,7 @@ from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.text import TextData
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.values import Count, Folder
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
@@ -19,7 +20,7 @@ DTYPES = ("uint16", "int32")
 _COUNTS = ("vocabulary", "documents", "of", "held_out")
 
 
-def prepared_text(path: str | None = None, context: int = 1024) -> TextData:
+def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
     """Map tokens that ``python -m dlion.data.prepare`` has written into memory.
 
     Args:

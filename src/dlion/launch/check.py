@@ -1,9 +1,7 @@
 """Checks all settings of a run before any process starts."""
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,80 +15,10 @@ from dlion.launch.environment import RankInfo
 from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
-from dlion.optim.base import NONFINITE
-from dlion.training.faults import ATTACKS
+from dlion.settings import check as check_types
 from dlion.training.job import Job
-from dlion.training.precision import PRECISIONS
 from dlion.units import parse_rate
 from dlion.workers import Workers
-
-
-class Rule(NamedTuple):
-    """The values that a setting may have.
-
-    Attributes:
-        words: the end of the message about a wrong value, after "KEY=VALUE is".
-        holds: tells whether a value is allowed.
-        optional: whether null is allowed too.
-    """
-
-    words: str
-    holds: Callable[[Any], bool]
-    optional: bool = False
-
-
-def _whole(least: int, optional: bool = False) -> Rule:
-    return Rule(
-        f"not possible: give a whole number, at least {least}",
-        lambda value: _is_number(value) and isinstance(value, int) and value >= least,
-        optional,
-    )
-
-
-def _number(words: str, holds: Callable[[float], bool]) -> Rule:
-    return Rule(f"not possible: give a {words}", lambda value: _is_number(value) and holds(value))
-
-
-def _one_of(names: Sequence[str], optional: bool = False) -> Rule:
-    words = f"unknown: choose {', '.join(names)}{' or null' if optional else ''}"
-    return Rule(words, lambda value: value in names, optional)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-RULES = {
-    "workers": _whole(1),
-    "processes": _whole(1, optional=True),
-    "steps": _whole(1, optional=True),
-    "epochs": _whole(1),
-    "batch_size": _whole(1),
-    "accumulate": _whole(1),
-    "precision": _one_of(tuple(PRECISIONS)),
-    "seed": _whole(0),
-    "device": _one_of(("cpu", "cuda"), optional=True),
-    "backend": _one_of(("gloo", "nccl"), optional=True),
-    "threads": _whole(1),
-    "participation": _number("number above 0, at most 1", lambda value: 0 < value <= 1),
-    "local_steps": _whole(1),
-    "local_lr": _number("number above 0", lambda value: value > 0),
-    "faults.byzantine": _whole(0),
-    "faults.attack": _one_of(tuple(ATTACKS)),
-    "faults.scale": _number("number above 0", lambda value: value > 0),
-    "faults.stale_steps": _whole(1),
-    "faults.drop": _number("probability, 0 or more and below 1", lambda value: 0 <= value < 1),
-    "eval_every": _whole(1),
-    "eval_limit": _whole(1, optional=True),
-    "log_every": _whole(1),
-    "checkpoint_every": _whole(1, optional=True),
-    "keep_checkpoints": _whole(1),
-    "stop_after": _whole(1, optional=True),
-    "max_restarts": _whole(0),
-    "timeout": _whole(1),
-    "nonfinite": _one_of(tuple(NONFINITE), optional=True),
-    "check_replicas_every": _whole(0),
-}
 
 
 def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job:
@@ -161,10 +89,7 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
     Raises:
         UserError: one sentence about the first setting that is wrong.
     """
-    for name, rule in RULES.items():
-        value = OmegaConf.select(settings, name)
-        if not (rule.optional if value is None else rule.holds(value)):
-            raise UserError(f"{name}={value} is {rule.words}")
+    check_types(settings)
     workers, faults = settings.workers, settings.faults
     if settings.processes is not None and workers % settings.processes:
         fitting = [p for p in range(1, workers + 1) if workers % p == 0]

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
 from dlion.models.transformer import GPT, ViT
+from dlion.values import Count, Name, Positive, Probability
+
+ResNet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
 
 def linear(data: Data) -> nn.Module:
@@ -28,12 +31,12 @@ def linear(data: Data) -> nn.Module:
 
 def vit(
     data: Data,
-    patch_size: int | None = None,
-    dim: int = 64,
-    depth: int = 2,
-    heads: int = 4,
-    mlp_dim: int = 128,
-    dropout: float = 0.0,
+    patch_size: Count | None = None,
+    dim: Count = 64,
+    depth: Count = 2,
+    heads: Count = 4,
+    mlp_dim: Count = 128,
+    dropout: Probability = 0.0,
 ) -> ViT:
     """Build a vision transformer; a patch size of None cuts the image into 4 x 4 patches.
 
@@ -64,13 +67,13 @@ def vit(
 
 def gpt(
     data: Data,
-    dim: int = 64,
-    depth: int = 2,
-    heads: int = 4,
-    mlp_dim: int = 256,
-    dropout: float = 0.0,
+    dim: Count = 64,
+    depth: Count = 2,
+    heads: Count = 4,
+    mlp_dim: Count = 256,
+    dropout: Probability = 0.0,
     tie_embeddings: bool = True,
-    init_std: float | None = None,
+    init_std: Positive | None = None,
     modern: bool = False,
 ) -> GPT:
     """Build a small GPT for the vocabulary and context of the data; see :class:`GPT`."""
@@ -90,7 +93,7 @@ def gpt(
     )
 
 
-def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
+def resnet(data: Data, architecture: ResNet = "resnet18") -> nn.Module:
     """Build torchvision's ResNet.
 
     Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is usual for CIFAR (He et al.
@@ -111,7 +114,7 @@ def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
     return model
 
 
-def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
+def timm_model(data: Data, architecture: Name, **options: Any) -> nn.Module:
     """Build any model of timm, untrained, for the size, channels and classes of the data.
 
     Raises:
@@ -150,10 +153,10 @@ class CausalLM(nn.Module):
 
 def gpt2(
     data: Data,
-    n_layer: int = 12,
-    n_embd: int = 768,
-    n_head: int = 12,
-    dropout: float = 0.0,
+    n_layer: Count = 12,
+    n_embd: Count = 768,
+    n_head: Count = 12,
+    dropout: Probability = 0.0,
 ) -> CausalLM:
     """Build GPT-2 in any size, untrained, for the vocabulary and context of the data."""
     text = _text(data)
@@ -177,7 +180,7 @@ def gpt2(
 
 
 def causal_lm(
-    data: Data, path: str | None = None, architecture: str = "llama", **options: Any
+    data: Data, path: Name | None = None, architecture: Name = "llama", **options: Any
 ) -> CausalLM:
     """Build any causal language model of transformers, pretrained or not.
 

@@ -1,13 +1,16 @@
 """Distributed Lion by adaptive delta modulation: one bit each way that tells how much, too."""
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
+
+from annotated_types import Ge, Le
 
 from dlion import kernels
 from dlion.exchange import DeltaVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import sign_descent
+from dlion.values import Betas, NotNegative
 
 
 class DLionADM(DistributedOptimizer):
@@ -53,12 +56,12 @@ class DLionADM(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        rise: int = 3,
-        lookahead: float = 0.5,
-        limit: float | None = None,
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        rise: Annotated[int, Ge(1), Le(32)] = 3,
+        lookahead: NotNegative = 0.5,
+        limit: Annotated[float, Ge(1)] | None = None,
         weighted: bool = False,
         **common: Unpack[Common],
     ):

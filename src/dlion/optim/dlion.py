@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.exchange import TIES, LevelExchange, LevelMean, Vote, WeightedVote
+from dlion.exchange import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import sign_descent
 from dlion.streams import stream_seed
+from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
 
-AGGREGATIONS = ("mavo", "avg")
+Aggregation = Literal["mavo", "avg"]
+AGGREGATIONS = get_args(Aggregation)
 
 
 class Part(NamedTuple):
@@ -153,11 +155,11 @@ class DLion(SignedDescent):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        aggregation: str = "mavo",
-        ties: str = "previous",
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        aggregation: Aggregation = "mavo",
+        ties: Ties = "previous",
         weighted: bool = False,
         **common: Unpack[Common],
     ):
@@ -177,11 +179,11 @@ class Signum(SignedDescent):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        momentum: float = 0.99,
-        weight_decay: float = 0.0,
-        aggregation: str = "mavo",
-        ties: str = "previous",
+        lr: NotNegative = 1e-4,
+        momentum: Probability = 0.99,
+        weight_decay: NotNegative = 0.0,
+        aggregation: Aggregation = "mavo",
+        ties: Ties = "previous",
         weighted: bool = False,
         **common: Unpack[Common],
     ):

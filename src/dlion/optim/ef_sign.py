@@ -8,6 +8,7 @@ from dlion.kernels.reference import lion_direction
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import momentum_descent, sign_descent
+from dlion.values import Betas, NotNegative, Probability
 
 
 class EFSignSGD(DistributedOptimizer):
@@ -43,9 +44,9 @@ class EFSignSGD(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-1,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-1,
+        momentum: Probability = 0.0,
+        weight_decay: NotNegative = 0.0,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -98,9 +99,9 @@ class EF21Sign(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}

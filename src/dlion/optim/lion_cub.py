@@ -1,18 +1,22 @@
 """Lion Cub: Lion whose direction is quantised to p bits before the vote."""
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 
 from dlion import kernels
+from dlion.exchange import Ties
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
 from dlion.optim.dlion import Part, SignedDescent
 from dlion.optim.sync import MomentumSync
+from dlion.values import Betas, Name, NotNegative, Positive, Whole
 
-BITS = (1, 2, 4, 8)
-SCALES = ("l1", "max", "geometric")
+Bits = Literal[1, 2, 4, 8]
+BITS = get_args(Bits)
+Scale = Literal["l1", "max", "geometric"]
+SCALES = get_args(Scale)
 
 
 class LionCub(SignedDescent):
@@ -49,15 +53,15 @@ class LionCub(SignedDescent):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        bits: int = 4,
-        scale: str = "l1",
-        ties: str = "zero",
-        momentum_sync: int | str = 0,
-        sync_rate: float = 1.0,
-        sync_pattern: str | None = None,
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        bits: Bits = 4,
+        scale: Scale = "l1",
+        ties: Ties = "zero",
+        momentum_sync: Whole | Literal["exponential"] = 0,
+        sync_rate: Positive = 1.0,
+        sync_pattern: Name | None = None,
         **common: Unpack[Common],
     ):
         if bits not in BITS:

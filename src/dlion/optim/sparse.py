@@ -10,6 +10,7 @@ from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.rules import largest_entries
 from dlion.optim.updates import momentum_descent
+from dlion.values import NotNegative, Positive, PositiveShare, Probability, Whole
 
 
 class SparseOptimizer(DistributedOptimizer):
@@ -60,10 +61,10 @@ class GradDrop(SparseOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        density: float = 0.04,
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.9,
+        weight_decay: NotNegative = 0.0,
+        density: PositiveShare = 0.04,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -105,12 +106,12 @@ class DGC(SparseOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        density: float = 0.04,
-        warmup_steps: int = 0,
-        clip_norm: float | None = None,
+        lr: NotNegative = 1e-1,
+        momentum: Probability = 0.9,
+        weight_decay: NotNegative = 0.0,
+        density: PositiveShare = 0.04,
+        warmup_steps: Whole = 0,
+        clip_norm: Positive | None = None,
         **common: Unpack[Common],
     ):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm

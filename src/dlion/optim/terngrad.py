@@ -9,6 +9,7 @@ from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.rules import clip_by_deviation
 from dlion.optim.updates import momentum_descent
+from dlion.values import NotNegative, Probability
 
 
 class TernGrad(DistributedOptimizer):
@@ -35,10 +36,10 @@ class TernGrad(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        clip: float = 2.5,
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.9,
+        weight_decay: NotNegative = 0.0,
+        clip: NotNegative = 2.5,
         **common: Unpack[Common],
     ):
         self.clip = clip
