@@ -8,16 +8,20 @@
 `python train.py --help` lists the settings; conf/ holds them.
 """
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
-from dlion.launch import cli, launch
+from dlion.launch import cli
+
+CONF = Path(__file__).resolve().parent / "conf"
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(config: DictConfig) -> float | None:
-    return cli.guarded(launch, config)
+    return cli.guarded(config)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, CONF)

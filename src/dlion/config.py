@@ -2,18 +2,23 @@
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hydra
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import (
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dlion.errors import UserError
-from dlion.settings import Settings, parameters
+from dlion.settings import Settings, parameters, root_cause
 from dlion.values import did_you_mean
 
+_PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -101,15 +106,11 @@ def explain(error: Exception) -> str:
     """Say in one sentence what Hydra or OmegaConf refused, and what is allowed."""
     reason = _first_line(error)
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override}: {reason}"
-    if isinstance(error, MissingConfigException) and error.options:
-        group = re.search("Available options in '(.+)':", str(error))
-        assert group is not None and error.missing_cfg_file is not None
-        name = error.missing_cfg_file.removeprefix(f"{group[1]}/")
-        return (
-            f"{group[1]}={name} is unknown{did_you_mean(name, error.options)}: choose one of"
-            f" {', '.join(error.options)}"
-        )
+        return _unreadable(error.override)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error.missing_cfg_file, error.options or ())
+    if isinstance(error, InstantiationException):
+        return _first_line(root_cause(error))
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"
     cause = error.__cause__
@@ -120,6 +121,28 @@ def explain(error: Exception) -> str:
     return (
         f"{reason}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else reason
     )
+
+
+def _unreadable(override: str) -> str:
+    """Say what to type instead of a word that Hydra cannot read."""
+    key, _, value = override.partition("=")
+    if value.endswith(","):
+        return f"{override} ends with a comma: type {override.rstrip(',')}, or a value behind it"
+    if re.search(r"""["'\[\](){}]""", value) or not value:
+        return f"cannot read {override}: write KEY=VALUE; a list is [A,B], and ( or ' are quoted"
+    return f"cannot read {override}: type '{key}=\"{value}\"', with both kinds of quotes"
+
+
+def _unknown_choice(file: str, options: Sequence[str]) -> str:
+    """Say that a group has no such file, and which one was probably meant."""
+    group, _, name = file.rpartition("/")
+    if group == "hydra/launcher":
+        options = [*options, "basic"]
+    beginnings = sorted(option for option in options if option.startswith(name))
+    preferred = _PREFERRED.get(f"{group}={name}")
+    guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
+    choices = f": choose one of {', '.join(sorted(options))}" if options else ""
+    return f"{group}={name} is unknown{guess or did_you_mean(name, options)}{choices}"
 
 
 def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:

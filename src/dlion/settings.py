@@ -284,14 +284,17 @@ def locate(path: str, group: str) -> Any:
     try:
         return _locate(path)
     except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        cause = root_cause(error)
         reason = " ".join(str(cause).split())
         raise UserError(
             f"{group}._target_={path} cannot be imported ({type(cause).__name__}: {reason}): give a"
             " class or function as MODULE.NAME"
         ) from error
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that an error was raised from in the first place."""
+    return error if error.__cause__ is None else root_cause(error.__cause__)
 
 
 @cache

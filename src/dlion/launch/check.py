@@ -1,6 +1,7 @@
 """Checks all settings of a run before any process starts."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -118,6 +119,22 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
     path = dataset.get("path")
     if data_is_here and path and not Path(path).expanduser().exists():
         raise UserError(f"dataset.path={path} is not a folder: give that of the data")
+
+
+def make_directory(directory: Path, setting: str) -> None:
+    """Make a directory, and try whether files can be written there.
+
+    Raises:
+        UserError: naming the setting, if not.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(
+            f"{setting}={directory} cannot be written to ({error.strerror}): type {setting}=DIR"
+            " with another folder"
+        ) from error
 
 
 def _device(setting: str | None) -> str:

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from dlion.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
@@ -145,6 +147,8 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 def join_process_group(backend: str, timeout: float = 600) -> None:
     """Initialise the process group of the run; wait ``timeout`` seconds for other processes."""
+    import torch.distributed as dist  # here, as the command line reads this module at once
+
     env = os.environ
     method = env.get("DLION_RENDEZVOUS", "env://")  # file://... from dlion.launch.local
     rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -172,11 +176,13 @@ def _hosts_store(env: Mapping[str, str]) -> bool:
     return env["RANK"] == "0" and local and not agent_hosts
 
 
-def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> dist.TCPStore:
+def _loopback_store(env: Mapping[str, str], timeout: timedelta) -> "TCPStore":
     """Host a store on loopback alone; torch's own listens on all interfaces."""
+    from torch.distributed import TCPStore
+
     port = int(env["MASTER_PORT"])
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-    return dist.TCPStore(
+    return TCPStore(
         "127.0.0.1",
         port,
         int(env["WORLD_SIZE"]),

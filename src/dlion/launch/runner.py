@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
-from dlion.launch.check import check
+from dlion.launch.check import check, make_directory
 from dlion.launch.environment import detect, join_process_group
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
@@ -37,6 +37,7 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
         return result
     job = check(config, output_dir, started)
     if started is None or started.rank == 0:
+        make_directory(output_dir, "output_dir")
         record_config(output_dir, config)
     if started is not None:
         started.export()
