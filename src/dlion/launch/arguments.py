@@ -1,0 +1,62 @@
+"""The words of the command line, before Hydra reads them."""
+
+import difflib
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from dlion.errors import UserError
+from dlion.settings import Settings, parameters
+
+
+class Arguments:
+    """What was typed: Hydra's options, and settings on both sides of them.
+
+    Attributes:
+        options: Hydra's, as it reads them.
+        settings: words of the form KEY=VALUE or ~KEY; with ``--help`` any words.
+    """
+
+    def __init__(self, words: list[str]):
+        """Tell options from settings.
+
+        Raises:
+            UserError: what to type instead of a word that is neither.
+        """
+        parser = get_args_parser()
+        parser.error = _refuse  # type: ignore[method-assign]
+        self._words = words
+        self.options, unknown = parser.parse_known_args([w for w in words if w != "--version"])
+        self.options.version = "--version" in words
+        if self.options.experimental_rerun is not None:
+            raise UserError("--experimental-rerun is not supported: type the command again")
+        rest = {*self.options.overrides, *unknown}
+        self.settings = [word for word in words if word in rest]
+        if not self.options.help:
+            for word, following in zip(words, [*words[1:], ""], strict=True):
+                if word in rest:
+                    _check_word(word, following)
+
+    def ordered(self) -> list[str]:
+        """Return the words with all settings before the options, as argparse needs them."""
+        settings = set(self.settings)
+        return [*self.settings, *(word for word in self._words if word not in settings)]
+
+
+def _check_word(word: str, following: str) -> None:
+    """Refuse a word that is no setting, and say what to type."""
+    key = word.lstrip("-")
+    if ("=" in key and key == word) or word.startswith("~"):
+        return
+    value = "VALUE" if "=" in following[1:] or following[:1] in ("", "-") else following.lstrip("=")
+    name, equals, given = key.partition("=")
+    name = name.replace("-", "_")
+    if key == word:
+        similar = difflib.get_close_matches(word, parameters(Settings), n=1)
+        hint = f"type {similar[0]}={value}" if similar else "see `python train.py --help`"
+        raise UserError(f"{word} is not a setting of the form KEY=VALUE: {hint}")
+    raise UserError(f"{word} is not an option: type {name}={given if equals else value}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}: see `python train.py --help`")
