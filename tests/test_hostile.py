@@ -27,6 +27,7 @@ from dlion.errors import RunFailed, UserError
 from dlion.exchange import Channel
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.settings import check_values
 from dlion.training.checkpoint import Checkpoint, find
 from dlion.workers import Workers
 from tests.conftest import ROOT

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import hydra
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dlion.errors import UserError
-from dlion.settings import Settings, parameters, root_cause
+from dlion.settings import Settings, check_complete, parameters, root_cause
 from dlion.values import did_you_mean
 
 _PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
@@ -62,8 +62,9 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     """
     settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
+    check_complete(settings)
     _check_added(settings, hydra_node.overrides.task)
-    method = hydra_node.runtime.choices.get("optimizer")
+    method = hydra_node.runtime.choices.optimizer
     try:
         for key, value in ((settings.methods or {}).get(method) or {}).items():
             if key not in settings.optimizer:
@@ -133,16 +134,21 @@ def _unreadable(override: str) -> str:
     return f"cannot read {override}: type '{key}=\"{value}\"', with both kinds of quotes"
 
 
-def _unknown_choice(file: str, options: Sequence[str]) -> str:
+def _unknown_choice(file: str, options: Collection[str]) -> str:
     """Say that a group has no such file, and which one was probably meant."""
     group, _, name = file.rpartition("/")
     if group == "hydra/launcher":
-        options = [*options, "basic"]
+        options = {*options, "basic"}
     beginnings = sorted(option for option in options if option.startswith(name))
     preferred = _PREFERRED.get(f"{group}={name}")
     guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
-    choices = f": choose one of {', '.join(sorted(options))}" if options else ""
-    return f"{group}={name} is unknown{guess or did_you_mean(name, options)}{choices}"
+    if not group:
+        return f"--config-name {name} is not a file of conf/: leave it out"
+    few = len(options) <= 20
+    choices = (
+        f"choose one of {', '.join(sorted(options))}" if few else "see `python train.py --help`"
+    )
+    return f"{group}={name} is unknown{guess or did_you_mean(name, options)}: {choices}"
 
 
 def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:

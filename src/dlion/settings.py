@@ -9,7 +9,7 @@ checked as far as it has annotations.
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import (
@@ -244,27 +244,35 @@ def check(settings: DictConfig) -> None:
     Raises:
         UserError: one sentence about the first wrong value, missing setting, or unknown keyword.
     """
+    check_values(settings)
     plain: Any = OmegaConf.to_container(settings, resolve=True)
-    check_values(plain)
     for group, hint in parameters(Settings).items():
         if (component := component_of(hint)) is not None:
             _check_component(group, plain[group], component)
 
 
-def check_values(settings: Mapping[str, Any]) -> None:
+def check_values(settings: DictConfig) -> None:
     """Check the values of a run's settings, without those of components; this imports nothing.
 
     Raises:
         UserError: as :func:`check`.
     """
+    plain: Any = OmegaConf.to_container(settings)
     for key, hint in parameters(Settings).items():
-        is_component = component_of(hint) is not None
+        if component_of(hint) is None:
+            _check_value(key, plain[key], hint)
+
+
+def check_complete(settings: Container[str]) -> None:
+    """Refuse settings without one that every run has.
+
+    Raises:
+        UserError: naming it.
+    """
+    for key, hint in parameters(Settings).items():
         if key not in settings:
-            raise UserError(
-                f"{key} cannot be left out: type {key}={'NAME' if is_component else 'VALUE'}"
-            )
-        if not is_component:
-            _check_value(key, settings[key], hint)
+            value = "VALUE" if component_of(hint) is None else "NAME"
+            raise UserError(f"{key} cannot be left out: type {key}={value}")
 
 
 def component_of(hint: Any) -> Component | None:
@@ -346,9 +354,8 @@ def _check_keys(where: str, values: dict[str, Any], target: Any, shared: Any = N
         elif not _is_open(target):
             others = [*known, *(parameters(shared) if shared else ())]
             raise UserError(
-                f"{where}.{key} is not a setting of {getattr(target, '__name__', where)}"
-                f"{did_you_mean(key, others)}: type `python train.py --help {where}=NAME` for those"
-                " that are"
+                f"{where}.{key} is not a setting{did_you_mean(key, others)}: see `python train.py"
+                f" --help {where}{'=NAME' * (not is_dataclass(target))}`"
             )
 
 
@@ -358,7 +365,9 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     Raises:
         UserError: one sentence about the first wrong one.
     """
-    if is_dataclass(hint) and isinstance(value, dict):
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise UserError(f"{key} has settings of its own: see `python train.py --help {key}`")
         for name in parameters(hint):
             if name not in value:
                 raise UserError(f"{key}.{name} cannot be left out: type {key}.{name}=VALUE")

@@ -1,12 +1,13 @@
 """The words of the command line, before Hydra reads them."""
 
 import difflib
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
 from dlion.errors import UserError
-from dlion.settings import Settings, parameters
+from dlion.settings import Settings, component_of, parameters
 
 
 class Arguments:
@@ -30,6 +31,9 @@ class Arguments:
         self.options.version = "--version" in words
         if self.options.experimental_rerun is not None:
             raise UserError("--experimental-rerun is not supported: type the command again")
+        folder = self.options.config_dir
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"--config-dir {folder} is not a folder: give one with files of groups")
         rest = {*self.options.overrides, *unknown}
         self.settings = [word for word in words if word in rest]
         if not self.options.help:
@@ -46,14 +50,20 @@ class Arguments:
 def _check_word(word: str, following: str) -> None:
     """Refuse a word that is no setting, and say what to type."""
     key = word.lstrip("-")
-    if ("=" in key and key == word) or word.startswith("~"):
+    if ("=" in key.lstrip("=") and key == word) or word.startswith("~"):
+        group, _, name = word.partition("=")
+        hint = parameters(Settings).get(group)
+        if name in ("", "null") and component_of(hint) is not None:
+            raise UserError(f"{group} cannot be left out: type {group}=NAME")
         return
-    value = "VALUE" if "=" in following[1:] or following[:1] in ("", "-") else following.lstrip("=")
+    value = "VALUE" if "=" in following or following[:1] in ("", "-") else following
     name, equals, given = key.partition("=")
     name = name.replace("-", "_")
     if key == word:
         similar = difflib.get_close_matches(word, parameters(Settings), n=1)
         hint = f"type {similar[0]}={value}" if similar else "see `python train.py --help`"
+        if "=" in following or word == "=":
+            hint = "leave out the spaces around ="
         raise UserError(f"{word} is not a setting of the form KEY=VALUE: {hint}")
     raise UserError(f"{word} is not an option: type {name}={given if equals else value}")
 

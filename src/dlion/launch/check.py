@@ -90,6 +90,7 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
     Raises:
         UserError: one sentence about the first setting that is wrong.
     """
+    _check_data_path(settings.dataset, data_is_here)
     check_types(settings)
     workers, faults = settings.workers, settings.faults
     if settings.processes is not None and workers % settings.processes:
@@ -107,26 +108,28 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
         )
-    _check_data_path(settings.dataset, data_is_here)
 
 
 def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
     if OmegaConf.is_missing(dataset, "path"):
         raise UserError(
             f"dataset={dataset.name} must be on a disk: type dataset.path=DIR;"
-            f" conf/dataset/{dataset.name}.yaml says what DIR holds"
+            f" `python train.py --help dataset={dataset.name}` says what DIR holds"
         )
     path = dataset.get("path")
     if data_is_here and path and not Path(path).expanduser().exists():
         raise UserError(f"dataset.path={path} is not a folder: give that of the data")
 
 
-def make_directory(directory: Path, setting: str) -> None:
+def make_directory(name: str | Path, setting: str) -> None:
     """Make a directory, and try whether files can be written there.
 
     Raises:
         UserError: naming the setting, if not.
     """
+    directory = Path(name)
+    if name == "":
+        raise UserError(f"{setting}= is not possible: give a folder")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()

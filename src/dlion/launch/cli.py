@@ -56,9 +56,11 @@ def run(main: Callable[[], Any], conf: Path) -> None:
     except tuple(_EXIT_CODES) as error:
         _leave(error)
     except Exception as error:
-        if not type(error).__module__.startswith("submitit."):
-            raise
-        _leave(RunFailed(_job_failure(error)))
+        if type(error).__module__.startswith("submitit."):
+            _leave(RunFailed(_job_failure(error)))
+        if _raised_by(error) in ("hydra", "omegaconf", "antlr4"):
+            _leave(UserError(f"Hydra cannot read the command line: {_sentence(error)}"))
+        raise
 
 
 def guarded(config: DictConfig) -> Any:
@@ -154,6 +156,15 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return explain(error)
     return str(error) or type(error).__name__
+
+
+def _raised_by(error: Exception) -> str:
+    """Return the name of the package whose code raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+    return name.partition(".")[0]
 
 
 def _job_failure(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -55,7 +54,7 @@ class QuickSweeper(BasicSweeper):
         (batch,) = self.split_arguments(overrides, None)
         print(f"{len(batch)} run{'s' * (len(batch) > 1)}", flush=True)
         self._check(batch)
-        make_directory(Path(self.config.hydra.sweep.dir), "hydra.sweep.dir")
+        make_directory(self.config.hydra.sweep.dir, "hydra.sweep.dir")
         return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
