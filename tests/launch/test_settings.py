@@ -1,16 +1,12 @@
 """What goes in is checked: every wrong input ends in one line, and leaves nothing behind."""
 
-import inspect
 import json
 import shlex
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from dlion import settings, values
 from tests.conftest import ROOT
-from tests.runs import TORCHRUN, python, train
+from tests.runs import python
 
 pytestmark = pytest.mark.slow
 
@@ -248,7 +244,6 @@ WRONG = {
     "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
     "--config-dir own model=nothing": "model has no _target_",
 }
-
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,13 @@ def cifar100(
     train_limit: Count | None = None,
     test_limit: Count | None = None,
 ) -> ImageData:
-    """Load CIFAR-100: 100 classes in the column ``fine_label``; otherwise as :func:`cifar10`."""
+    """Load CIFAR-100: 100 classes in the column ``fine_label``; otherwise as :func:`cifar10`.
+
+    Args:
+        path: as for :func:`cifar10`; None: the hub's ``uoft-cs/cifar100``.
+        augment: random crop with 4 pixels of padding and horizontal flip.
+        train_limit, test_limit: the number of images to use, the same in every run; None: all.
+    """
     limits = {"train": train_limit, "test": test_limit}
     return _load(
         "uoft-cs/cifar100", path, "fine_label", classes=100, augment=augment, limits=limits

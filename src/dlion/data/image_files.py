@@ -175,7 +175,10 @@ def imagenet(
             ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
             ``train/*.parquet`` and ``validation/*.parquet``, at any depth, of columns ``image`` and
             ``label`` (the hub's ``ILSVRC/imagenet-1k``).
-        image_size, auto_augment, mixup, loaders: see :class:`ImageFiles`.
+        image_size: pixels, of square crops.
+        auto_augment: AutoAugment besides random crops and flips.
+        mixup: alpha of MixUp; 0: none.
+        loaders: helper processes that decode, for each process; 0: none.
 
     Raises:
         UserError: if there is neither, or if the two parts differ in their classes.

@@ -1,6 +1,7 @@
 """What ``python train.py --help`` prints, made from the types and docstrings of the settings."""
 
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,10 @@ from dlion.config import settle
 from dlion.errors import UserError
 from dlion.launch.arguments import Arguments
 from dlion.settings import SPECIAL, Settings, component_of, locate, parameters, sentences
-from dlion.values import describe, did_you_mean, show
+from dlion.values import Folder, Name, describe, did_you_mean, show
 
 USAGE = """\
-python train.py [GROUP=NAME ...] [KEY=VALUE ...]
+usage: python train.py [GROUP=NAME ...] [KEY=VALUE ...]
 
   python train.py optimizer=dlion_mavo workers=8              train with 8 workers on this machine
   python train.py -m optimizer=g_lion,dlion_mavo seed=0,1,2   every combination, one by one
@@ -31,6 +32,7 @@ python train.py [GROUP=NAME ...] [KEY=VALUE ...]
   --hydra-help       list Hydra's own options
 """
 INDENT = 27  # columns before a sentence
+PLAIN = (Any, bool, Name, Name | None, Folder, Folder | None)  # of which nothing is to say
 
 
 def help_text(arguments: Arguments, conf: Path) -> str:
@@ -77,7 +79,7 @@ def _overview(
     said = {**sentences(Settings), "experiment": "a recipe; NAME_full is the paper's size"}
     for group, options in names.items():
         default = f" [{choices[group]}]" if choices.get(group) else ""
-        yield _entry(f"{group}=NAME", f"{said[group]}{default}\n{', '.join(options)}")
+        yield _entry(f"{group}=NAME", f"{_as_typed(said[group])}{default}\n{', '.join(options)}")
     yield "\nSettings\n"
     for key, hint in parameters(Settings).items():
         if component_of(hint) is None:
@@ -99,7 +101,7 @@ def _choice(group: str, name: str, settings: dict[str, Any], folders: list[str])
     target = locate(node["_target_"], group) if "_target_" in node else component.own
     for source in filter(None, (target, component.shared)):
         hints, said = parameters(source), sentences(source)
-        for key in node.keys() & hints.keys() - set(SPECIAL):
+        for key in (key for key in hints if key in node and key not in SPECIAL):
             lines += _entries(f"{group}.{key}", node[key], hints[key], said.get(key, ""))
     return "\n".join(lines)
 
@@ -122,8 +124,14 @@ def _entries(key: str, value: Any, hint: Any, sentence: str) -> Iterator[str]:
         for name, inner in hints.items():
             yield from _entries(f"{key}.{name}", value[name], inner, said[name])
     else:
-        kind = "" if hint in (Any, bool) else f" ({describe(hint)})"
-        yield _entry(f"{key}={show(value)}", f"{sentence.rstrip('.')}{kind}")
+        kind = "" if hint in PLAIN else f" ({describe(hint)})"
+        yield _entry(f"{key}={show(value)}", f"{_as_typed(sentence)}{kind}")
+
+
+def _as_typed(sentence: str) -> str:
+    """Return a sentence of a docstring as people read it who type settings."""
+    plain = re.sub(r":\w+:`([^`]*)`", r"\1", sentence).replace("``", "")
+    return re.sub(r"\bNone\b", "null", plain).rstrip(".")
 
 
 def _entry(title: str, text: str) -> str:

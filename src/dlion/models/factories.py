@@ -38,7 +38,16 @@ def vit(
     mlp_dim: Count = 128,
     dropout: Probability = 0.0,
 ) -> ViT:
-    """Build a vision transformer; a patch size of None cuts the image into 4 x 4 patches.
+    """Build a vision transformer.
+
+    Args:
+        data: images.
+        patch_size: height and width of a patch in pixels; None: a quarter of the image.
+        dim: width.
+        depth: number of blocks.
+        heads: of attention; they divide the width.
+        mlp_dim: hidden units of the MLPs.
+        dropout: probability.
 
     Raises:
         UserError: if the patches do not fill the image, or the heads the width.
@@ -76,7 +85,19 @@ def gpt(
     init_std: Positive | None = None,
     modern: bool = False,
 ) -> GPT:
-    """Build a small GPT for the vocabulary and context of the data; see :class:`GPT`."""
+    """Build a small GPT for the vocabulary and context of the data; see :class:`GPT`.
+
+    Args:
+        data: text.
+        dim: width.
+        depth: number of blocks.
+        heads: of attention; they divide the width.
+        mlp_dim: hidden units of the MLPs.
+        dropout: probability.
+        tie_embeddings: use the same matrix for tokens and logits.
+        init_std: standard deviation of the first weights; None: 1 / sqrt(dim).
+        modern: RMSNorm and gated MLPs, the GPT2++ of arXiv 2404.00438, section 5.2.
+    """
     text = _text(data)
     _check_heads(dim, heads)
     return GPT(
@@ -98,6 +119,10 @@ def resnet(data: Data, architecture: ResNet = "resnet18") -> nn.Module:
 
     Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is usual for CIFAR (He et al.
     2016, arXiv 1512.03385, section 4.2).
+
+    Args:
+        data: images.
+        architecture: torchvision's name for it.
     """
     images = _images(data)
     declare_missing_operators()
@@ -116,6 +141,11 @@ def resnet(data: Data, architecture: ResNet = "resnet18") -> nn.Module:
 
 def timm_model(data: Data, architecture: Name, **options: Any) -> nn.Module:
     """Build any model of timm, untrained, for the size, channels and classes of the data.
+
+    Args:
+        data: images.
+        architecture: timm's name for it.
+        options: what timm gives to the model.
 
     Raises:
         UserError: if timm has no such model, or the model refuses images of this size.
@@ -158,7 +188,15 @@ def gpt2(
     n_head: Count = 12,
     dropout: Probability = 0.0,
 ) -> CausalLM:
-    """Build GPT-2 in any size, untrained, for the vocabulary and context of the data."""
+    """Build GPT-2 in any size, untrained, for the vocabulary and context of the data.
+
+    Args:
+        data: text.
+        n_layer: number of blocks.
+        n_embd: width.
+        n_head: heads of attention; they divide the width.
+        dropout: probability, of embeddings, attention and residuals.
+    """
     text = _text(data)
     _check_heads(n_embd, n_head)
     declare_missing_operators()

@@ -43,7 +43,9 @@ class DLionADM(DistributedOptimizer):
     mean gradient in small trainings (results/unlike_data), not tried in large ones.
 
     Args:
-        lr, betas, weight_decay: as for Lion; the decay is decoupled.
+        lr: learning rate, 3 to 10 times smaller than AdamW's.
+        betas: of the direction and of the momentum.
+        weight_decay: decoupled, 3 to 10 times larger than AdamW's.
         rise: levels that a step size grows by; 2 is neutral to noise, more let it grow there.
         lookahead: steps that estimates are taken ahead, for answers that lag behind less.
         limit: a worker's estimates count at most so many times as much as the median of all

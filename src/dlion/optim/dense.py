@@ -34,7 +34,10 @@ class GAdamW(MeanGradientOptimizer):
     on a fast link; this is the quality that compressed methods are compared with.
 
     Args:
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
+        lr: learning rate.
+        betas: of the means of the gradient and of its square.
+        eps: added to the root of the second.
+        weight_decay: decoupled.
     """
 
     shared_state = ["exp_avg", "exp_avg_sq"]

@@ -51,7 +51,9 @@ class GradDrop(SparseOptimizer):
     n = 32 it is nearly dense. :class:`DGC` corrects the momentum of late entries, this does not.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        weight_decay: decoupled.
         density: share of entries sent (the paper drops 99 %, arXiv 2404.00438 drops 96 %).
     """
 
@@ -94,11 +96,13 @@ class DGC(SparseOptimizer):
     worker are too much memory. At a density of 0.1 % it sends less than one bit a parameter.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        weight_decay: decoupled.
         density: share of entries sent after the warm-up.
         warmup_steps: the density falls from 1 exponentially over so many steps.
-        clip_norm: of the gradient over all workers; None does not clip. It needs the whole
-            gradient, so one bucket.
+        clip_norm: largest norm of the gradient over all workers; None: no limit. It needs the
+            whole gradient, so one bucket.
     """
 
     own_state = ["velocity", "accumulated"]

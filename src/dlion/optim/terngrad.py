@@ -26,7 +26,9 @@ class TernGrad(DistributedOptimizer):
     where a step waits for latency, as the scales take another round.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        weight_decay: decoupled.
         clip: in standard deviations; 0 does not clip.
         seed: of the coins; each worker has its own stream.
     """
