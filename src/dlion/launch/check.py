@@ -1,7 +1,11 @@
 """Checks all settings of a run before any process starts."""
 
 import os
+import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +16,7 @@ from dlion import models
 from dlion.config import instantiate
 from dlion.data import Data, Sharding
 from dlion.errors import UserError
-from dlion.launch.environment import RankInfo
+from dlion.launch.environment import RankInfo, is_first
 from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
@@ -48,7 +52,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    data = datasets.load(config.dataset)
+    with _one_line(f"dataset={config.dataset.name}"):
+        data = datasets.load(config.dataset)
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -65,6 +70,12 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         )
     epochs = config.epochs * sharding.steps_per_epoch
     steps = config.steps or -(-epochs // config.local_steps)
+    if config.schedule.warmup_steps >= steps and is_first():
+        print(
+            f"note: the learning rate rises to the end, as schedule.warmup_steps="
+            f"{config.schedule.warmup_steps} are not fewer than the {steps} steps of the run",
+            file=sys.stderr,
+        )
     _check_method(config, data, device)
     return Job(
         config=config,
@@ -194,9 +205,29 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
     return started.processes
 
 
+@contextmanager
+def _one_line(choice: str) -> Iterator[None]:
+    """Turn whatever goes wrong in a component, which may be anybody's, into one line.
+
+    Raises:
+        UserError: the error, and the line of code that raised it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{choice} cannot be had: {type(error).__name__}: {reason} ({frame.filename}, line"
+            f" {frame.lineno})"
+        ) from error
+
+
 def _check_method(config: DictConfig, data: Data, device: str) -> None:
     """Build model and optimizer without memory, so that they refuse wrong settings here."""
-    with torch.device("meta"):
+    with torch.device("meta"), _one_line(f"model={config.model.name}"):
         model = models.build(config.model, data)
     try:
         optimizer = instantiate(
