@@ -28,5 +28,6 @@ def attempt(arguments: list[str]) -> tuple[object, str]:
     return code, stderr.getvalue()
 
 
+sys.path.insert(0, "")  # components of one's own are beside where a command is typed
 for line in json.loads(Path(sys.argv[1]).read_text()):
     print(json.dumps(attempt(line)), flush=True)
