@@ -1,12 +1,19 @@
 """What goes in is checked: every wrong input ends in one line, and leaves nothing behind."""
 
 import json
+import math
 import shlex
+from typing import Annotated, Any, Literal
 
 import pytest
+import torch
+from omegaconf import OmegaConf
+from pydantic import Field
 
+import dlion
+from dlion import settings, values
 from tests.conftest import ROOT
-from tests.runs import python
+from tests.runs import TORCHRUN, python, train
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +37,7 @@ WRONG = {
     "steps=0": f"steps=0 is not possible: {COUNT}, or null",
     "batch_size=0": COUNT,
     "accumulate=false": "accumulate=false is not possible",
-    "precision=fp16": "precision=fp16 is unknown (did you mean bf16?): choose float32, bf16_mixed or bf16",
+    "precision=fp16": "(did you mean bf16?): choose float32, bf16_mixed or bf16",
     "precision=bf16_mix": "(did you mean bf16_mixed?)",
     "precision=16": "precision=16 is not possible",
     "seed=-1": "give a whole number, at least 0",
@@ -192,7 +199,7 @@ WRONG = {
     "-m experiment=vote_attack,vote_local": "one recipe at a time",
     "hydra/launcher=slurm": "add -m",
     # components of one's own
-    "--config-dir own model=broken": "broken_module.model cannot be imported (NameError: name 'nohing'",
+    "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
     "--config-dir own model=typed model.width=wide": COUNT,
     "--config-dir own model=typed +model.widht=3": "(did you mean width?)",
     "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
