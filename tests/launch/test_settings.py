@@ -200,7 +200,7 @@ WRONG = {
     "hydra/launcher=slurm": "add -m",
     # components of one's own
     "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
-    "--config-dir own model=typed model.width=wide": COUNT,
+    "--config-dir own model=typed model.width=wide": "model.width=wide is not possible",
     "--config-dir own model=typed +model.widht=3": "(did you mean width?)",
     "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
     "--config-dir own model=nothing": "model has no _target_",
