@@ -2,11 +2,15 @@
 
 import copy
 import math
+import re
+from fractions import Fraction
 
 import pytest
 import torch
 from lion_pytorch import Lion
+from omegaconf import OmegaConf
 
+from dlion.config import instantiate
 from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
@@ -23,6 +27,7 @@ from dlion.optim import (
 )
 from dlion.optim.sync import MomentumSync
 from dlion.workers import Workers
+from tests.conftest import ROOT
 
 ALL = [
     (GAdamW, {}),
@@ -561,3 +566,24 @@ def test_gradients_that_are_not_finite(cls):
     with pytest.raises(TrainingFailed, match=r"the gradient of 0.weight is not finite on worker 0"):
         optimizer.step()
     assert torch.equal(flat(model), before)
+
+
+def test_the_state_is_as_large_as_the_readme_says():
+    n, d = 8, 2**15
+    rows = re.findall(
+        r"^\| (`.+?`) \|.*\| ([\d., +/n]+) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    claims = {}
+    for names, sizes in rows:
+        names, sizes = re.findall("`(.+?)`", names), sizes.split(", ")
+        claims |= dict(zip(names, sizes * len(names), strict=False))
+    assert claims.keys() == {file.stem for file in (ROOT / "conf" / "optimizer").glob("*.yaml")}
+    for name, claim in claims.items():
+        settings = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{name}.yaml")
+        params = [torch.nn.Parameter(torch.zeros(d))]
+        optimizer = instantiate(settings, params, workers=Workers(local=n))
+        common = {k: t for k, t in optimizer.common_state().items() if "parameters" not in k}
+        state = (optimizer.worker_state(0) | common).values()
+        size = sum(tensor.nbytes for tensor in state) / d
+        stated = sum(Fraction(part.replace("n", str(n))) for part in claim.split(" + "))
+        assert size == pytest.approx(float(stated), rel=0.01), name

@@ -22,6 +22,7 @@ from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
 from dlion.settings import check as check_types
 from dlion.training.job import Job
+from dlion.training.weights import check_weights
 from dlion.units import parse_rate
 from dlion.workers import Workers
 
@@ -229,6 +230,8 @@ def _check_method(config: DictConfig, data: Data, device: str) -> None:
     """Build model and optimizer without memory, so that they refuse wrong settings here."""
     with torch.device("meta"), _one_line(f"model={config.model.name}"):
         model = models.build(config.model, data)
+    if config.init_from is not None:
+        check_weights(model, config.init_from)
     try:
         optimizer = instantiate(
             config.optimizer,

@@ -52,6 +52,10 @@ def run(main: Callable[[], Any], conf: Path) -> None:
             print(help_text(arguments, conf))
         else:
             sys.argv[1:] = arguments.ordered()
+            if any(word.startswith("evaluate=") for word in arguments.settings):
+                from dlion.launch.stored import in_any_group  # here, as it takes seconds
+
+                sys.argv[1:] = in_any_group(sys.argv[1:])
             main()
     except tuple(_EXIT_CODES) as error:
         _leave(error)
@@ -131,8 +135,11 @@ def _announce(settings: DictConfig, method: str | None) -> None:
     """
     if not is_first():
         return
-    names = (settings[group].get("name", "?") for group in ("optimizer", "model", "dataset"))
-    print("{} trains {} on {}".format(*names), flush=True)
+    names = [settings[group].get("name", "?") for group in ("optimizer", "model", "dataset")]
+    what = "{} trains {} on {}".format(*names)
+    if settings.evaluate is not None:
+        what = f"measures the model of {settings.evaluate}"
+    print(what, flush=True)
     if method is not None:
         print(
             f"note: the recipe has no settings for optimizer={method} here, which keeps those of"

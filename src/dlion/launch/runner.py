@@ -8,22 +8,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
 from dlion.launch.check import check, make_directory
-from dlion.launch.environment import detect, join_process_group
+from dlion.launch.environment import RankInfo, detect, join_process_group
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
 from dlion.launch.resume import latest_checkpoint, resuming
+from dlion.launch.stored import settings_of_run
 from dlion.record.runs import load_run, record_config
 from dlion.training import Job, train
 from dlion.training.checkpoint import identity
+from dlion.training.measure import measure
 from dlion.workers import Workers
 
 
 def launch(config: DictConfig, output_dir: Path) -> float | None:
-    """Train as configured; return the test accuracy, or the test loss where there is none.
+    """Train as configured, or evaluate; return the test accuracy, or the loss where there is none.
 
     Raises:
         UserError: before any process starts, about a wrong value.
@@ -32,6 +35,9 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     """
     started = detect()
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
+    if config.evaluate is not None:
+        recorded = settings_of_run(config, HydraConfig.get().overrides.task)
+        return _start(check(recorded, output_dir, started), started)
     if resuming(config, output_dir) == "auto" and (result := _result(output_dir)) is not None:
         print(f"{output_dir} is finished; nothing is left to do")
         return result
@@ -39,6 +45,11 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     if started is None or started.rank == 0:
         make_directory(output_dir, "output_dir")
         record_config(output_dir, config)
+    return _start(job, started)
+
+
+def _start(job: Job, started: RankInfo | None) -> float | None:
+    """Run all processes, or this one of those that torchrun or SLURM started."""
     if started is not None:
         started.export()
         return report_failure(work, job)
@@ -79,7 +90,7 @@ def _result(output_dir: Path) -> float | None:
 
 
 def work(job: Job) -> float | None:
-    """Train in one process of a run; torchrun's variables say which one this is."""
+    """Train or evaluate in one process of a run; torchrun's variables say which one this is."""
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -89,7 +100,8 @@ def work(job: Job) -> float | None:
         # a directory that is named after the time may have another name in each process
         output_dir = Path(_from_first(str(job.output_dir), job.device))
         workers = Workers.current(job.workers.local, timeout=job.config.timeout)
-        return train(replace(job, output_dir=output_dir, workers=workers))
+        run = train if job.config.evaluate is None else measure
+        return run(replace(job, output_dir=output_dir, workers=workers))
     finally:
         dist.destroy_process_group()
 

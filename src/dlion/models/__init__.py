@@ -6,11 +6,26 @@ from torch import nn
 
 from dlion.config import instantiate
 from dlion.data import Data
-from dlion.models.factories import causal_lm, gpt, gpt2, linear, resnet, timm_model, vit
+from dlion.models.factories import (
+    CausalLM,
+    causal_lm,
+    gpt,
+    gpt2,
+    linear,
+    resnet,
+    saved_causal_lm,
+    timm_model,
+    vit,
+)
+from dlion.models.shapes import ImageShape, Shape, TextShape, shape_from, shape_of
 from dlion.models.transformer import GPT, ViT
 
 __all__ = [
     "GPT",
+    "CausalLM",
+    "ImageShape",
+    "Shape",
+    "TextShape",
     "ViT",
     "build",
     "causal_lm",
@@ -18,11 +33,14 @@ __all__ = [
     "gpt2",
     "linear",
     "resnet",
+    "saved_causal_lm",
+    "shape_from",
+    "shape_of",
     "timm_model",
     "vit",
 ]
 
 
-def build(node: Any, data: Data) -> nn.Module:
-    """Build the model of a config node for a data set."""
+def build(node: Any, data: Data | Shape) -> nn.Module:
+    """Build the model of a config node for a data set, or for one of its shape."""
     return instantiate(node, data)

@@ -1,4 +1,4 @@
-"""Models by name, built to fit a data set.
+"""Models by name, built to fit a data set, of which they ask no more than its shape (shapes.py).
 
 torchvision, timm and transformers are imported inside the functions, as each takes seconds.
 """
@@ -16,6 +16,7 @@ from dlion.data import Data, Images, Text
 from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
 from dlion.values import Count, Name, Positive, Probability
 
@@ -243,6 +244,7 @@ def causal_lm(
         else:
             if not Path(path).is_dir():
                 use_the_cache_if_offline()
+            options["trust_remote_code"] = False
             config = AutoConfig.from_pretrained(path, **options)
     if text.vocabulary > config.vocab_size:
         raise UserError(
@@ -253,10 +255,30 @@ def causal_lm(
         if path is None or torch.get_default_device().type == "meta":
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=torch.float32, use_safetensors=True
-            )
+            model = _pretrained(path, config)
     return CausalLM(model)
+
+
+def saved_causal_lm(folder: Path) -> CausalLM:
+    """Load a model of transformers, in float32, from a folder that ``save_pretrained`` wrote.
+
+    Raises:
+        UserError: if the folder holds none.
+    """
+    declare_missing_operators()
+    with _model_errors_named(str(folder)):
+        return CausalLM(_pretrained(folder))
+
+
+def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if Path(path).is_dir():
+        logging.disable_progress_bar()  # each process would show one
+    return AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+    )
 
 
 @contextmanager
@@ -271,14 +293,14 @@ def _model_errors_named(setting: str) -> Iterator[None]:
         ) from error
 
 
-def _images(data: Data) -> Images:
-    if not isinstance(data, Images):
+def _images(data: Data | Shape) -> Images | ImageShape:
+    if not isinstance(data, Images | ImageShape):
         raise UserError("this model takes images, the data set is text: type model=gpt_tiny")
     return data
 
 
-def _text(data: Data) -> Text:
-    if not isinstance(data, Text):
+def _text(data: Data | Shape) -> Text | TextShape:
+    if not isinstance(data, Text | TextShape):
         raise UserError("this model takes text, the data set is images: type model=vit_tiny")
     return data
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
 from dlion.files import write_atomically
+from dlion.training.weights import weights_sha256
 
 # what must be equal in two runs for their bits to be; where they run may differ
 _DECISIVE_SETTINGS = (
@@ -88,6 +89,8 @@ def identity(config: DictConfig) -> dict[str, Any]:
         left_out = _NOT_DECISIVE.get(group, ())
         values = OmegaConf.to_container(config[group], resolve=True)
         settings[group] = {key: v for key, v in values.items() if key not in left_out}
+    if (source := config.get("init_from")) is not None:
+        settings["init_from"] = weights_sha256(source)
     return json.loads(json.dumps(settings))
 
 

@@ -22,6 +22,7 @@ from dlion.training.replicas import check_replicas, parameters_sha256
 from dlion.training.schedule import make_schedule
 from dlion.training.signals import SignalNotice
 from dlion.training.virtual import LocalSteps, VirtualWorkers
+from dlion.training.weights import load_weights, save_model
 
 
 def train(job: Job) -> float | None:
@@ -53,6 +54,8 @@ class Trainer:
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
         torch.manual_seed(stream_seed(config.seed, "initialisation"))
         model = in_precision(models.build(config.model, job.data), config.precision, job.device)
+        if config.init_from is not None and job.resume is None:
+            load_weights(model, config.init_from)
         self.model = model.train()
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
         self.optimizer: DistributedOptimizer = instantiate(
@@ -228,6 +231,8 @@ class Trainer:
         if self.config.profile:
             self.output.profile(self.timer, self.meter.seconds)
         progress = self.progress(self.job.steps)
+        if self.job.workers.rank == 0:
+            save_model(self.model, self.data, self.job.output_dir)  # with the mean buffers still
         result = self.output.finish(parameters_sha256(self.model))
         self.checkpoints.save(progress)
         self.checkpoints.wait()

@@ -1,0 +1,307 @@
+"""A model's weights: what a finished run leaves behind, and what another may begin with.
+
+    RUN/model.safetensors   parameters and buffers, under the names of the model's state_dict
+    RUN/model/              instead of it, of a model of transformers: what save_pretrained writes
+
+Weights are read as numbers alone: nothing that a file says is executed.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dlion import data as datasets
+from dlion import models
+from dlion.data import Data
+from dlion.errors import TrainingFailed, UserError
+from dlion.record.runs import CONFIG, load_run
+from dlion.training.precision import in_precision
+
+FILE, FOLDER = "model.safetensors", "model"
+_SHOWN = 3  # names in an error message
+_ROOMS = {"model": models, "dataset": datasets}
+_FROM_ELSEWHERE = ("pretrained", "checkpoint_path")  # where timm's models take weights from
+
+
+def save_model(model: nn.Module, data: Data, directory: Path) -> None:
+    """Write a run's model; it is there as a whole or not at all.
+
+    Tensors with several names (tied embeddings) are written once, under the first of them.
+
+    Raises:
+        TrainingFailed: if it cannot be written.
+    """
+    tensors = {
+        names[0]: tensor.detach().to("cpu", copy=True).contiguous()
+        for names, tensor in _tensors(model)
+    }
+    try:
+        if isinstance(model, models.CausalLM):
+            _save_folder(model.model, tensors, getattr(data, "tokenizer", None), directory)
+        else:
+            _save_file(tensors, models.shape_of(data), directory)
+    except (OSError, SafetensorError) as error:
+        raise TrainingFailed(
+            f"the model could not be written ({error}): mend that, and the same command with"
+            " resume=auto goes on"
+        ) from error
+
+
+def load_model(
+    run: str | Path,
+    *,
+    build: Callable[..., nn.Module] | None = None,
+    data: Any = None,
+    device: str = "cpu",
+) -> nn.Module:
+    """Return the model of a finished run, in evaluation mode and the run's precision.
+
+    Args:
+        run: the run's directory.
+        build: the function that made the model, where it is not one of :mod:`dlion.models`: no
+            code that a recorded configuration names is called.
+        data: the data set, or another object that has what ``build`` takes from it; None: what the
+            run has recorded, which are the attributes of :class:`dlion.models.ImageShape` or
+            :class:`dlion.models.TextShape`.
+        device: where the model shall be.
+
+    Raises:
+        UserError: if the run is not finished, or has left no model that this can read.
+    """
+    directory = Path(run).expanduser()
+    settings = recorded_settings(directory, ("model", "precision"), ("model",) if build else ())
+    if (directory / FOLDER).is_dir():
+        model = models.saved_causal_lm(directory / FOLDER)
+    else:
+        if data is None:
+            data = _recorded_shape(directory / FILE)
+        make = _maker(settings["model"], build)
+        with torch.device("meta"):
+            check_weights(make(data), directory)  # before memory is taken for it
+        model = make(data)
+        load_weights(model, directory)
+    return in_precision(model, settings.get("precision"), device).eval()
+
+
+def load_weights(model: nn.Module, source: str | Path) -> None:
+    """Copy weights into a model, in the model's own precision.
+
+    Args:
+        model: all of its parameters and buffers are set.
+        source: a run's directory, a file, or a folder that ``save_pretrained`` wrote.
+
+    Raises:
+        UserError: if they are not those of such a model.
+    """
+    check_weights(model, source)
+    by_name = {name: tensor for names, tensor in _tensors(model) for name in names}
+    for file in _files(source):
+        with _opened(file) as weights, torch.no_grad():
+            for name in weights.keys():  # noqa: SIM118 - not a dictionary
+                by_name[name].copy_(weights.get_tensor(name))
+
+
+def check_weights(model: nn.Module, source: str | Path) -> None:
+    """Compare the names and shapes of weights with those of a model, which may be on meta.
+
+    Raises:
+        UserError: naming what is missing, unexpected, or of another shape.
+    """
+    found: dict[str, list[int]] = {}
+    for file in _files(source):
+        with _opened(file) as weights:
+            for name in weights.keys():  # noqa: SIM118
+                found[name] = weights.get_slice(name).get_shape()
+    missing, misshapen = [], []
+    unexpected = dict.fromkeys(found)
+    for names, tensor in _tensors(model):
+        stored = next((name for name in names if name in found), None)
+        if stored is None:
+            missing.append(names[0])
+            continue
+        del unexpected[stored]
+        if found[stored] != list(tensor.shape):
+            misshapen.append(f"{stored} {found[stored]} instead of {list(tensor.shape)}")
+    complaints = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    lists = [f"{what} {_several(list(names))}" for what, names in complaints.items() if names]
+    if lists:
+        raise UserError(
+            f"{source} holds the weights of another model ({'; '.join(lists)}): give weights of"
+            " this model, or the settings of the model and the data set that they are of"
+        )
+
+
+@functools.cache
+def weights_sha256(source: str) -> str:
+    """Return the SHA-256 of the files of weights."""
+    digest = hashlib.sha256()
+    for file in _files(source):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def recorded_settings(
+    directory: Path, keys: Iterable[str], given: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return settings of a finished run that has left a model.
+
+    They may be anybody's, so they may build only what is dlion's own, and look nothing up.
+
+    Args:
+        directory: of the run.
+        keys: which settings; those that an older run did not have are left out.
+        given: the groups (``model``, ``dataset``) whose function the user names.
+
+    Raises:
+        UserError: if the run is not finished or has no model, or if its settings cannot be trusted.
+    """
+    run = load_run(directory)
+    if run.summary is None or run.config is None:
+        raise UserError(f"{directory} holds no finished run: give the directory of one")
+    _files(directory)
+    settings = {key: run.config[key] for key in keys if key in run.config}
+    groups = {group: settings[group] for group in _ROOMS if group in settings}
+    if "model" not in groups or not all(isinstance(node, dict) for node in groups.values()):
+        raise UserError(f"{directory / CONFIG} is damaged: give a run as it was recorded")
+    foreign = {
+        f"{group}._target_": target
+        for group, node in groups.items()
+        if group not in given and (target := str(node.get("_target_"))) not in _own(group)
+    }
+    if foreign:
+        words = " ".join(f"{key}={target}" for key, target in foreign.items())
+        raise UserError(
+            f"{directory} was made with functions that are not dlion's own and not called unasked:"
+            f" type {words}, or in Python build=FUNCTION"
+        )
+    text = str(settings)
+    if "${" in text or text.count("_target_") > len(groups):
+        raise UserError(
+            f"{directory / CONFIG} looks values up or names more functions than a recorded run"
+            " does: give a run as it was recorded"
+        )
+    if "path" in settings["model"] and (directory / FOLDER).is_dir():
+        settings["model"]["path"] = str(directory / FOLDER)  # where it began may be gone
+    for source in _FROM_ELSEWHERE:
+        settings["model"].pop(source, None)
+    return settings
+
+
+def _own(group: str) -> set[str]:
+    """Return the names of what a recorded run may call."""
+    room = _ROOMS[group]
+    return {f"{room.__name__}.{name}" for name in room.__all__}
+
+
+def _maker(
+    node: dict[str, Any], build: Callable[..., nn.Module] | None
+) -> Callable[[Any], nn.Module]:
+    """Return what makes a recorded model of a data set or its shape."""
+    if build is None:
+        return functools.partial(models.build, node)
+    options = {key: value for key, value in node.items() if key not in ("name", "_target_")}
+    return lambda data: build(data, **options)
+
+
+def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Return each saved parameter and buffer with all of its names.
+
+    A model of transformers has the names that it has there.
+    """
+    named = model.model if isinstance(model, models.CausalLM) else model
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in named.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def _save_file(tensors: dict[str, Tensor], shape: models.Shape | None, directory: Path) -> None:
+    metadata = {"format": "pt", "settings": CONFIG, "data": json.dumps(shape and asdict(shape))}
+    part = directory / f"{FILE}.part"
+    save_file(tensors, part, metadata)
+    with part.open("rb") as stream:
+        os.fsync(stream.fileno())
+    part.replace(directory / FILE)
+
+
+def _save_folder(
+    model: nn.Module, tensors: dict[str, Tensor], tokenizer: Any, directory: Path
+) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of one file
+    part, final = directory / f"{FOLDER}.part", directory / FOLDER
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part, state_dict=tensors)
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(part)
+    shutil.rmtree(final, ignore_errors=True)
+    part.rename(final)
+
+
+def _recorded_shape(file: Path) -> models.Shape:
+    """Return the shape of the data that a run's model was made for."""
+    with _opened(file) as weights:
+        metadata = weights.metadata() or {}
+    try:
+        return models.shape_from(json.loads(metadata["data"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file} does not say what data its model takes: load the data set, and give data="
+        ) from error
+
+
+def _files(source: str | Path) -> list[Path]:
+    """Return the files that hold weights.
+
+    Raises:
+        UserError: if there are none.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    for folder in (path, path / FOLDER):
+        if (folder / FILE).is_file():
+            return [folder / FILE]
+        index = folder / f"{FILE}.index.json"
+        if index.is_file():
+            try:
+                parts = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+                return [folder / Path(part).name for part in sorted(parts)]
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(f"{index} is damaged: copy it again") from error
+    raise UserError(
+        f"{source} holds no weights: give the directory of a finished run, a .safetensors file, or"
+        f" a folder with {FILE}"
+    )
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, "pt") as weights:
+            yield weights
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file} is damaged, or no file of safetensors ({error}): copy it again, or give"
+            " another"
+        ) from error
+
+
+def _several(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,219 @@
+"""A finished run leaves a model: it is loaded, measured again, and trained on from."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+import dlion
+from dlion import data as datasets
+from dlion import models
+from dlion.data import ImageData, TextData
+from dlion.errors import UserError
+from dlion.exchange import Channel
+from dlion.launch.stored import in_any_group
+from dlion.training.evaluation import evaluate
+from dlion.training.weights import check_weights, load_weights, save_model
+from dlion.workers import Workers
+from tests.data.formats import write_llama, write_tasks, write_tokenizer
+from tests.runs import record, train
+from tests.training.test_spread import net
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = ["logger=none", "workers=3", "steps=4", "eval_every=4", "batch_size=8"]
+DIGITS = [*SETTINGS, "dataset=digits"]
+TINY = ["model.dim=8", "model.depth=1", "model.heads=2", "model.mlp_dim=16"]
+NET = "tests.training.test_spread.net"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Finished runs: images, BatchNorm, text, and a pretrained model of transformers."""
+    root = tmp_path_factory.mktemp("weights")
+    write_llama(root / "base")
+    write_tasks(root / "tasks")
+    write_tokenizer(root / "tokenizer")
+    tasks = ["dataset=choices", f"dataset.path={root / 'tasks'}", "dataset.context=64"]
+    for name, more in {
+        "vit": ["dataset=digits", *TINY],
+        "net": ["dataset=digits", f"model._target_={NET}"],
+        "gpt": [*tasks, "model=gpt_tiny", *TINY, f"dataset.tokenizer={root / 'tokenizer'}"],
+        "llama": [*tasks, f"model.path={root / 'base'}", "precision=bf16"],
+    }.items():
+        train(*SETTINGS, *more, "processes=1", f"output_dir={root / name}", code=0)
+    shutil.rmtree(root / "base")  # what a run began with need not be there any more
+    return root
+
+
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+@pytest.mark.parametrize("name", ["vit", "net", "gpt", "llama"])
+def test_a_stored_model_gives_the_recorded_number(root, name):
+    run = root / name
+    own = {
+        "net": [f"model._target_={NET}"],
+        "llama": [f"dataset.tokenizer={run / 'model'}", f"dataset.path={root / 'tasks'}"],
+    }
+    before = contents(root)
+    done = train(f"evaluate={run}", "processes=3", *own.get(name, []), code=0)
+    assert contents(root) == before
+    _, (row,) = record(run)
+    found = [key for key in row if key.startswith(("test_", "accuracy_"))]
+    assert len(found) == (2 if name in ("vit", "net") else 9)
+    line = ", ".join(f"{key} {row[key]} (recorded {row[key]})" for key in found)
+    assert done.stdout.splitlines()[-1] == f"{run}: {line}"
+
+
+@pytest.mark.parametrize("name", ["vit", "net", "gpt"])
+def test_load_model_gives_it_back(root, name):
+    model = dlion.load_model(root / name, build=net if name == "net" else None)
+    assert not model.training
+    data = datasets.load(OmegaConf.load(root / name / ".hydra" / "config.yaml").dataset)
+    results = evaluate(model, data, Channel(Workers()), "cpu")
+    assert results.items() <= record(root / name)[1][-1].items()
+
+
+def test_transformers_reads_what_a_run_leaves(root):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = root / "llama" / "model"
+    assert not (root / "llama" / "model.safetensors").exists()
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert len(AutoTokenizer.from_pretrained(folder)) == theirs.config.vocab_size
+    tokens = torch.arange(12).view(2, 6)
+    ours = dlion.load_model(root / "llama")
+    assert ours(tokens).dtype == torch.bfloat16
+    assert torch.equal(ours(tokens), theirs(tokens).logits)
+
+
+def test_training_goes_on_from_weights_with_other_settings(root, tmp_path):
+    """From a run or its file, on one process or two, the bits are the same."""
+    other = [*DIGITS, *TINY, "optimizer=g_lion", "workers=2", "eval_every=2"]
+    sources = [root / "vit", root / "vit" / "model.safetensors"]
+    for i, source in enumerate(sources, 1):
+        train(*other, f"init_from={source}", f"processes={i}", f"output_dir={tmp_path / str(i)}")
+    assert record(tmp_path / "1") == record(tmp_path / "2")
+    train(*other, "processes=1", f"output_dir={tmp_path / 'anew'}", code=0)
+    begun, anew = (record(tmp_path / name)[1][0]["train_loss"] for name in ("1", "anew"))
+    assert begun < anew
+
+
+def test_what_began_with_weights_is_resumed(root, tmp_path):
+    settings = [*DIGITS, f"model._target_={NET}", f"init_from={root / 'net'}", "processes=1"]
+    train(*settings, f"output_dir={tmp_path / 'whole'}", code=0)
+    cut = f"output_dir={tmp_path / 'cut'}"
+    train(*settings, cut, "stop_after=2", code=75)
+    assert not (tmp_path / "cut" / "model.safetensors").exists()
+    refused = train(*settings, cut, f"init_from={tmp_path / 'whole'}", "resume=auto", code=2)
+    assert "it is of another run, with another init_from" in refused.stderr
+    train(*settings, cut, "resume=auto", code=0)
+    assert record(tmp_path / "cut") == record(tmp_path / "whole")
+    stored = [load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole")]
+    assert all(torch.equal(stored[0][key], stored[1][key]) for key in stored[0] | stored[1])
+
+
+def test_what_cannot_be_had_is_one_sentence(root, tmp_path):
+    out = f"output_dir={tmp_path / 'out'}"
+    for words, sentence in (
+        ([*DIGITS, f"init_from={root / 'gpt'}"], "holds the weights of another model (missing "),
+        ([*DIGITS, f"init_from={tmp_path}"], "holds no weights: give the directory of a finished"),
+        ([f"evaluate={tmp_path}"], f"{tmp_path} holds no finished run"),
+        ([f"evaluate={root / 'net'}"], f"type model._target_={NET}"),
+        ([f"evaluate={root / 'vit'}", "workers=4"], "takes workers from the run"),
+    ):
+        refused = train(*words, out, code=2) if "init" in words[-1] else train(*words, code=2)
+        assert sentence in refused.stderr and refused.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def images(size: int = 8) -> ImageData:
+    x = torch.zeros(8, 1, size, size, dtype=torch.uint8)
+    return ImageData(x, torch.arange(8), x, torch.arange(8), 8)
+
+
+def test_names_and_shapes_that_do_not_fit_are_listed(tmp_path):
+    save_model(models.vit(images(), dim=8), images(), tmp_path)
+    with pytest.raises(UserError, match=r"shape .*, embed.weight \[8, 4\] instead of \[12, 4\]"):
+        check_weights(models.vit(images(), dim=12), tmp_path)
+    with pytest.raises(UserError, match=r"unexpected blocks.1.* and 9 more\)"):
+        check_weights(models.vit(images(), dim=8, depth=1), tmp_path)
+    with pytest.raises(UserError, match=r"missing 1.weight, 1.bias; unexpected blocks"):
+        check_weights(models.linear(images()), tmp_path)
+
+
+def test_tied_weights_are_written_once_and_loaded_to_all_names(tmp_path):
+    text = TextData(torch.zeros(99), torch.zeros(99), vocabulary=11, context=4)
+    tied, other = models.gpt(text, dim=8, heads=2), models.gpt(text, dim=8, heads=2)
+    save_model(tied, text, tmp_path)
+    assert "head.weight" not in load_file(tmp_path / "model.safetensors")
+    load_weights(other, tmp_path)
+    assert other.head.weight is other.tokens.weight
+    assert torch.equal(other.head.weight, tied.head.weight)
+    save_model(models.gpt(text, dim=8, heads=2, tie_embeddings=False), text, tmp_path)
+    with pytest.raises(UserError, match=r"unexpected head.weight"):
+        check_weights(tied, tmp_path)
+
+
+def test_a_tied_model_of_transformers_comes_back(tmp_path):
+    text = TextData(torch.zeros(99), torch.zeros(99), vocabulary=11, context=4)
+    small = {"n_layer": 1, "n_embd": 8, "n_head": 2}
+    model, other = models.gpt2(text, **small).eval(), models.gpt2(text, **small).eval()
+    save_model(model, text, tmp_path)
+    load_weights(other, tmp_path)
+    tokens = torch.arange(4).view(1, 4)
+    assert torch.equal(other(tokens), model(tokens))
+    assert torch.equal(models.saved_causal_lm(tmp_path / "model")(tokens), model(tokens))
+
+
+def test_parts_of_a_folder_are_read_together_and_nothing_is_unpickled(tmp_path):
+    model, file = models.linear(images()), tmp_path / "model.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    for number, (name, tensor) in enumerate(state.items()):
+        save_file({name: tensor}, tmp_path / f"{number}.safetensors")
+    parts = {name: f"{number}.safetensors" for number, name in enumerate(state)}
+    index.write_text(json.dumps({"weight_map": parts}))
+    load_weights(model, tmp_path)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    index.write_text("[]")
+    with pytest.raises(UserError, match="is damaged"):
+        check_weights(model, tmp_path)
+    torch.save(state, file)
+    with pytest.raises(UserError, match="no file of safetensors"):
+        check_weights(model, file)
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "sentence"),
+    [
+        ("model", {"_target_": "os.system"}, "type model._target_=os.system, or in Python"),
+        ("model", {"_target_": "dlion.models.factories.vit"}, "are not dlion's own"),
+        ("model", {"dim": {"_target_": "os.getpid"}}, "names more functions"),
+        ("model", {"_target_": ["os"]}, "are not dlion's own"),
+        ("model", {"dim": "${oc.env:HOME}"}, "looks values up"),
+    ],
+)
+def test_a_foreign_run_is_not_executed(root, tmp_path, group, values, sentence):
+    run = tmp_path / "run"
+    shutil.copytree(root / "vit", run, ignore=shutil.ignore_patterns("checkpoint"))
+    file = run / ".hydra" / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    config[group] |= values
+    file.write_text(yaml.safe_dump(config))
+    with pytest.raises(UserError, match=sentence):
+        dlion.load_model(run)
+
+
+def test_settings_of_groups_reach_the_recorded_ones():
+    words = ["evaluate=RUN", "dataset.path=a=b", "hydra.x=2", "+dataset.loaders=1"]
+    assert in_any_group(words) == [words[0], "++dataset.path=a=b", *words[2:]]
+    assert in_any_group(words[1:]) == words[1:]
