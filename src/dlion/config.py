@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -38,7 +39,11 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     options = {key: value for key, value in node.items() if key != "name"}
     call = hydra.utils.instantiate(options, _partial_=True)
     try:
-        inspect.signature(call).bind(*args, **kwargs)
+        signature = inspect.signature(call)
+    except ValueError:  # it is written in C
+        return call(*args, **kwargs)
+    try:
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         raise UserError(
             f"{node['_target_']} cannot be called with its settings: {error}"
@@ -62,7 +67,7 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     """
     settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
-    check_complete(settings)
+    check_complete(settings.keys())
     _check_added(settings, hydra_node.overrides.task)
     method = hydra_node.runtime.choices.optimizer
     try:
@@ -78,7 +83,17 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     del plain["methods"]  # those of the chosen method are in optimizer now
+    if str(plain["output_dir"]).startswith("~"):
+        plain["output_dir"] = _expanded(plain["output_dir"])
     return OmegaConf.create(plain, flags={"struct": True})
+
+
+def _expanded(folder: str) -> str:
+    """Return a folder below somebody's home by its whole name, as not all shells do."""
+    try:
+        return str(Path(folder).expanduser())
+    except RuntimeError:
+        raise UserError(f"output_dir={folder} is below the home of nobody here") from None
 
 
 def _check_added(settings: DictConfig, typed: list[str]) -> None:

@@ -263,14 +263,14 @@ def check_values(settings: DictConfig) -> None:
             _check_value(key, plain[key], hint)
 
 
-def check_complete(settings: Container[str]) -> None:
-    """Refuse settings without one that every run has.
+def check_complete(keys: Container[Any]) -> None:
+    """Refuse settings that lack one which every run has.
 
     Raises:
         UserError: naming it.
     """
     for key, hint in parameters(Settings).items():
-        if key not in settings:
+        if key not in keys:
             value = "VALUE" if component_of(hint) is None else "NAME"
             raise UserError(f"{key} cannot be left out: type {key}={value}")
 

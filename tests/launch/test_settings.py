@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import Field
 
 import dlion
 from dlion import settings, values
+from dlion.config import settle
 from tests.conftest import ROOT
 from tests.runs import TORCHRUN, python, train
 
@@ -32,7 +34,7 @@ WRONG = {
     "workers=two": COUNT,
     "\"workers='4'\"": "workers=4 is not possible",
     "workers=[4]": "workers=[4] is not possible",
-    "workers=???": "workers cannot be left out",
+    "workers=???": "workers has no value: give a whole number",
     "processes=0": COUNT + OR_NULL,
     "steps=0": f"steps=0 is not possible: {COUNT}, or null",
     "batch_size=0": COUNT,
@@ -186,6 +188,7 @@ WRONG = {
     "output_dir=null": "output_dir=null is not possible: give a folder",
     "output_dir=file": "output_dir=file cannot be written to",
     "output_dir=file/below": "cannot be written to",
+    "output_dir=~nobody/x": "output_dir=~nobody/x is below the home of nobody here",
     "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written to",
     "hydra.run.dir=x": "type output_dir=x",
     # sweeps
@@ -276,12 +279,11 @@ def test_a_sweep_is_not_started_by_torchrun():
     assert "a sweep starts its own processes: type it without torchrun" in run.stderr
 
 
-def test_a_folder_below_home_is_found(tmp_path):
-    settings = ["steps=1", "workers=1", "dataset=digits", "logger=none", "output_dir=~/run"]
-    script = str(ROOT / "train.py")
-    run = python(script, *settings, env={"HOME": str(tmp_path)}, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+def test_a_folder_below_home_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", overrides=["output_dir=~/run"], return_hydra_config=True)
+    assert settle(config, config.hydra).output_dir == str(tmp_path / "run")
 
 
 def components():

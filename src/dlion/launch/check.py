@@ -129,7 +129,7 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
             f" `python train.py --help dataset={dataset.name}` says what DIR holds"
         )
     path = dataset.get("path")
-    if data_is_here and path and not Path(path).expanduser().exists():
+    if data_is_here and path and not Path(str(path)).expanduser().exists():
         raise UserError(f"dataset.path={path} is not a folder: give that of the data")
 
 

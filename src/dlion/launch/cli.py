@@ -82,7 +82,7 @@ def guarded(config: DictConfig) -> Any:
         settings = settle(config, hydra)
         check_values(settings)
         if not multirun:
-            output_dir = Path(settings.output_dir).expanduser()
+            output_dir = Path(settings.output_dir)
         _announce(settings, unlisted_method(config, hydra))
         from dlion.launch.runner import launch  # here, as it takes seconds
 
