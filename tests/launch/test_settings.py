@@ -14,6 +14,7 @@ from pydantic import Field
 import dlion
 from dlion import settings, values
 from dlion.config import settle
+from dlion.launch.arguments import Arguments
 from tests.conftest import ROOT
 from tests.runs import TORCHRUN, python, train
 
@@ -188,7 +189,7 @@ WRONG = {
     "output_dir=null": "output_dir=null is not possible: give a folder",
     "output_dir=file": "output_dir=file cannot be written to",
     "output_dir=file/below": "cannot be written to",
-    "output_dir=~nobody/x": "output_dir=~nobody/x is below the home of nobody here",
+    """'output_dir="~nobody/x"'""": "output_dir=~nobody/x is below the home of nobody here",
     "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written to",
     "hydra.run.dir=x": "type output_dir=x",
     # sweeps
@@ -282,7 +283,8 @@ def test_a_sweep_is_not_started_by_torchrun():
 def test_a_folder_below_home_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", overrides=["output_dir=~/run"], return_hydra_config=True)
+        typed = Arguments(["output_dir=~/run"]).ordered()  # as shells other than bash leave it
+        config = compose("config", overrides=typed, return_hydra_config=True)
     assert settle(config, config.hydra).output_dir == str(tmp_path / "run")
 
 

@@ -1,6 +1,7 @@
 """The words of the command line, before Hydra reads them."""
 
 import difflib
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ class Arguments:
         Raises:
             UserError: what to type instead of a word that is neither.
         """
+        words = [re.sub(r"(?<==)~(?=/)", str(Path.home()), word) for word in words]
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
         self._words = words
