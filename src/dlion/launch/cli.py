@@ -62,7 +62,8 @@ def run(main: Callable[[], Any], conf: Path) -> None:
     except Exception as error:
         if type(error).__module__.startswith("submitit."):
             _leave(RunFailed(_job_failure(error)))
-        if _raised_by(error) in ("hydra", "omegaconf", "antlr4"):
+        from_hydra = _raised_by(error) in ("hydra", "omegaconf", "antlr4")
+        if from_hydra and not isinstance(error, OSError):
             _leave(UserError(f"Hydra cannot read the command line: {_sentence(error)}"))
         raise
 

@@ -29,6 +29,7 @@ usage: python train.py [GROUP=NAME ...] [KEY=VALUE ...]
   --config-dir DIR   look for files of groups in DIR, too
   --cfg job          print the settings and train nothing
   --version          print the version
+  -sc install=bash   print a command that lets bash complete words with Tab: type eval "$(...)"
   --hydra-help       list Hydra's own options
 """
 INDENT = 27  # columns before a sentence
