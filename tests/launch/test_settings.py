@@ -189,7 +189,7 @@ WRONG = {
     "output_dir=null": "output_dir=null is not possible: give a folder",
     "output_dir=file": "output_dir=file cannot be written to",
     "output_dir=file/below": "cannot be written to",
-    """'output_dir="~nobody/x"'""": "output_dir=~nobody/x is below the home of nobody here",
+    """'output_dir="~no-one/x"'""": "output_dir=~no-one/x is below the home of nobody here",
     "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written to",
     "hydra.run.dir=x": "type output_dir=x",
     # sweeps

@@ -54,6 +54,8 @@ def _check_word(word: str, following: str) -> None:
     key = word.lstrip("-")
     if ("=" in key.lstrip("=") and key == word) or word.startswith("~"):
         group, _, name = word.partition("=")
+        if group == "hydra.run.dir":  # Hydra would make it
+            raise UserError(f"hydra.run.dir is not used: type output_dir={name}")
         hint = parameters(Settings).get(group)
         if name in ("", "null") and component_of(hint) is not None:
             raise UserError(f"{group} cannot be left out: type {group}=NAME")

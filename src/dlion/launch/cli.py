@@ -120,8 +120,6 @@ def _check_single(hydra: DictConfig) -> None:
     Raises:
         UserError: what to type instead.
     """
-    if hydra.run.dir != ".":
-        raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
     launcher = hydra.runtime.choices["hydra/launcher"]
     if launcher != "basic":
         raise UserError(f"hydra/launcher={launcher} is for sweeps, and would run here: add -m")
