@@ -12,16 +12,20 @@ from dlion import terminal
 
 terminal.prepare()
 
-import hydra  # noqa: E402 - these take seconds
+from pathlib import Path  # noqa: E402
+
+import hydra  # noqa: E402 - this takes seconds
 from omegaconf import DictConfig  # noqa: E402
 
-from dlion.launch import cli, launch  # noqa: E402
+from dlion.launch import cli  # noqa: E402
+
+CONF = Path(__file__).resolve().parent / "conf"
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(config: DictConfig) -> float | None:
-    return cli.guarded(launch, config)
+    return cli.guarded(config)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, CONF)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from common import Parser, in_random_order, show_seconds
 
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.launch.network import Network
 from dlion.training.meter import interface_bytes
 

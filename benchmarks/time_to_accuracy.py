@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.arguments import link, number, whole
 from dlion.data import Data, Sharding, mnist5k
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.launch.network import Network
 from dlion.optim import DLion, LionCub
 from dlion.streams import stream

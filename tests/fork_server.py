@@ -25,7 +25,8 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE = 1 << 20  # bytes, at most, of a request
 IMPORTED = (  # what commands import sooner or later
-    *("dlion.launch", "dlion.compare.plot", "dlion.compare.publish", "dlion.compare.report"),
+    *("dlion.launch.cli", "dlion.launch.runner"),
+    *("dlion.compare.plot", "dlion.compare.publish", "dlion.compare.report"),
     *("datasets", "mlxtend.data", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
 )

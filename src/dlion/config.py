@@ -1,25 +1,54 @@
 """The settings of a run, from what Hydra composed, and the objects that they describe."""
 
-import difflib
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import (
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dlion.errors import UserError
+from dlion.settings import Settings, check_complete, parameters, root_cause
+from dlion.values import did_you_mean
+
+_PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "gpus": "processes",
+    "output": "output_dir",
+}
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_target_`` of a node with its other values, but without ``name``.
 
     Unlike with hydra.utils.instantiate alone, errors of the target arrive as they are.
+
+    Raises:
+        UserError: if the target takes no such arguments, or needs others.
     """
     options = {key: value for key, value in node.items() if key != "name"}
-    return hydra.utils.instantiate(options, _partial_=True)(*args, **kwargs)
+    call = hydra.utils.instantiate(options, _partial_=True)
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # it is written in C
+        return call(*args, **kwargs)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{node['_target_']} cannot be called with its settings: {error}"
+        ) from error
+    return call(*args, **kwargs)
 
 
 def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
@@ -38,6 +67,8 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     """
     settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
+    check_complete(settings.keys())
+    _check_added(settings, hydra_node.overrides.task)
     method = hydra_node.runtime.choices.optimizer
     try:
         for key, value in ((settings.methods or {}).get(method) or {}).items():
@@ -52,7 +83,33 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     del plain["methods"]  # those of the chosen method are in optimizer now
+    if str(plain["output_dir"]).startswith("~"):
+        plain["output_dir"] = _expanded(plain["output_dir"])
     return OmegaConf.create(plain, flags={"struct": True})
+
+
+def _expanded(folder: str) -> str:
+    """Return a folder below somebody's home by its whole name, as not all shells do."""
+    try:
+        return str(Path(folder).expanduser())
+    except RuntimeError:
+        raise UserError(f"output_dir={folder} is below the home of nobody here") from None
+
+
+def _check_added(settings: DictConfig, typed: list[str]) -> None:
+    """Refuse keys that were added with a plus and that nothing reads.
+
+    A recipe may have tables of its own, which its settings look values up in, and which may be
+    added to.
+    """
+    added = [override.lstrip("+").partition("=")[0] for override in typed if override[0] == "+"]
+    for key in added:
+        first = key.partition(".")[0]
+        table = settings.get(first)
+        entries = {f"{first}.{name}" for name in table} if isinstance(table, DictConfig) else set()
+        if first not in (*parameters(Settings), "methods") and entries <= set(added):
+            known = _keys(OmegaConf.to_container(settings), "") - {first, key}
+            raise UserError(_not_a_setting(key, known))
 
 
 def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
@@ -65,15 +122,11 @@ def explain(error: Exception) -> str:
     """Say in one sentence what Hydra or OmegaConf refused, and what is allowed."""
     reason = _first_line(error)
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override}: {reason}"
-    if isinstance(error, MissingConfigException) and error.options:
-        group = re.search("Available options in '(.+)':", str(error))
-        assert group is not None and error.missing_cfg_file is not None
-        name = error.missing_cfg_file.removeprefix(f"{group[1]}/")
-        return (
-            f"{group[1]}={name} is unknown{did_you_mean(name, error.options)}: choose one of"
-            f" {', '.join(error.options)}"
-        )
+        return _unreadable(error.override)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error.missing_cfg_file, error.options or ())
+    if isinstance(error, InstantiationException):
+        return _first_line(root_cause(error))
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"
     cause = error.__cause__
@@ -86,10 +139,31 @@ def explain(error: Exception) -> str:
     )
 
 
-def did_you_mean(word: str, known: Iterable[Any]) -> str:
-    """Return the most similar of the known words as a question in parentheses, or nothing."""
-    close = difflib.get_close_matches(word, sorted(map(str, known)), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _unreadable(override: str) -> str:
+    """Say what to type instead of a word that Hydra cannot read."""
+    key, _, value = override.partition("=")
+    if value.endswith(","):
+        return f"{override} ends with a comma: type {override.rstrip(',')}, or a value behind it"
+    if re.search(r"""["'\[\](){}]""", value) or not value:
+        return f"cannot read {override}: write KEY=VALUE; a list is [A,B], and ( or ' are quoted"
+    return f"cannot read {override}: type '{key}=\"{value}\"', with both kinds of quotes"
+
+
+def _unknown_choice(file: str, options: Collection[str]) -> str:
+    """Say that a group has no such file, and which one was probably meant."""
+    group, _, name = file.rpartition("/")
+    if group == "hydra/launcher":
+        options = {*options, "basic"}
+    beginnings = sorted(option for option in options if option.startswith(name))
+    preferred = _PREFERRED.get(f"{group}={name}")
+    guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
+    if not group:
+        return f"--config-name {name} is not a file of conf/: leave it out"
+    few = len(options) <= 20
+    choices = (
+        f"choose one of {', '.join(sorted(options))}" if few else "see `python train.py --help`"
+    )
+    return f"{group}={name} is unknown{guess or did_you_mean(name, options)}: {choices}"
 
 
 def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
@@ -102,8 +176,16 @@ def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
         )
     parent, prefix = error.parent_node, key.rpartition(".")[0]
     node = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
-    known = _keys(node, f"{prefix}." if prefix else "")
-    same_end = sorted(name for name in known if name.endswith(f".{key}") and name[:6] != "hydra.")
+    return _not_a_setting(key, _keys(node, f"{prefix}." if prefix else ""))
+
+
+def _not_a_setting(key: str, known: Iterable[str]) -> str:
+    """Say that a key does not exist, and which of the known ones was probably meant."""
+    known = [name for name in known if not name.startswith("hydra.")]
+    group, _, last = key.rpartition(".")
+    last = _OTHER_NAMES.get(last, last)
+    meant = f"{group}.{last}" if group else last
+    same_end = sorted(name for name in known if name == meant or name.endswith(f".{meant}"))
     guess = f" (did you mean {same_end[0]}?)" if same_end else did_you_mean(key, known)
     return f"{key} is not a setting{guess}: see `python train.py --help`"
 

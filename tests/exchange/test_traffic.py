@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.optim import (
     DGC,
     DLion,

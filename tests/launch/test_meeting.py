@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import RunFailed, UserError
-from dlion.launch.environment import detect, join_process_group
+from dlion.launch.environment import detect
+from dlion.launch.meeting import join_process_group
 
 _fork = multiprocessing.get_context("fork")
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import UserError
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.launch.network import Network, check_possible
 from dlion.optim import DLion
 from dlion.training.meter import interface_bytes

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.optim import DLion, GradDrop, LionCub
 
 pytestmark = pytest.mark.slow

@@ -5,8 +5,8 @@ import torch
 
 from dlion.data import TextData, next_line
 from dlion.exchange import Channel
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.training.console import RunConsole
 from dlion.training.evaluation import evaluate
 from dlion.workers import Workers

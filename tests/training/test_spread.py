@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from dlion.config import instantiate
 from dlion.data import Sharding, TextData
 from dlion.data.digits import digits
-from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.launch.runner import work
 from dlion.training import Job, train
 from dlion.workers import Workers

@@ -69,10 +69,14 @@ class Sharding:
         self.size, self.workers, self.seed, self.mode = size, workers, seed, mode
         shares = 1 if mode == "replicate" else workers
         smallest, largest = size // shares, -(-size // shares)
+        if smallest == 0:
+            raise UserError(
+                f"workers={workers} is more than the {size} samples: type workers={size} or fewer"
+            )
         if batch_size > smallest:
             raise UserError(
                 f"batch_size={batch_size} is more than the {smallest} samples of a worker"
-                f" ({size} over {shares}): type batch_size={max(smallest, 1)} or less, or fewer"
+                f" ({size} over {shares}): type batch_size={smallest} or less, or fewer"
                 " workers"
             )
         self.steps_per_epoch = min(-(-largest // batch_size), smallest)

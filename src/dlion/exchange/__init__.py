@@ -6,7 +6,7 @@ from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
-from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Vote, WeightedVote
+from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
     "TIES",
@@ -22,6 +22,7 @@ __all__ = [
     "ScaledTernaryMean",
     "SparseMean",
     "TernaryMean",
+    "Ties",
     "TrackingVote",
     "Traffic",
     "Vote",

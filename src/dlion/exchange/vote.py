@@ -6,7 +6,7 @@ as bit planes, whole words at a time, and never unpacked on the way.
 """
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.streams import stream
 from dlion.wire import Level, Sign, Ternary, Wire
 
-TIES = ("zero", "plus", "alternate", "random", "previous")
+Ties = Literal["zero", "plus", "alternate", "random", "previous"]
+TIES = get_args(Ties)
 AGREEMENT = 0.75  # of every worker with the outcome, before anything is known
 
 

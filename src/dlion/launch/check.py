@@ -1,9 +1,12 @@
 """Checks all settings of a run before any process starts."""
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -14,86 +17,16 @@ from dlion.config import instantiate
 from dlion.data import Data, Sharding
 from dlion.data.layouts import folder_with
 from dlion.errors import UserError
-from dlion.launch.environment import RankInfo
+from dlion.launch.environment import RankInfo, is_first
 from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
-from dlion.optim.base import NONFINITE
 from dlion.record.loggers import check_logger
-from dlion.training.faults import ATTACKS
+from dlion.settings import check as check_types
 from dlion.training.job import Job
-from dlion.training.precision import PRECISIONS
 from dlion.training.weights import check_weights
 from dlion.units import parse_rate
 from dlion.workers import Workers
-
-
-class Rule(NamedTuple):
-    """The values that a setting may have.
-
-    Attributes:
-        words: the end of the message about a wrong value, after "KEY=VALUE is".
-        holds: tells whether a value is allowed.
-        optional: whether null is allowed too.
-    """
-
-    words: str
-    holds: Callable[[Any], bool]
-    optional: bool = False
-
-
-def _whole(least: int, optional: bool = False) -> Rule:
-    return Rule(
-        f"not possible: give a whole number, at least {least}",
-        lambda value: _is_number(value) and isinstance(value, int) and value >= least,
-        optional,
-    )
-
-
-def _number(words: str, holds: Callable[[float], bool]) -> Rule:
-    return Rule(f"not possible: give a {words}", lambda value: _is_number(value) and holds(value))
-
-
-def _one_of(names: Sequence[str], optional: bool = False) -> Rule:
-    words = f"unknown: choose {', '.join(names)}{' or null' if optional else ''}"
-    return Rule(words, lambda value: value in names, optional)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-RULES = {
-    "workers": _whole(1),
-    "processes": _whole(1, optional=True),
-    "steps": _whole(1, optional=True),
-    "epochs": _whole(1),
-    "batch_size": _whole(1),
-    "accumulate": _whole(1),
-    "precision": _one_of(tuple(PRECISIONS)),
-    "seed": _whole(0),
-    "device": _one_of(("cpu", "cuda"), optional=True),
-    "backend": _one_of(("gloo", "nccl"), optional=True),
-    "threads": _whole(1),
-    "participation": _number("number above 0, at most 1", lambda value: 0 < value <= 1),
-    "local_steps": _whole(1),
-    "local_lr": _number("number above 0", lambda value: value > 0),
-    "faults.byzantine": _whole(0),
-    "faults.attack": _one_of(tuple(ATTACKS)),
-    "faults.scale": _number("number above 0", lambda value: value > 0),
-    "faults.stale_steps": _whole(1),
-    "faults.drop": _number("probability, 0 or more and below 1", lambda value: 0 <= value < 1),
-    "eval_every": _whole(1),
-    "eval_limit": _whole(1, optional=True),
-    "log_every": _whole(1),
-    "checkpoint_every": _whole(1, optional=True),
-    "keep_checkpoints": _whole(1),
-    "stop_after": _whole(1, optional=True),
-    "max_restarts": _whole(0),
-    "timeout": _whole(1),
-    "nonfinite": _one_of(tuple(NONFINITE), optional=True),
-    "check_replicas_every": _whole(0),
-}
 
 
 def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job:
@@ -122,7 +55,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    data = datasets.load(config.dataset)
+    with _one_line(f"dataset={config.dataset.name}"):
+        data = datasets.load(config.dataset)
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -139,6 +73,12 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         )
     epochs = config.epochs * sharding.steps_per_epoch
     steps = config.steps or -(-epochs // config.local_steps)
+    if config.schedule.warmup_steps >= steps and is_first():
+        print(
+            f"note: the learning rate rises to the end, as schedule.warmup_steps="
+            f"{config.schedule.warmup_steps} are not fewer than the {steps} steps of the run",
+            file=sys.stderr,
+        )
     _check_method(config, data, device)
     return Job(
         config=config,
@@ -164,10 +104,8 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
     Raises:
         UserError: one sentence about the first setting that is wrong.
     """
-    for name, rule in RULES.items():
-        value = OmegaConf.select(settings, name)
-        if not (rule.optional if value is None else rule.holds(value)):
-            raise UserError(f"{name}={value} is {rule.words}")
+    _check_data_path(settings.dataset, data_is_here)
+    check_types(settings)
     workers, faults = settings.workers, settings.faults
     if settings.processes is not None and workers % settings.processes:
         fitting = [p for p in range(1, workers + 1) if workers % p == 0]
@@ -184,7 +122,6 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
         )
-    _check_data_path(settings.dataset, data_is_here)
     check_logger(settings.logger)
 
 
@@ -195,8 +132,27 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
             f" {folder_with(dataset.name)}"
         )
     path = dataset.get("path")
-    if data_is_here and path and not Path(path).expanduser().exists():
+    if data_is_here and path and not Path(str(path)).expanduser().exists():
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
+
+
+def make_directory(name: str | Path, setting: str) -> None:
+    """Make a directory, and try whether files can be written there.
+
+    Raises:
+        UserError: naming the setting, if not.
+    """
+    directory = Path(name)
+    if name == "":
+        raise UserError(f"{setting}= is not possible: give a folder")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(
+            f"{setting}={directory} cannot be written to ({error.strerror}): type {setting}=DIR"
+            " with another folder"
+        ) from error
 
 
 def _device(setting: str | None) -> str:
@@ -253,9 +209,29 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
     return started.processes
 
 
+@contextmanager
+def _one_line(choice: str) -> Iterator[None]:
+    """Turn whatever goes wrong in a component, which may be anybody's, into one line.
+
+    Raises:
+        UserError: the error, and the line of code that raised it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{choice} cannot be had: {type(error).__name__}: {reason} ({frame.filename}, line"
+            f" {frame.lineno})"
+        ) from error
+
+
 def _check_method(config: DictConfig, data: Data, device: str) -> None:
     """Build model and optimizer without memory, so that they refuse wrong settings here."""
-    with torch.device("meta"):
+    with torch.device("meta"), _one_line(f"model={config.model.name}"):
         model = models.build(config.model, data)
     if config.init_from is not None:
         check_weights(model, config.init_from)

@@ -14,12 +14,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from dlion import __version__
 from dlion.config import explain, settle, unlisted_method
 from dlion.errors import RunFailed, Stopped, UserError
+from dlion.launch.arguments import Arguments
 from dlion.launch.environment import is_first
-from dlion.launch.resume import choose_output_dir, command_to_go_on, holds_another
-from dlion.launch.stored import in_any_group
+from dlion.launch.help import help_text
 from dlion.record.runs import holds_run, record_config, record_failure
+from dlion.settings import check_values
 from dlion.terminal import raise_interrupts
 
 _EXIT_CODES = {
@@ -32,47 +34,68 @@ _EXIT_CODES = {
 }
 
 
-def run(main: Callable[[], Any]) -> None:
+def run(main: Callable[[], Any], conf: Path) -> None:
     """Run a Hydra main function; an error that is written for the user ends it with one line.
 
     Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to continue
     from, 130 interrupted.
+
+    Args:
+        main: decorated by Hydra.
+        conf: the folder of its configuration.
     """
-    # argparse cannot read overrides on both sides of an option
-    words = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
-    sys.argv[1:] = in_any_group(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
     try:
-        main()
+        arguments = Arguments(sys.argv[1:])
+        if arguments.options.version:
+            print(f"dlion {__version__}")
+        elif arguments.options.help:
+            print(help_text(arguments, conf))
+        else:
+            sys.argv[1:] = arguments.ordered()
+            if any(word.startswith("evaluate=") for word in arguments.settings):
+                from dlion.launch.stored import in_any_group  # here, as it takes seconds
+
+                sys.argv[1:] = in_any_group(sys.argv[1:])
+            main()
     except tuple(_EXIT_CODES) as error:
         _leave(error)
     except Exception as error:
-        if not type(error).__module__.startswith("submitit."):
-            raise
-        _leave(RunFailed(_job_failure(error)))
+        if type(error).__module__.startswith("submitit."):
+            _leave(RunFailed(_job_failure(error)))
+        from_hydra = _raised_by(error) in ("hydra", "omegaconf", "antlr4")
+        if from_hydra and not isinstance(error, OSError):
+            _leave(UserError(f"Hydra cannot read the command line: {_sentence(error)}"))
+        raise
 
 
-def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> Any:
-    """Call ``launch(settings, output_dir)`` from inside Hydra's main function.
+def guarded(config: DictConfig) -> Any:
+    """Launch what was configured, from inside Hydra's main function.
 
     Hydra would print errors with its own traceback, so a single run exits here. In a multirun Hydra
     gets the error, and runs the other jobs first.
     """
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
-    output_dir = Path(hydra.runtime.output_dir if multirun else config.output_dir)
+    output_dir = Path(hydra.runtime.output_dir) if multirun else None
     sweep = Path(hydra.sweep.dir) if multirun else None
     try:
-        if not multirun and hydra.run.dir != ".":
-            raise UserError(f"hydra.run.dir is not used: type output_dir={hydra.run.dir}")
+        if not multirun:
+            _check_single(hydra)
         settings = settle(config, hydra)
-        _note_own_settings(unlisted_method(config, hydra))
-        raise_interrupts()
+        check_values(settings)
+        _announce(settings, unlisted_method(config, hydra))
+        from dlion.launch.resume import choose_output_dir  # here, as it takes seconds
+        from dlion.launch.runner import launch
+
         if not multirun:
             output_dir = choose_output_dir(config, settings)
             settings.output_dir = str(output_dir)
+        raise_interrupts()
         return launch(settings, output_dir)
     except Stopped as stop:
+        from dlion.launch.resume import command_to_go_on
+
         stop.command = command_to_go_on(output_dir, sweep)
         if stop.signal not in (None, signal.SIGINT) and callable(signal.getsignal(stop.signal)):
             print(stop, file=sys.stderr)
@@ -82,8 +105,10 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
             raise
         _leave(stop)
     except UserError as error:
-        if not multirun:
+        if output_dir is None or not multirun:
             _leave(error)
+        from dlion.launch.resume import holds_another
+
         if not holds_another(config, output_dir):  # the record of another run stays as it is
             if not holds_run(output_dir):
                 record_config(output_dir, config)
@@ -91,18 +116,44 @@ def guarded(launch: Callable[[DictConfig, Path], Any], config: DictConfig) -> An
         raise
     except KeyboardInterrupt as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
+        from dlion.launch.resume import command_to_go_on
+
         record_failure(output_dir, _sentence(error))
         _leave(error, command_to_go_on(output_dir, sweep))
     except Exception as error:
-        record_failure(output_dir, _sentence(error))
+        if output_dir is not None:
+            record_failure(output_dir, _sentence(error))
         if isinstance(error, RunFailed) and not multirun:
             _leave(error)
         raise
 
 
-def _note_own_settings(method: str | None) -> None:
-    """Print that the recipe's table does not list the method, if there is one to name."""
-    if method is not None and is_first():
+def _check_single(hydra: DictConfig) -> None:
+    """Refuse what only sweeps use.
+
+    Raises:
+        UserError: what to type instead.
+    """
+    launcher = hydra.runtime.choices["hydra/launcher"]
+    if launcher != "basic":
+        raise UserError(f"hydra/launcher={launcher} is for sweeps, and would run here: add -m")
+
+
+def _announce(settings: DictConfig, method: str | None) -> None:
+    """Print what is about to run, before anything that takes time.
+
+    Args:
+        settings: of the run.
+        method: chosen, if the recipe's table does not list it.
+    """
+    if not is_first():
+        return
+    names = [settings[group].get("name", "?") for group in ("optimizer", "model", "dataset")]
+    what = "{} trains {} on {}".format(*names)
+    if settings.evaluate is not None:
+        what = f"measures the model of {settings.evaluate}"
+    print(what, flush=True)
+    if method is not None:
         print(
             f"note: the recipe has no settings for optimizer={method} here, which keeps those of"
             f" conf/optimizer/{method}.yaml",
@@ -136,6 +187,15 @@ def _sentence(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def _raised_by(error: Exception) -> str:
+    """Return the name of the package whose code raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+    return name.partition(".")[0]
+
+
 def _job_failure(error: Exception) -> str:
     """Return one sentence about a failed job of a sweep on SLURM."""
     text = str(error)
@@ -143,7 +203,9 @@ def _job_failure(error: Exception) -> str:
     state = re.search(r"state: ([A-Z_ ]+)", text)
     lines = [line.strip(" -") for line in text.splitlines()]
     reason = state[1].strip().lower() if state else next(x for x in reversed(lines) if x)
+    if job is None:
+        return f"SLURM took no job of the sweep: {reason}"
     return (
-        f"SLURM job {job[0] if job else ''} of the sweep: {reason}; the others go on, and"
+        f"SLURM job {job[0]} of the sweep: {reason}; the others go on, and"
         " `dlion collect SWEEP_DIR` tells what became of each"
     )

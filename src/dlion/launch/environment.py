@@ -1,25 +1,16 @@
-"""Reads what torchrun or SLURM says about this process, and joins the processes of its run."""
+"""Reads what torchrun or SLURM says about this process."""
 
-import contextlib
 import os
 import re
-import socket
 import sys
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch.distributed as dist
-
-from dlion.errors import TrainingFailed, UserError
+from dlion.errors import UserError
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _PORTS = range(20000, 32760)  # below those that Linux gives to outgoing connections
-_CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
-_PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run it belongs to
-_JOINED = "joined"  # the number of processes that have found process 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class RankInfo:
     port: int | None = None
 
     def export(self) -> None:
-        """Set the variables that :func:`join_process_group` reads, as torchrun would.
+        """Set the variables that :func:`dlion.launch.meeting.join_process_group` reads, as torchrun would.
 
         Processes on one machine use loopback, unless GLOO_SOCKET_IFNAME names an interface.
 
@@ -159,115 +150,3 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
             f"the environment says {name}={value}, which must be a number: start the processes with"
             " torchrun or srun, or unset it"
         ) from None
-
-
-def join_process_group(backend: str, timeout: float = 600) -> None:
-    """Initialise the process group of the run; wait ``timeout`` seconds for other processes.
-
-    Raises:
-        TrainingFailed: if process 0 finds no free port, or they do not find each other in time.
-    """
-    env = os.environ
-    rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
-    limit = timedelta(seconds=timeout)
-    if "DLION_RENDEZVOUS" in env:  # file://... from dlion.launch.local
-        method = env["DLION_RENDEZVOUS"]
-        store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
-    else:
-        store = _meet(env, rank, processes, limit)
-    store.set_timeout(limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
-
-
-def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -> dist.Store:
-    """Return the store of the run, which process 0 hosts unless torchrun's agent does.
-
-    Process 0 listens at a port that all know, and tells whoever asks there the name of the run and
-    the port of its store. So a stranger at that port is recognised, be it silent or another run's
-    process 0. (A TCPStore waits for a silent one for ever, and shares its keys with any run.)
-    """
-    run, host = env.get("DLION_RUN", "run"), env["MASTER_ADDR"]
-    port = int(env["MASTER_PORT"])
-    ports = range(port, min(port + _CHOICE, 1 << 16))
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-    elif rank == 0:
-        guide, listener = _listen(host, ports), _listen(host, range(1))
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store closes the socket
-        )
-        with guide:
-            _answer(guide, f"dlion {run} {port}\n".encode(), store, processes, limit)
-    else:
-        store = dist.TCPStore(
-            host, _ask(host, ports, run, limit), timeout=limit, wait_for_workers=False
-        )
-        store.add(_JOINED, 1)
-    return dist.PrefixStore(run, store)
-
-
-def _listen(host: str, ports: range) -> socket.socket:
-    """Listen at the first free port; on loopback alone for a run on this machine."""
-    for port in ports:
-        try:
-            if host in ("127.0.0.1", "localhost"):
-                return socket.create_server(("127.0.0.1", port), backlog=1024)
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            return socket.create_server(
-                ("", port), family=family, backlog=1024, dualstack_ipv6=both
-            )
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-    raise TrainingFailed(
-        f"process 0 cannot listen at port {_words(ports)} ({reason}): set MASTER_PORT to a free one"
-    )
-
-
-def _answer(
-    guide: socket.socket, answer: bytes, store: dist.Store, processes: int, limit: timedelta
-) -> None:
-    """Send the answer to everyone who connects, until all processes have joined the store."""
-    guide.settimeout(0.1)
-    deadline = time.monotonic() + limit.total_seconds()
-    while (joined := store.add(_JOINED, 0)) < processes - 1:
-        if time.monotonic() > deadline:
-            raise TrainingFailed(
-                f"{joined + 1} of {processes} processes were there after timeout="
-                f"{limit.total_seconds():g} s: start all of them in that time"
-            )
-        with contextlib.suppress(OSError):  # nobody for a while, or one who has left
-            client, _ = guide.accept()
-            with client:
-                client.sendall(answer)
-
-
-def _ask(host: str, ports: range, run: str, limit: timedelta) -> int:
-    """Return the port of the run's store, which process 0 tells at one of ``ports``."""
-    deadline = time.monotonic() + limit.total_seconds()
-    patience = min(_PATIENCE, limit.total_seconds())
-    while time.monotonic() < deadline:
-        for port in ports:
-            with (
-                contextlib.suppress(OSError),  # nobody is there yet, or does not answer
-                socket.create_connection((host, port), timeout=patience) as guide,
-            ):
-                answer = re.fullmatch(rb"dlion (\S+) (\d+)\n", guide.recv(200))
-                if answer and answer[1] == run.encode():
-                    return int(answer[2])
-        time.sleep(0.1)
-    raise TrainingFailed(
-        f"process 0 was not found at {host}, port {_words(ports)}, within timeout="
-        f"{limit.total_seconds():g} s: start all processes in that time, and if another program"
-        " listens there, set MASTER_PORT to a free port"
-    )
-
-
-def _words(ports: range) -> str:
-    return f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"

@@ -48,7 +48,7 @@ def run_processes(
 ) -> Any:
     """Run ``work(*args)`` in several processes.
 
-    ``work`` can call :func:`dlion.launch.environment.join_process_group`.
+    ``work`` can call :func:`dlion.launch.meeting.join_process_group`.
 
     Args:
         processes: how many to start.

@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
 from dlion.launch.check import check
-from dlion.launch.environment import RankInfo, detect, join_process_group
+from dlion.launch.environment import RankInfo, detect
 from dlion.launch.local import interruptible, report_failure, run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.launch.network import Network
 from dlion.launch.resume import (
     alone_in,

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
 from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
+from dlion.values import Count, Name, Positive, Probability
+
+ResNet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
 
 def linear(data: Data) -> nn.Module:
@@ -29,14 +32,23 @@ def linear(data: Data) -> nn.Module:
 
 def vit(
     data: Data,
-    patch_size: int | None = None,
-    dim: int = 64,
-    depth: int = 2,
-    heads: int = 4,
-    mlp_dim: int = 128,
-    dropout: float = 0.0,
+    patch_size: Count | None = None,
+    dim: Count = 64,
+    depth: Count = 2,
+    heads: Count = 4,
+    mlp_dim: Count = 128,
+    dropout: Probability = 0.0,
 ) -> ViT:
-    """Build a vision transformer; a patch size of None cuts the image into 4 x 4 patches.
+    """Build a vision transformer.
+
+    Args:
+        data: images.
+        patch_size: height and width of a patch in pixels; None: a quarter of the image.
+        dim: width.
+        depth: number of blocks.
+        heads: of attention; they divide the width.
+        mlp_dim: hidden units of the MLPs.
+        dropout: probability.
 
     Raises:
         UserError: if the patches do not fill the image, or the heads the width.
@@ -65,16 +77,28 @@ def vit(
 
 def gpt(
     data: Data,
-    dim: int = 64,
-    depth: int = 2,
-    heads: int = 4,
-    mlp_dim: int = 256,
-    dropout: float = 0.0,
+    dim: Count = 64,
+    depth: Count = 2,
+    heads: Count = 4,
+    mlp_dim: Count = 256,
+    dropout: Probability = 0.0,
     tie_embeddings: bool = True,
-    init_std: float | None = None,
+    init_std: Positive | None = None,
     modern: bool = False,
 ) -> GPT:
-    """Build a small GPT for the vocabulary and context of the data; see :class:`GPT`."""
+    """Build a small GPT for the vocabulary and context of the data; see :class:`GPT`.
+
+    Args:
+        data: text.
+        dim: width.
+        depth: number of blocks.
+        heads: of attention; they divide the width.
+        mlp_dim: hidden units of the MLPs.
+        dropout: probability.
+        tie_embeddings: use the same matrix for tokens and logits.
+        init_std: standard deviation of the first weights; None: 1 / sqrt(dim).
+        modern: RMSNorm and gated MLPs, the GPT2++ of arXiv 2404.00438, section 5.2.
+    """
     text = _text(data)
     _check_heads(dim, heads)
     return GPT(
@@ -91,11 +115,15 @@ def gpt(
     )
 
 
-def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
+def resnet(data: Data, architecture: ResNet = "resnet18") -> nn.Module:
     """Build torchvision's ResNet.
 
     Images of up to 64 pixels get a 3 x 3 stem and no max-pooling, as is usual for CIFAR (He et al.
     2016, arXiv 1512.03385, section 4.2).
+
+    Args:
+        data: images.
+        architecture: torchvision's name for it.
     """
     images = _images(data)
     declare_missing_operators()
@@ -112,8 +140,13 @@ def resnet(data: Data, architecture: str = "resnet18") -> nn.Module:
     return model
 
 
-def timm_model(data: Data, architecture: str, **options: Any) -> nn.Module:
+def timm_model(data: Data, architecture: Name, **options: Any) -> nn.Module:
     """Build any model of timm, untrained, for the size, channels and classes of the data.
+
+    Args:
+        data: images.
+        architecture: timm's name for it.
+        options: what timm gives to the model.
 
     Raises:
         UserError: if timm has no such model, or the model refuses images of this size.
@@ -151,12 +184,20 @@ class CausalLM(nn.Module):
 
 def gpt2(
     data: Data,
-    n_layer: int = 12,
-    n_embd: int = 768,
-    n_head: int = 12,
-    dropout: float = 0.0,
+    n_layer: Count = 12,
+    n_embd: Count = 768,
+    n_head: Count = 12,
+    dropout: Probability = 0.0,
 ) -> CausalLM:
-    """Build GPT-2 in any size, untrained, for the vocabulary and context of the data."""
+    """Build GPT-2 in any size, untrained, for the vocabulary and context of the data.
+
+    Args:
+        data: text.
+        n_layer: number of blocks.
+        n_embd: width.
+        n_head: heads of attention; they divide the width.
+        dropout: probability, of embeddings, attention and residuals.
+    """
     text = _text(data)
     _check_heads(n_embd, n_head)
     declare_missing_operators()
@@ -178,7 +219,7 @@ def gpt2(
 
 
 def causal_lm(
-    data: Data, path: str | None = None, architecture: str = "llama", **options: Any
+    data: Data, path: Name | None = None, architecture: Name = "llama", **options: Any
 ) -> CausalLM:
     """Build any causal language model of transformers, pretrained or not.
 

@@ -1,13 +1,16 @@
 """Distributed Lion by adaptive delta modulation: one bit each way that tells how much, too."""
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
+
+from annotated_types import Ge, Le
 
 from dlion import kernels
 from dlion.exchange import DeltaVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import sign_descent
+from dlion.values import Betas, NotNegative
 
 
 class DLionADM(DistributedOptimizer):
@@ -40,7 +43,9 @@ class DLionADM(DistributedOptimizer):
     mean gradient in small trainings (results/unlike_data), not tried in large ones.
 
     Args:
-        lr, betas, weight_decay: as for Lion; the decay is decoupled.
+        lr: learning rate, 3 to 10 times smaller than AdamW's.
+        betas: of the direction and of the momentum.
+        weight_decay: decoupled, 3 to 10 times larger than AdamW's.
         rise: levels that a step size grows by; 2 is neutral to noise, more let it grow there.
         lookahead: steps that estimates are taken ahead, for answers that lag behind less.
         limit: a worker's estimates count at most so many times as much as the median of all
@@ -53,12 +58,12 @@ class DLionADM(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        rise: int = 3,
-        lookahead: float = 0.5,
-        limit: float | None = None,
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        rise: Annotated[int, Ge(1), Le(32)] = 3,
+        lookahead: NotNegative = 0.5,
+        limit: Annotated[float, Ge(1)] | None = None,
         weighted: bool = False,
         **common: Unpack[Common],
     ):

@@ -8,6 +8,7 @@ from dlion.exchange import DenseMean
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import adamw
+from dlion.values import Betas, NotNegative
 
 
 class MeanGradientOptimizer(DistributedOptimizer):
@@ -33,7 +34,10 @@ class GAdamW(MeanGradientOptimizer):
     on a fast link; this is the quality that compressed methods are compared with.
 
     Args:
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; the decay is decoupled.
+        lr: learning rate.
+        betas: of the means of the gradient and of its square.
+        eps: added to the root of the second.
+        weight_decay: decoupled.
     """
 
     shared_state = ["exp_avg", "exp_avg_sq"]
@@ -42,10 +46,10 @@ class GAdamW(MeanGradientOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        lr: NotNegative = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 1e-2,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
@@ -85,9 +89,9 @@ class GLion(MeanGradientOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.exchange import TIES, LevelExchange, LevelMean, Vote, WeightedVote
+from dlion.exchange import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import sign_descent
 from dlion.streams import stream_seed
+from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
 
-AGGREGATIONS = ("mavo", "avg")
+Aggregation = Literal["mavo", "avg"]
+AGGREGATIONS = get_args(Aggregation)
 
 
 class Part(NamedTuple):
@@ -142,10 +144,13 @@ class DLion(SignedDescent):
     disagreeing signs shrinks like 1 / sqrt(n).
 
     Args:
-        lr, betas, weight_decay: as for Lion; the decay is decoupled and not voted on.
-        aggregation: ``mavo`` (1 bit down) or ``avg`` (``ceil(log2(n + 1))`` bits down).
-        ties: previous | zero | plus | alternate | random. Only zero costs more than 1 bit down
-            (1.6, for even n). Not used by ``avg``.
+        lr: learning rate, 3 to 10 times smaller than AdamW's.
+        betas: of the direction and of the momentum.
+        weight_decay: decoupled and not voted on, 3 to 10 times larger than AdamW's.
+        aggregation: mavo: majority vote, 1 bit down; avg: the mean of the signs,
+            ``ceil(log2(n + 1))`` bits down.
+        ties: the answer to an equal vote of an even n, not used by avg. Only zero costs more than 1
+            bit down (1.6).
         weighted: weigh the votes of each worker by how often it was with the majority, see
             :class:`dlion.exchange.WeightedVote`; for ``mavo``.
     """
@@ -153,11 +158,11 @@ class DLion(SignedDescent):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        aggregation: str = "mavo",
-        ties: str = "previous",
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        aggregation: Aggregation = "mavo",
+        ties: Ties = "previous",
         weighted: bool = False,
         **common: Unpack[Common],
     ):
@@ -172,16 +177,24 @@ class Signum(SignedDescent):
     Source: Bernstein et al. 2018 (arXiv 1810.05291), Algorithm 1, and D-SIGNUM of arXiv 2404.00438
     (which uses b = 0.99). sign(0), ``aggregation``, ``ties`` and when not to use it: as
     :class:`DLion`, which is to be preferred with a momentum as short; Signum is here to compare.
+
+    Args:
+        lr: learning rate.
+        momentum: b.
+        weight_decay: decoupled and not voted on.
+        aggregation: as for :class:`DLion`.
+        ties: the answer to an equal vote of an even n, as for :class:`DLion`.
+        weighted: weigh the votes of each worker by how often it was with the majority.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        momentum: float = 0.99,
-        weight_decay: float = 0.0,
-        aggregation: str = "mavo",
-        ties: str = "previous",
+        lr: NotNegative = 1e-4,
+        momentum: Probability = 0.99,
+        weight_decay: NotNegative = 0.0,
+        aggregation: Aggregation = "mavo",
+        ties: Ties = "previous",
         weighted: bool = False,
         **common: Unpack[Common],
     ):

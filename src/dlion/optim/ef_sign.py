@@ -8,6 +8,7 @@ from dlion.kernels.reference import lion_direction
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import momentum_descent, sign_descent
+from dlion.values import Betas, NotNegative, Probability
 
 
 class EFSignSGD(DistributedOptimizer):
@@ -32,8 +33,10 @@ class EFSignSGD(DistributedOptimizer):
     ever: use ``nonfinite``.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled. The residual already acts as
-            momentum, and more of it makes the noise of the answers last.
+        lr: learning rate of SGD.
+        momentum: of SGD. The residual already acts as momentum, and more of it makes the noise of
+            the answers last.
+        weight_decay: decoupled.
     """
 
     own_state = ["residual"]
@@ -43,9 +46,9 @@ class EFSignSGD(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-1,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-1,
+        momentum: Probability = 0.0,
+        weight_decay: NotNegative = 0.0,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -90,7 +93,9 @@ class EF21Sign(DistributedOptimizer):
     spoils the scale, and the piece's estimates for ever: use ``nonfinite``.
 
     Args:
-        lr, betas, weight_decay: as for Lion; the decay is decoupled.
+        lr: learning rate, 3 to 10 times smaller than AdamW's.
+        betas: of the direction and of the momentum.
+        weight_decay: decoupled, 3 to 10 times larger than AdamW's.
     """
 
     own_state = ["momentum"]
@@ -98,9 +103,9 @@ class EF21Sign(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-4,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}

@@ -10,6 +10,7 @@ from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.rules import largest_entries
 from dlion.optim.updates import momentum_descent
+from dlion.values import NotNegative, Positive, PositiveShare, Probability, Whole
 
 
 class SparseOptimizer(DistributedOptimizer):
@@ -50,7 +51,9 @@ class GradDrop(SparseOptimizer):
     n = 32 it is nearly dense. :class:`DGC` corrects the momentum of late entries, this does not.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        weight_decay: decoupled.
         density: share of entries sent (the paper drops 99 %, arXiv 2404.00438 drops 96 %).
     """
 
@@ -60,10 +63,10 @@ class GradDrop(SparseOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        density: float = 0.04,
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.9,
+        weight_decay: NotNegative = 0.0,
+        density: PositiveShare = 0.04,
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -93,11 +96,13 @@ class DGC(SparseOptimizer):
     worker are too much memory. At a density of 0.1 % it sends less than one bit a parameter.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        weight_decay: decoupled.
         density: share of entries sent after the warm-up.
         warmup_steps: the density falls from 1 exponentially over so many steps.
-        clip_norm: of the gradient over all workers; None does not clip. It needs the whole
-            gradient, so one bucket.
+        clip_norm: largest norm of the gradient over all workers; None: no limit. It needs the
+            whole gradient, so one bucket.
     """
 
     own_state = ["velocity", "accumulated"]
@@ -105,12 +110,12 @@ class DGC(SparseOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        density: float = 0.04,
-        warmup_steps: int = 0,
-        clip_norm: float | None = None,
+        lr: NotNegative = 1e-1,
+        momentum: Probability = 0.9,
+        weight_decay: NotNegative = 0.0,
+        density: PositiveShare = 0.04,
+        warmup_steps: Whole = 0,
+        clip_norm: Positive | None = None,
         **common: Unpack[Common],
     ):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm

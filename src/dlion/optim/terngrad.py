@@ -9,6 +9,7 @@ from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.rules import clip_by_deviation
 from dlion.optim.updates import momentum_descent
+from dlion.values import NotNegative, Probability
 
 
 class TernGrad(DistributedOptimizer):
@@ -25,7 +26,9 @@ class TernGrad(DistributedOptimizer):
     where a step waits for latency, as the scales take another round.
 
     Args:
-        lr, momentum, weight_decay: of SGD; the decay is decoupled.
+        lr: learning rate of SGD.
+        momentum: of SGD.
+        weight_decay: decoupled.
         clip: in standard deviations; 0 does not clip.
         seed: of the coins; each worker has its own stream.
     """
@@ -35,10 +38,10 @@ class TernGrad(DistributedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        clip: float = 2.5,
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.9,
+        weight_decay: NotNegative = 0.0,
+        clip: NotNegative = 2.5,
         **common: Unpack[Common],
     ):
         self.clip = clip

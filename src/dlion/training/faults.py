@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from dlion.streams import stream
 from dlion.workers import Workers
 
-ATTACKS = ("flip", "random", "stale")
-
 
 class Participation:
     """Draws the workers that take part in a step, from the seed and the step alone.

@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-PRECISIONS = ("float32", "bf16_mixed", "bf16")
-
 
 def in_precision(model: nn.Module, precision: str, device: str) -> nn.Module:
     """Put a model on a device, in a precision.

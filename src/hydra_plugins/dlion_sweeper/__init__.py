@@ -1,6 +1,8 @@
 """A Hydra sweeper, in the namespace where Hydra looks for plugins; hydra/sweeper=quick."""
 
+import shutil
 from collections.abc import Sequence
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -8,21 +10,58 @@ from omegaconf import OmegaConf
 
 
 class QuickSweeper(BasicSweeper):
-    """Hydra's sweeper over all combinations, with a faster check before the first run.
+    """Hydra's sweeper over all combinations, with a faster check before anything is written.
 
     Hydra composes every run. Here each value is checked once, and only another file of conf/
     needs a composition: a sweep over 3 methods, 4 numbers of workers and 10 seeds costs 3 instead
     of 120.
     """
 
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Check every value of the sweep, each in a combination that will be run.
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run every combination, if all of them can be run.
 
         Raises:
             UserError: one sentence about the first wrong value.
             HydraException: about a file or a setting that does not exist.
         """
         # imported here, as Hydra loads this module whenever it starts
+        from dlion.errors import UserError
+        from dlion.launch.check import make_directory
+        from dlion.launch.environment import detect
+
+        assert self.hydra_context is not None and self.config is not None
+        if (started := detect()) is not None:
+            raise UserError(f"a sweep starts its own processes: type it without {started.source}")
+        launcher = self.config.hydra.runtime.choices["hydra/launcher"]
+        if "slurm" in launcher and shutil.which("srun") is None:
+            raise UserError(
+                f"hydra/launcher={launcher} needs SLURM, but srun is not on this machine: type"
+                " hydra/launcher=basic to run the sweep here"
+            )
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        for override in overrides:
+            if override.key_or_group == "output_dir":
+                raise UserError(
+                    "output_dir is that of a single run: type hydra.sweep.dir=DIR, where each run"
+                    " of the sweep gets a folder"
+                )
+            if override.is_sweep_override() and not override.is_discrete_sweep():
+                raise UserError(
+                    f"{override.input_line} has no end of values: list them,"
+                    f" {override.key_or_group}=A,B,C, or type range(START,STOP,STEP)"
+                )
+        (batch,) = self.split_arguments(overrides, None)
+        print(f"{len(batch)} run{'s' * (len(batch) > 1)}", flush=True)
+        self._check(batch)
+        make_directory(self.config.hydra.sweep.dir, "hydra.sweep.dir")
+        return super().sweep(arguments)
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing, as all batches were checked together."""
+
+    def _check(self, batch: Sequence[Sequence[str]]) -> None:
+        """Check every value of the sweep, each in a combination that will be run."""
         from dlion.config import settle
         from dlion.errors import UserError
         from dlion.launch.check import check_settings

@@ -1,0 +1,361 @@
+"""What goes in is checked: every wrong input ends in one line, and leaves nothing behind."""
+
+import json
+import math
+import shlex
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from pydantic import Field
+
+import dlion
+from dlion import settings, values
+from dlion.config import settle
+from dlion.launch.arguments import Arguments
+from tests.conftest import ROOT
+from tests.runs import TORCHRUN, python, train
+
+pytestmark = pytest.mark.slow
+
+# of every command, so that one that is accepted by mistake is soon over
+QUICK = ["steps=1", "epochs=1", "workers=1", "logger=none"]
+
+COUNT, OR_NULL = "give a whole number, at least 1", ", or null"
+BOOLEAN, NUMBER = "type true or false", "give a number"
+
+WRONG = {
+    # types of the run's own settings
+    "workers=0": f"workers=0 is not possible: {COUNT}",
+    "workers=2.5": COUNT,
+    "workers=true": COUNT,
+    "workers=null": "workers=null is not possible",
+    "workers=two": COUNT,
+    "\"workers='4'\"": "workers=4 is not possible",
+    "workers=[4]": "workers=[4] is not possible",
+    "workers=???": "workers has no value: give a whole number",
+    "processes=0": COUNT + OR_NULL,
+    "steps=0": f"steps=0 is not possible: {COUNT}, or null",
+    "batch_size=0": COUNT,
+    "accumulate=false": "accumulate=false is not possible",
+    "precision=fp16": "(did you mean bf16?): choose float32, bf16_mixed or bf16",
+    "precision=bf16_mix": "(did you mean bf16_mixed?)",
+    "precision=16": "precision=16 is not possible",
+    "seed=-1": "give a whole number, at least 0",
+    "seed=x": "seed=x is not possible",
+    "device=gpu": "device=gpu is unknown (did you mean cpu?): choose cpu, cuda or null",
+    "backend=mpi": "choose gloo, nccl or null",
+    "overlap=maybe": f"overlap=maybe is not possible: {BOOLEAN}",
+    "overlap=null": BOOLEAN,
+    "bucket_cap_mb=abc": "bucket_cap_mb=abc is not possible: give a number, above 0, or null",
+    "bucket_cap_mb=nan": NUMBER,
+    "threads=1000": "at least 1 and at most 256",
+    "participation=0": "give a number, above 0 and at most 1",
+    "participation=true": "above 0 and at most 1",
+    "local_steps=0": COUNT,
+    "local_lr=0": "local_lr=0 is not possible: give a number, above 0",
+    "faults=3": "--help faults",
+    "faults.byzantine=-1": "at least 0",
+    "faults.attack=lie": "faults.attack=lie is unknown: choose flip, random or stale",
+    "faults.attack=randon": "(did you mean random?)",
+    "faults.stale_steps=0": COUNT,
+    "faults.drop=1": "at least 0 and below 1",
+    "+faults.foo=3": "faults.foo is not a setting",
+    "init_from=3": "init_from=3 is not possible",
+    "init_from=": "init_from= is not possible",
+    "evaluate=true": "evaluate=true is not possible",
+    "eval_every=0": COUNT,
+    "eval_limit=0": COUNT + OR_NULL,
+    "checkpoint_every=0.5": COUNT + OR_NULL,
+    "resume=7": "resume=7 is not possible",
+    "stop_after=0": COUNT,
+    "max_restarts=-1": "at least 0",
+    "timeout=10s": COUNT,
+    "nonfinite=ignore": "nonfinite=ignore is unknown: choose stop, skip or null",
+    "box=on": BOOLEAN,
+    "profile=no": f"profile=no is not possible: {BOOLEAN}",
+    "check_replicas_every=-1": "at least 0",
+    # types of components
+    "optimizer.lr=fast": "optimizer.lr=fast is not possible: give a number, at least 0",
+    "optimizer.lr=null": NUMBER,
+    "optimizer.lr=nan": "optimizer.lr=nan is not possible",
+    "optimizer.betas=0.9": "optimizer.betas=0.9 is not possible: give two numbers, [B1, B2]",
+    "optimizer.betas=[0.9]": "give two numbers",
+    "optimizer.betas=[0.9,1]": "each at least 0 and below 1",
+    "optimizer.weight_decay=null": "optimizer.weight_decay=null is not possible",
+    "optimizer.weighted=no": f"optimizer.weighted=no is not possible: {BOOLEAN}",
+    "optimizer.weighted=true optimizer.ties=zero": "weighted=true needs aggregation=mavo",
+    "optimizer.ties=first": "choose zero, plus, alternate, random or previous",
+    "optimizer.aggregation=sum": "choose mavo or avg",
+    "optimizer=lion_cub optimizer.bits=3": "choose 1, 2, 4 or 8",
+    "optimizer=lion_cub optimizer.bits=true": "choose 1, 2, 4 or 8",
+    "optimizer=lion_cub optimizer.scale=l2": "choose l1, max or geometric",
+    "optimizer=lion_cub optimizer.momentum_sync=often": "at least 0, or exponential",
+    "optimizer=lion_cub optimizer.momentum_sync=5 optimizer.sync_pattern=zzz": "matches no para",
+    "optimizer=dlion_adm optimizer.rise=0": "at least 1 and at most 32",
+    "optimizer=dlion_adm optimizer.limit=0.5": "give a number, at least 1, or null",
+    "optimizer=dgc optimizer.density=0": "above 0 and at most 1",
+    "optimizer=dgc optimizer.clip_norm=0": "above 0, or null",
+    "optimizer=terngrad optimizer.clip=-1": NUMBER,
+    "optimizer=terngrad optimizer.momentum=1": "at least 0 and below 1",
+    "+optimizer.seed=3": "optimizer.seed is not a setting",
+    "model.dim=-4": f"model.dim=-4 is not possible: {COUNT}",
+    "model.dim=64.0": COUNT,
+    "model.dim=63": "cannot be split over 4 heads",
+    "model.dropout=2": "at least 0 and below 1",
+    "model.depth=null": COUNT,
+    "model.patch_size=3": "choose one of 1, 2, 4, 8",
+    "model=resnet18 model.architecture=vgg": "choose resnet18",
+    "dataset=stdlib_text model=gpt_tiny model.modern=yes": BOOLEAN,
+    "dataset=stdlib_text model=gpt_tiny model.init_std=0": "above 0, or null",
+    "dataset=stdlib_text model=vit_tiny": "type model=gpt_tiny",
+    "dataset=stdlib_text dataset.context=0": COUNT,
+    "dataset=stdlib_text dataset.max_bytes=-1": COUNT + OR_NULL,
+    "dataset=stdlib_text dataset.sharding=dirichlet": "needs a label for each sample",
+    "dataset=mnist5k dataset.augment=no": f"dataset.augment=no is not possible: {BOOLEAN}",
+    "dataset=mnist5k dataset.augment=null": BOOLEAN,
+    "dataset.validation=no": BOOLEAN,
+    "dataset.sharding=even": "choose partition, contiguous, replicate or dirichlet",
+    "dataset.alpha=0": "dataset.alpha=0 is not possible: give a number, above 0",
+    "dataset=cifar10 dataset.path=/nowhere": "dataset.path=/nowhere is not a folder",
+    "dataset=cifar10 dataset.train_limit=0": COUNT + OR_NULL,
+    "dataset=imagenet": "dataset=imagenet must be on a disk: type dataset.path=DIR",
+    "dataset=imagenet dataset.path=. dataset.image_size=0": COUNT,
+    "dataset=imagenet dataset.path=. dataset.loaders=-1": "at least 0",
+    "dataset=imagenet dataset.path=. dataset.mixup=-1": NUMBER,
+    "dataset=imagenet dataset.path=. dataset.auto_augment=no": BOOLEAN,
+    "schedule.final=abc": "schedule.final=abc is not possible: give a number",
+    "schedule.final=5": "at least 0 and at most 1",
+    "schedule.warmup_steps=-5": "at least 0",
+    "network.rate=50": "give a rate such as 100mbit",
+    "network.rate=fast": "network.rate=fast is not a rate",
+    "logger=wandb logger.mode=on": "logger.mode=on is unknown",
+    "logger=wandb logger.tags=baseline": "logger.tags=baseline is not possible: give a list",
+    # what one setting says of another
+    "workers=8 processes=3": "processes may be 1, 2, 4, 8",
+    "workers=100000": "type workers=1397 or fewer",
+    "batch_size=5000": "type batch_size=1397 or less, or fewer workers",
+    "accumulate=64": "type accumulate=",
+    "faults.byzantine=9": "faults.byzantine=9 of workers=1 cannot lie",
+    "box=true optimizer.weight_decay=0": "type optimizer.weight_decay=1",
+    "backend=nccl device=cpu": "type backend=gloo",
+    "resume=/nowhere": "resume=/nowhere holds no checkpoint",
+    # names
+    "optimizer=dlion": "(did you mean dlion_mavo?)",
+    "optimizer=": "type optimizer=NAME",
+    "optimizer=null": "type optimizer=NAME",
+    "dataset=nosuch": "choose one of choices, cifar10",
+    "model=vit_tinny": "(did you mean vit_tiny?)",
+    "experiment=vote_atack": "(did you mean vote_attack?)",
+    "experiment=cub_bits scale=full": "experiment=NAME_full the paper's",
+    "experiment=dlion_cifar10 dataset.path=/nowhere": "/nowhere is not a folder",
+    "experiment=dlion_imagenet_full": "dataset=imagenet must be on a disk: type",
+    "experiment=dlion_theory seed=0,x": "seed=x is not possible",
+    "optimzer=g_lion": "optimzer is not a setting (did you mean optimizer?)",
+    "optimizer.lrr=1": "optimizer.lrr is not a setting (did you mean optimizer.lr?)",
+    "lr=1e-3": "lr is not a setting (did you mean optimizer.lr?)",
+    "optimizer.learning_rate=1e-3": "(did you mean optimizer.lr?)",
+    "+foo=bar": "foo is not a setting",
+    "+foo.bar=1": "foo.bar is not a setting",
+    "+model.patchsize=3": "(did you mean patch_size?)",
+    "methods.dlion_mavo.bits=3": "methods.dlion_mavo is not a setting",
+    "+methods.dlion_mavo.bits=3": "methods.dlion_mavo.bits is not a setting of",
+    "~optimizer": "type optimizer=NAME",
+    "~logger": "type logger=NAME",
+    "~seed": "type seed=VALUE",
+    "model._target_=dlion.models.vitt": "No module named 'dlion.models.vitt'",
+    "model._target_=nosuch.Model": "No module named 'nosuch'",
+    "hydra/launcher=nosuch": "choose one of basic, slurm, submitit_local, submitit_slurm",
+    # the command line itself
+    "--workers=4": "type workers=4",
+    "--steps 5": "type steps=5",
+    "--batch-size=4": "type batch_size=4",
+    "workers 4": "type workers=4",
+    "foo": "foo is not a setting of the form KEY=VALUE",
+    "optimizer = g_lion": "leave out the spaces around =",
+    "optimizer=[": "cannot read optimizer=[",
+    "optimizer=a,b,": "type optimizer=a,b, or a value behind it",
+    "output_dir=ü": "type 'output_dir=\"ü\"'",
+    "seed=1,2": "add -m to run them all",
+    "--config-dir nowhere": "--config-dir nowhere is not a folder",
+    "--config-name nosuch": "leave it out",
+    "--cfg nosuch": "choose from",
+    "--experimental-rerun x": "type the command again",
+    "hydra.verbose=3": "Hydra cannot read the command line",
+    # where to
+    "output_dir=": "output_dir= is not possible: give a folder",
+    "output_dir=null": "output_dir=null is not possible: give a folder",
+    "output_dir=file": "output_dir=file cannot be written to",
+    "output_dir=file/below": "cannot be written to",
+    """'output_dir="~no-one/x"'""": "output_dir=~no-one/x is below the home of nobody here",
+    "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written to",
+    "hydra.run.dir=x": "type output_dir=x",
+    # sweeps
+    "-m optimizer=g_lion,g_lyon": "optimizer=g_lyon is unknown (did you mean g_lion?)",
+    "-m optimizer.lr=1e-3,nan": "optimizer.lr=nan is not possible",
+    "-m optimizer='glob(dlion*)' steps=0": "steps=0 is not possible",
+    "-m 'seed=interval(0,1)'": "seed=interval(0,1) has no end of values",
+    "-m output_dir=x seed=0,1": "type hydra.sweep.dir=DIR",
+    "-m hydra.sweep.dir= seed=0,1": "hydra.sweep.dir= is not possible",
+    "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope cannot be written to",
+    "-m experiment=vote_attack,vote_local": "one recipe at a time",
+    "hydra/launcher=slurm": "add -m",
+    # components of one's own
+    "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
+    "--config-dir own model=typed model.width=wide": "model.width=wide is not possible",
+    "--config-dir own model=typed +model.widht=3": "(did you mean width?)",
+    "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
+    "--config-dir own model=nothing": "model has no _target_",
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What train.py says to each wrong input, in a folder that it must leave as it was."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "file").write_text("")
+    (folder / "own_models.py").write_text(
+        "from torch import nn\n"
+        "def typed(data, width: int = 4): return nn.Linear(width, 10)\n"
+        "def untyped(data, shape, size=2): return nn.Linear(size, shape)\n"
+    )
+    (folder / "broken_module.py").write_text("nohing\n")
+    models = folder / "own" / "model"
+    models.mkdir(parents=True)
+    for name, text in (
+        ("broken", "_target_: broken_module.model"),
+        ("typed", "_target_: own_models.typed\nwidth: 4"),
+        ("untyped", "_target_: own_models.untyped\nsize: 2"),
+        ("nothing", "width: 4"),
+    ):
+        (models / f"{name}.yaml").write_text(f"name: {name}\n{text}\n")
+    commands = [_quick(shlex.split(line)) for line in WRONG]
+    (folder / "commands.json").write_text(json.dumps(commands))
+    before = sorted(folder.rglob("*"))
+    script = ROOT / "tests" / "launch" / "attempts.py"
+    run = python(script, "commands.json", cwd=folder)
+    assert run.returncode == 0, run.stderr
+    left = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return dict(zip(WRONG, map(json.loads, run.stdout.splitlines()), strict=True)) | {
+        "left": sorted(left) == before
+    }
+
+
+def _quick(words: list[str]) -> list[str]:
+    """A command with settings that are soon over, where it does not have them itself."""
+    typed = {word.lstrip("~+-").partition("=")[0] for word in words}
+    more = [setting for setting in QUICK if setting.partition("=")[0] not in typed]
+    if not typed & {"dataset", "experiment"}:
+        more.append("dataset=digits")
+    return words if "experiment" in typed else [*more, *words]
+
+
+def test_there_are_many():
+    assert len(WRONG) >= 150
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_input_is_one_clear_line(answers, line):
+    code, stderr = answers[line]
+    assert WRONG[line] in stderr
+    assert stderr.startswith("error: ") and len(stderr.splitlines()) == 1
+    assert code == 2
+
+
+def test_wrong_input_leaves_nothing_behind(answers):
+    assert answers["left"]
+
+
+def test_a_sample_in_processes_of_its_own():
+    for line in ("optimizer.lr=fast", "--workers=4", "-m seed=0,x"):
+        run = train(*shlex.split(line), code=2)
+        assert run.stderr.startswith("error: ") and len(run.stderr.splitlines()) == 1
+        assert WRONG.get(line, "seed=x is not possible") in run.stderr
+
+
+def test_a_sweep_is_not_started_by_torchrun():
+    run = train("-m", "seed=0,1", under=TORCHRUN, code=None)
+    assert "a sweep starts its own processes: type it without torchrun" in run.stderr
+
+
+def test_a_folder_below_home_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        typed = Arguments(["output_dir=~/run"]).ordered()  # as shells other than bash leave it
+        config = compose("config", overrides=typed, return_hydra_config=True)
+    assert settle(config, config.hydra).output_dir == str(tmp_path / "run")
+
+
+def components():
+    """Every file of conf/ that names a class or function, and the settings in it."""
+    for group in ("optimizer", "model", "dataset", "logger"):
+        for file in sorted((ROOT / "conf" / group).glob("*.yaml")):
+            node = OmegaConf.load(file)
+            node = node.get(group, node)
+            if "_target_" in node:
+                yield pytest.param(group, node, id=f"{group}={file.stem}")
+
+
+@pytest.mark.parametrize(("group", "node"), components())
+def test_every_setting_of_a_component_has_a_type_and_a_sentence(group, node):
+    sources = [settings.locate(node._target_, group), settings.Use]
+    hints = {name: hint for source in sources for name, hint in settings.parameters(source).items()}
+    said = {name: text for source in sources for name, text in settings.sentences(source).items()}
+    for key in (key for key in node if key not in settings.SPECIAL):
+        if key in hints:  # another one is passed on to a library
+            assert hints[key] not in (Any, int, float) and said[key], key
+
+
+def test_every_setting_of_a_run_has_a_type_a_sentence_and_a_value():
+    config = OmegaConf.load(ROOT / "conf" / "config.yaml")
+    kinds = (settings.Settings, settings.Faults, settings.Schedule, settings.Network, settings.Use)
+    for kind in kinds:
+        assert all(settings.sentences(kind)[name] for name in settings.parameters(kind))
+    own = {
+        key
+        for key, hint in settings.parameters(settings.Settings).items()
+        if settings.component_of(hint) is None
+    }
+    assert own == set(config) - {"defaults", "methods", "hydra"}
+
+
+def test_help_says_what_can_be_typed():
+    text = train("--help", code=0).stdout
+    assert text.startswith("usage: python train.py")
+    assert "optimizer=NAME" in text and "cub_bits, cub_bits_full" in text
+    assert "batch_size=32" in text and "samples per worker and step" in text
+    for words in (["--help", "optimizer=dgc"], ["optimizer=dgc", "--help"]):
+        text = train(*words, code=0).stdout
+        assert "optimizer.density=0.04" in text and "share of entries sent" in text
+        assert "workers=8" not in text
+    assert "faults.attack=flip" in train("--help", "faults", code=0).stdout
+    assert train("--version", code=0).stdout == f"dlion {dlion.__version__}\n"
+    assert "(did you mean dgc?)" in train("--help", "optimizer=dgcc", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (values.Count, "give a whole number, at least 1"),
+        (values.Count | None, "give a whole number, at least 1, or null"),
+        (bool, "type true or false"),
+        (Literal["a", "b", "c"], "choose a, b or c"),
+        (Literal["a", "b"] | None, "choose a, b or null"),
+        (values.Whole | Literal["all"], "give a whole number, at least 0, or all"),
+        (list[str], "give a list, [A, B, ...], each a text"),
+        (tuple[int, int], "give a list of 2, each a whole number"),
+        (Annotated[float, Field(gt=0, le=1)], "give a number, above 0 and at most 1"),
+    ],
+)
+def test_a_type_in_words(hint, words):
+    assert values.advice(hint) == words
+
+
+def test_values_are_not_converted():
+    for hint, wrong in ((int, True), (int, "4"), (int, 4.0), (float, True), (float, "0.5")):
+        assert not values.accepts(hint, wrong)
+    assert not values.accepts(float, math.nan) and not values.accepts(Literal[1, 2], True)
+    assert values.accepts(float, 1) and values.accepts(tuple[float, float], [0, 0.5])
+    assert values.accepts(torch.nn.Module, 3)  # nobody knows
