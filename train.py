@@ -8,12 +8,16 @@
 `python train.py --help` lists the settings; conf/ holds them.
 """
 
-from pathlib import Path
+from dlion import terminal
 
-import hydra
-from omegaconf import DictConfig
+terminal.prepare()
 
-from dlion.launch import cli
+from pathlib import Path  # noqa: E402
+
+import hydra  # noqa: E402 - these take a moment
+from omegaconf import DictConfig  # noqa: E402
+
+from dlion.launch import cli  # noqa: E402
 
 CONF = Path(__file__).resolve().parent / "conf"
 

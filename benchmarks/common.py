@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-import math
 import os
 import random
 import statistics
@@ -16,13 +15,13 @@ from typing import Any
 
 import torch
 
+from dlion import arguments
 from dlion.errors import RunFailed, Stopped, UserError
 from dlion.files import write_atomically
 from dlion.launch.local import interruptible
 from dlion.launch.network import check_possible
 from dlion.machine import machine
 from dlion.record.provenance import commit
-from dlion.units import parse_rate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"
@@ -30,8 +29,8 @@ RESULTS = ROOT / "results" / "speed"
 Row = dict[str, Any]
 
 
-class Parser(argparse.ArgumentParser):
-    """Arguments of a benchmark; wrong ones are refused in one sentence, with exit code 2.
+class Parser(arguments.Parser):
+    """Arguments of a benchmark.
 
     Every benchmark has ``--smoke``; those that measure have ``--output`` and ``--fresh``.
     """
@@ -64,9 +63,6 @@ class Parser(argparse.ArgumentParser):
             "--fresh", action="store_true", help="measure again what was measured already"
         )
 
-    def error(self, message: str) -> None:
-        self.exit(2, f"error: {message}\n")
-
     def read(self, arguments: Sequence[str] | None, **smoke: Any) -> argparse.Namespace:
         """Parse the command line; ``smoke`` holds the arguments that ``--smoke`` puts in place."""
         args = self.parse_args(arguments)
@@ -96,61 +92,12 @@ def missing_for_links() -> str | None:
     return None
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers, ``1e7`` among them, that are not below ``least``."""
-
-    def parse(text: str) -> int:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value == int(value) >= least):
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return int(value)
-
-    return parse
-
-
-def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return a parser of finite numbers from ``least`` to ``most``."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and least <= value <= most):
-            limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not a number {limits}")
-        return value
-
-    return parse
-
-
-def link(text: str) -> int | None:
-    """Parse the rate of a link, bits per second; None for ``loopback``, which is not shaped."""
-    if text == "loopback":
-        return None
-    try:
-        return parse_rate(text)
-    except UserError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a rate: write a number and a unit, such as 100mbit or 2.5gbit, at"
-            " least 1kbit, or loopback"
-        ) from None
-
-
 def folder(text: str) -> Path:
     """Parse the name of a folder, which may be made in a folder that is there."""
     path = Path(text)
     if not path.parent.is_dir() or (path.exists() and not path.is_dir()):
         raise argparse.ArgumentTypeError(f"{text} is not a folder, nor can it be made there")
     return path
-
-
-def show_rate(rate: int | None) -> str:
-    """Return a link's rate as it is read: ``100 Mbit/s``."""
-    return "loopback" if rate is None else f"{rate / 1e6:g} Mbit/s"
 
 
 def run(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:

@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from common import ROOT, Parser, Row, run, whole
+from common import ROOT, Parser, Row, run
 from torch import Tensor
 
 from dlion import kernels
+from dlion.arguments import whole
 from dlion.exchange.delta import DORMANT
 from dlion.files import write_atomically
 from dlion.kernels import Coder, nearest_level, step_size

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from common import ROOT, Parser, Points, Row, run, whole
+from common import ROOT, Parser, Points, Row, run
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from dlion.arguments import whole
 from dlion.data import Data, Sharding, mnist5k, stdlib_text
 from dlion.exchange import Channel
 from dlion.kernels import step_size

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from common import Parser, Points, Row, link, ratios, run, show_rate, spread, whole
+from common import Parser, Points, Row, ratios, run, spread
 from lion_pytorch import Lion
 from matplotlib.figure import Figure
 from spmd import Measured, time_together
@@ -29,8 +29,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion import optim
+from dlion.arguments import link, whole
 from dlion.data import ImageData, TextData
 from dlion.models import gpt2, vit
+from dlion.units import show_rate
 from dlion.workers import Workers
 
 N, LR = 4, 1e-4

@@ -13,11 +13,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import Parser, Points, Row, link, run, show_rate, spread, whole
+from common import Parser, Points, Row, run, spread
 from matplotlib.figure import Figure
 from spmd import Measured, time_together
 
+from dlion.arguments import link, whole
 from dlion.exchange import Channel, LevelMean, Vote
+from dlion.units import show_rate
 from dlion.workers import Workers
 
 CUB_BITS = (2, 4, 8)  # p; with 1 bit it is the vote

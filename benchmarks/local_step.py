@@ -12,11 +12,12 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import torch
-from common import Parser, Points, Row, interleaved, ratios, run, spread, whole
+from common import Parser, Points, Row, interleaved, ratios, run, spread
 from lion_pytorch import Lion
 from matplotlib.figure import Figure
 
 from dlion import kernels
+from dlion.arguments import whole
 from dlion.kernels import reference
 
 VOTERS = 8

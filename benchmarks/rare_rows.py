@@ -15,10 +15,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from common import ROOT, Parser, run, whole
+from common import ROOT, Parser, run
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from dlion.arguments import whole
 from dlion.files import write_atomically
 from dlion.machine import machine
 from dlion.optim import DistributedOptimizer, DLion, GLion, LionCub

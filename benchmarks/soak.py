@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Parser, link, number, run, show_seconds, whole
+from common import ROOT, Parser, run, show_seconds
 from matplotlib.figure import Figure
 
+from dlion.arguments import link, number, whole
 from dlion.errors import RunFailed
 from dlion.files import write_atomically
 from dlion.machine import machine

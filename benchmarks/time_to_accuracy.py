@@ -14,19 +14,21 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from common import Parser, Points, Row, link, number, run, show_rate, spread, whole
+from common import Parser, Points, Row, run, spread
 from lion_pytorch import Lion
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from dlion.arguments import link, number, whole
 from dlion.data import Data, Sharding, mnist5k
 from dlion.launch.environment import join_process_group
 from dlion.launch.local import run_processes
 from dlion.launch.network import Network
 from dlion.optim import DLion, LionCub
 from dlion.streams import stream
+from dlion.units import show_rate
 
 N, BATCH, BETAS, DECAY, WARMUP = 4, 32, (0.9, 0.99), 5e-3, 20
 EVALUATE_EVERY = 10  # steps

@@ -12,7 +12,7 @@ NO_PAGES = ("outputs", "runs", "wandb", "build", "dist")
 SCRIPTS = ("train.py", "examples/*.py", "benchmarks/*.py")  # their docstrings have commands
 SHELL, PYTHON = ("bash", "console", "sh", "shell"), ("python", "py")
 PROGRAMS = (
-    *("python", "python3", ".venv/bin/python", ".venv/bin/pip", "pip", "conda", "sudo"),
+    *("python", "python3", ".venv/bin/python", ".venv/bin/pip", "pip", "conda", "sudo", "dlion"),
     *("torchrun", "srun", "sbatch", "pytest", "ruff", "pre-commit", ".ci/run"),
 )
 ALONE = (".ci/run", "pytest", "ruff")  # typed without arguments; other single words are names

@@ -22,7 +22,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 # these are read when a command goes on; others may be read by what the server imports before
 _READ_LATE = re.compile(
     "FAULT|MARKER|SLURM_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|COLUMNS"
-    "|CUDA_VISIBLE_DEVICES|MYSQL_UNIX_PORT|GLOO_SOCKET_IFNAME"
+    "|CUDA_VISIBLE_DEVICES|MYSQL_UNIX_PORT|GLOO_SOCKET_IFNAME|PYTHONPATH"
 )
 
 

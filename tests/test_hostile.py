@@ -197,7 +197,9 @@ def test_damaged_tables_of_images(tmp_path, at, noise, test):
         assert cifar10(str(folder)).train_y.min() >= 0
 
 
-@pytest.mark.parametrize(("label", "image"), [(11, None), (-1, None), (1, b"no image")])
+@pytest.mark.parametrize(
+    ("label", "image"), [(11, None), (-1, None), (0.5, None), (1, b"no image")]
+)
 def test_labels_and_images_that_are_none(tmp_path, label, image):
     write_cifar(tmp_path)
     for file in tmp_path.rglob("*.parquet"):
@@ -206,7 +208,7 @@ def test_labels_and_images_that_are_none(tmp_path, label, image):
             row["label"] = label
             row["img"]["bytes"] = image or row["img"]["bytes"]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    with pytest.raises(UserError, match=r"labels outside 0 .. 9|is not one"):
+    with pytest.raises(UserError, match=r"labels outside 0 .. 9|whole numbers|not a picture"):
         cifar10(str(tmp_path))
 
 
@@ -220,6 +222,13 @@ def test_facts_about_tokens(tmp_path, facts):
     mixed = FACTS | facts if isinstance(facts, dict) else facts
     (tmp_path / "tokens.json").write_text(json.dumps(mixed))
     with refused:
+        prepared_text(str(tmp_path), context=8)
+
+
+@pytest.mark.parametrize("vocabulary", [0, 10**9, 70_000])
+def test_a_vocabulary_that_no_model_can_have(tmp_path, vocabulary):
+    (tmp_path / "tokens.json").write_text(json.dumps(FACTS | {"vocabulary": vocabulary}))
+    with pytest.raises(UserError, match=r"tokens.json is damaged"):
         prepared_text(str(tmp_path), context=8)
 
 
@@ -299,7 +308,7 @@ def test_planted_secrets_reach_nothing_that_is_written(tmp_path):
     asking, count = re.subn(r"\n  lr: .*", "\n  lr: ${oc.env:MY_TOKEN}", config.read_text())
     assert count == 1
     config.write_text(asking)
-    report = ["-m", "dlion.compare.report", tmp_path / "run", "-o", tmp_path / "report.html"]
+    report = ["-m", "dlion", "report", tmp_path / "run", "-o", tmp_path / "report.html"]
     outputs.append(python(*report, env=env))
     assert [done.returncode for done in outputs] == [0, 0], outputs
     written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and not p.is_symlink()]

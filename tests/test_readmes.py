@@ -22,8 +22,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from dlion.__main__ import COMMANDS
 from dlion.config import settle
-from dlion.data.prepare import prepare
+from dlion.data.prepare import Texts, prepare
 from dlion.launch.check import check_settings
 from tests.conftest import ROOT
 from tests.readmes import Command, commands, words
@@ -94,8 +95,9 @@ def test_a_command_without_a_rule_fails(place):
         "python train.py optimizer=dlion",
         "python train.py -m optimizer=g_lion,dlion seed=0,1",
         "python train.py worker=4",
-        "python -m dlion.compare.plot results/nowhere",
-        "python -m dlion.compare.dashboard --projects dlion",
+        "dlion plot results/nowhere",
+        "dlion plott results/mnist5k",
+        "dlion dashboard --projects dlion",
         "torchrun --nproc=x train.py",
         "conda env create -f env.yml",
         ".venv/bin/pip install -e '.[tests]'",
@@ -141,7 +143,7 @@ class Place:
 
     def __init__(self, root: Path):
         self.root, self.tried = root, set()
-        for name in ("train.py", "conf"):
+        for name in ("train.py", "conf", "examples"):
             (root / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "results", root / "results")  # some commands write there
         (root / "written").mkdir()
@@ -179,17 +181,15 @@ def write_data(root: Path) -> None:
     from tests.data import formats
 
     root.mkdir()
+    formats.write_classes(root / "images")
+    (root / "book.txt").write_text(200 * "a line of a text\n")
     formats.write_cifar(root / "cifar10", count=64)
     formats.write_cifar(root / "cifar100", 100, ("img", "fine_label"), count=200)
     formats.write_imagenet_folders(root / "imagenet")
     formats.write_llama(root / "llama")
     formats.write_tasks(root / "choices")
 
-    class Documents(list):
-        def __getitem__(self, part: slice) -> dict[str, list[str]]:
-            return {"text": list.__getitem__(self, part)}
-
-    texts = Documents(formats.write_documents(root / "documents.jsonl", 200))
+    texts = Texts(formats.write_documents(root / "documents.jsonl", 200))
     tokenizer = load_tokenizer(str(root / "llama"), "--tokenizer")
     prepare(texts, tokenizer, root / "prepared_text", held_out=10)
 
@@ -206,6 +206,14 @@ def train(place: Place, typed: list[str]) -> None:
         place.run(*typed[1:])
     elif (small := _small_training(place, typed[typed.index("train.py") + 1 :])) is not None:
         place.run(*small)
+
+
+def train_own(place: Place, typed: list[str]) -> None:
+    """Run two steps with components of one's own, which Python finds by a variable."""
+    variable, _, *arguments = typed
+    own = variable.removeprefix("PYTHONPATH=")
+    paths = {"PYTHONPATH": os.pathsep.join([own, os.environ.get("PYTHONPATH", "")])}
+    place.run(*arguments, *_overrides(FEW_STEPS), f"output_dir={OUT}", processes=(paths,))
 
 
 def train_under_torchrun(place: Place, typed: list[str]) -> None:
@@ -240,7 +248,7 @@ def train_under_srun(place: Place, typed: list[str]) -> None:
 def compare(place: Place, typed: list[str]) -> None:
     """Read recorded runs where a page says RUNS, else what it names; write to another place."""
     arguments = []
-    for word in itertools.takewhile(lambda word: word != ">", typed[1:]):
+    for word in itertools.takewhile(lambda word: word != ">", typed):
         files = sorted(place.root.glob(word)) if "*" in word else []
         arguments += map(str, files) if files else [word]
     for index, word in enumerate(arguments):
@@ -248,7 +256,7 @@ def compare(place: Place, typed: list[str]) -> None:
             arguments[index] = OUT + Path(word).suffix
         elif re.fullmatch(RECORDED, word):
             arguments[index] = place.runs()
-    place.run(*arguments)
+    place.run("-m", *arguments)
 
 
 def write_tables(place: Place, typed: list[str]) -> None:
@@ -258,25 +266,27 @@ def write_tables(place: Place, typed: list[str]) -> None:
 
 
 def only_options(place: Place, typed: list[str]) -> None:
-    """Check that a module has the options that are typed: it needs an account somewhere."""
-    module = typed[typed.index("-m") + 1]
-    place.run("-m", module, "--help")
+    """Check that a command has the options that are typed: it needs more than there is here."""
+    module, _ = COMMANDS[typed[1]]
+    place.run("-m", *typed[:2], "--help")
     source = Path(importlib.util.find_spec(module).origin).read_text()
     for word in typed:
-        assert not word.startswith("--") or f'"{word}"' in source, f"{module} has no {word}"
+        assert not word.startswith("--") or f'"{word}"' in source, f"{typed[1]} has no {word}"
 
 
 def prepare_text(place: Place, typed: list[str]) -> None:
     """Tokenize documents of ours."""
-    if len(typed) == 3:
-        place.run(*typed[1:], "--help")
+    if len(typed) == 2:
+        place.run("-m", *typed, "--help")
         return
     allowed = {"-o": OUT, "--output": OUT, "--tokenizer": place.data("llama")}
-    arguments = ["-m", "dlion.data.prepare", f"{place.data('llama')}/../documents.jsonl"]
+    own = typed[2].endswith(".txt")
+    source = f"{place.data('llama')}/../{'book.txt' if own else 'documents.jsonl'}"
+    arguments = ["-m", "dlion", "prepare", source]
     for option, value in itertools.pairwise(typed):
-        if option.startswith("-") and option != "-m":
+        if option.startswith("-"):
             arguments += [option, allowed.get(option, value)]
-    place.run(*arguments, "--tokenizer", allowed["--tokenizer"])
+    place.run(*arguments, *(() if own else ("--tokenizer", allowed["--tokenizer"])))
 
 
 def files_exist(place: Place, typed: list[str]) -> None:
@@ -315,12 +325,13 @@ def run_elsewhere(place: Place, typed: list[str]) -> None:
 
 RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"python train\.py": train,
+    r"PYTHONPATH=\S+ python train\.py": train_own,
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
-    r"python -m dlion\.compare\.dashboard": only_options,
     r"python -m dlion\.compare\.readme": write_tables,
-    r"python -m dlion\.compare\.": compare,
-    r"python -m dlion\.data\.prepare": prepare_text,
+    r"dlion (dashboard|export|sync)": only_options,
+    r"dlion prepare": prepare_text,
+    r"dlion": compare,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,

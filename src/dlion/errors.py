@@ -23,10 +23,18 @@ class TrainingFailed(RunFailed):
 
 
 class Stopped(RuntimeError):
-    """A run ended with a checkpoint before its last step; ``resume=auto`` continues it."""
+    """A run ended with a checkpoint before its last step; ``resume=auto`` continues it.
+
+    Attributes:
+        command: what to type to go on, where that is known.
+    """
 
     def __init__(self, step: int | None, signal: int | None = None):
         """The run ended after ``step`` (None: before the first), because of ``signal`` if any."""
         self.step, self.signal = step, signal
-        when = "before its first step" if step is None else f"after step {step}"
-        super().__init__(f"stopped {when}; the same command with resume=auto goes on")
+        self.command: str | None = None
+        super().__init__(step, signal)
+
+    def __str__(self) -> str:
+        when = "before its first step" if self.step is None else f"after step {self.step}"
+        return f"stopped {when}{f'; to go on: {self.command}' if self.command else ''}"

@@ -26,6 +26,11 @@ def parse_rate(text: object) -> int:
     return round(rate)
 
 
+def show_rate(rate: int | None) -> str:
+    """Return a link's rate as it is read: ``100 Mbit/s``."""
+    return "loopback" if rate is None else f"{rate / 1e6:g} Mbit/s"
+
+
 def human_bytes(count: float) -> str:
     """Write 1,234,000 as ``1.23 MB`` (powers of 1,000)."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -35,10 +35,6 @@ OVER_LINKS = ("exchange", "end_to_end", "time_to_accuracy", "soak")
         ("soak", "--mean 0", "0 is not a number of at least 0.1"),
         ("soak", "--minutes nan", "nan is not a number of at least 0"),
         ("soak", "--minute", "expected one argument"),
-        ("predict", "--rate fast", "fast is not a rate"),
-        ("predict", "--parameters 1.5", "1.5 is not a whole number"),
-        ("predict", "--check nowhere.json", "nowhere.json is not a file"),
-        ("predict", "--curves curves", "curves is not a name for a .png file"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(name, typed, told, capsys):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
+from dlion.arguments import errors_end_the_command
+
 
 class Ended(NamedTuple):
     returncode: int
@@ -20,7 +22,8 @@ def command(capsys) -> Callable[..., Ended]:
         capsys.readouterr()
         code = 0
         try:
-            main([str(argument) for argument in arguments])
+            with errors_end_the_command():
+                main([str(argument) for argument in arguments])
         except SystemExit as end:
             code = int(end.code or 0)
         return Ended(code, *capsys.readouterr())

@@ -101,9 +101,10 @@ def test_processes_of_this_machine_are_no_slurm_jobs(tmp_path, collect):
     assert collect(tmp_path) == {}
 
 
-def test_what_cannot_be_collected_is_said(tmp_path, run_collect):
+def test_what_cannot_be_collected_is_said(tmp_path, run_collect, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for arguments, sentence in (
-        ([], "required: DIR"),
+        ([], "outputs is not a directory"),
         ([tmp_path], "holds no run"),
         ([tmp_path / "nowhere"], "is not a directory"),
     ):

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import wandb
 
 from dlion.compare.dashboard import main, specification
 
@@ -79,6 +80,7 @@ def dashboard(command, monkeypatch, tmp_path):
             monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
             monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.chdir(tmp_path)
+        wandb.teardown()  # which keeps what it has once read of the environment
         return command(main, *arguments)
 
     return run
@@ -93,7 +95,7 @@ def test_a_workspace_and_a_report_are_saved_under_the_users_own_name(server, das
     assert done.returncode == 0, done.stderr
     assert [view["entityName"] for view in server.saved] == ["somebody", "somebody"]
     assert all("/somebody/dlion" in url for url in done.stdout.split())
-    assert len(done.stdout.split()) == 2 and not (tmp_path / "dashboard.json").exists()
+    assert len(done.stdout.split()) == 2 and not (tmp_path / "outputs").exists()
     workspace, report = (json.loads(view["spec"]) for view in server.saved)
     assert grouping(workspace["section"]["runSets"][0]) == GROUPS
     grids = [block for block in report["blocks"] if block["type"] == "panel-grid"]
@@ -106,12 +108,13 @@ def test_what_was_created_before_a_failure_is_said(server, dashboard, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert [view["entityName"] for view in server.saved] == ["team"]
     assert re.search(r"the workspace http\S+/team/dlion\S+ but no report was created", done.stderr)
-    assert "dashboard.json" in done.stderr and (tmp_path / "dashboard.json").exists()
+    assert "outputs/dashboard.json" in done.stderr
+    assert (tmp_path / "outputs" / "dashboard.json").exists()
 
 
 def test_without_a_key_the_specification_is_written_and_it_says_so(dashboard, tmp_path):
     done = dashboard("-o", "new/spec.json")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "nothing was created" in done.stderr and "new/spec.json" in done.stderr
     written = json.loads((tmp_path / "new" / "spec.json").read_text())
     section = written["workspace"]["section"]

@@ -11,7 +11,6 @@ from dlion.compare.plot import main
 from dlion.compare.style import styles_of
 from dlion.record.studies import find_runs
 from tests.compare.runs import write_run
-from tests.runs import python
 
 
 @pytest.fixture
@@ -136,13 +135,6 @@ def test_wrong_input_is_one_clear_line(tmp_path, plot):
         run = plot(*arguments, "-o", tmp_path / "x")
         assert run.returncode == 2
         assert sentence in run.stderr and len(run.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_it_is_a_command(tmp_path):
-    done = python("-m", "dlion.compare.plot", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
 def test_a_table_of_methods_in_the_configuration_is_no_setting(tmp_path):

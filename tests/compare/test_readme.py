@@ -20,7 +20,7 @@ def readme(command):
 
 def test_a_table_is_put_behind_its_command_and_the_rest_stays(tmp_path, readme, command):
     write_run(tmp_path / "runs", "g_lion", 0)
-    mark = f"<!-- table: python -m dlion.compare.table {tmp_path}/runs -->"
+    mark = f"<!-- table: dlion table {tmp_path}/runs -->"
     file = tmp_path / "README.md"
     by_hand = "| by | hand |\n| --- | --- |\n"
     for old in ("", "| old |\n| --- |\n| 1 |\n"):
@@ -32,9 +32,7 @@ def test_a_table_is_put_behind_its_command_and_the_rest_stays(tmp_path, readme, 
         assert readme(file).stdout == "" and readme("--check", file).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "words", ["touch owned", "python -m dlion.compare.plot x", "python -m 'dlion"]
-)
+@pytest.mark.parametrize("words", ["touch owned", "dlion plot x", "dlion 'table"])
 def test_no_other_command_is_run(tmp_path, monkeypatch, readme, words):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "README.md"

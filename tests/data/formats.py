@@ -1,7 +1,9 @@
 """Small data sets and models, written as the real ones lie on a disk."""
 
+import gzip
 import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,3 +184,23 @@ def write_tasks(folder: Path, count: int = 12) -> None:
         for split, size in (("train", count), (test, 2)):
             table = Dataset.from_list((rows * size)[:size])
             table.to_parquet(folder / task / "plain_text" / f"{split}-00000-of-00001.parquet")
+
+
+def write_classes(
+    folder: Path, parts: tuple[str, ...] = ("train", "test"), size: int = 16, mode: str = "RGB"
+) -> None:
+    """Write eight pictures of each of two classes for each part: PART/CLASS/NUMBER.PNG."""
+    for part in parts:
+        for label, name in enumerate(("cats", "dogs")):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(8):
+                content = picture(size, 3 * label, mode=mode)
+                (folder / part / name / f"{i}.PNG").write_bytes(content)
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """Write unsigned bytes as MNIST's files have them, packed if the name says so."""
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
+        file.write(header + array.astype(np.uint8).tobytes())

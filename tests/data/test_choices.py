@@ -117,5 +117,8 @@ def test_wrong_tasks_are_named(tmp_path):
         choices(None)
     with pytest.raises(UserError, match=r"dataset.tasks=arc is unknown: choose from arc_easy"):
         choices("x", tasks=["arc"])
+    with pytest.raises(UserError, match=r"model.path or dataset.tokenizer=.* is neither a folder"):
+        choices(str(tmp_path))
+    write_tokenizer(tmp_path / "model")
     with pytest.raises(UserError, match=r"piqa is not a folder"):
-        choices("x", tasks=["piqa"], path=str(tmp_path))
+        choices(str(tmp_path / "model"), tasks=["piqa"], path=str(tmp_path))

@@ -50,6 +50,27 @@ def test_every_sample_once_an_epoch(size, workers, batch, mode):
     assert orders[0] == orders[1]  # a worker keeps its shard
 
 
+@pytest.mark.parametrize("mode", ["partition", "contiguous", "dirichlet", "replicate"])
+@pytest.mark.parametrize(("size", "workers"), [(101, 8), (103, 4), (5, 4), (40, 8)])
+def test_batches_of_one_sample_leave_out_as_little_as_they_can(size, workers, mode):
+    labels = torch.arange(size) % 2
+    sharding = Sharding(size, workers, 1, seed=1, mode=mode, labels=labels)
+    length = size if mode == "replicate" else size // workers
+    assert (sharding.steps_per_epoch, sharding.smallest_batch) == (length, 1)
+    for epoch in range(2):
+        steps = range(epoch * length, (epoch + 1) * length)
+        batches = [sharding.indices(w, s).tolist() for w in range(workers) for s in steps]
+        assert all(len(batch) == 1 for batch in batches)
+        seen = [index for (index,) in batches]
+        assert len(set(seen)) == (size if mode == "replicate" else len(seen))
+
+
+def test_an_odd_sample_is_another_one_in_each_epoch():
+    sharding = Sharding(9, 2, 1, seed=1, mode="partition")
+    epochs = [{int(sharding.indices(0, 4 * e + s)) for s in range(4)} for e in range(20)]
+    assert len(set.union(*epochs)) == 5
+
+
 @pytest.mark.parametrize("mode", ["partition", "contiguous", "replicate"])
 def test_every_epoch_has_an_order_of_its_own(mode):
     sharding = Sharding(200, 2, 20, seed=1, mode=mode)
@@ -269,7 +290,7 @@ def test_image_files_do_not_depend_on_who_decodes_them(tmp_path, mixup):
 def test_imagenet_says_what_is_wrong(tmp_path):
     with pytest.raises(UserError, match=r"must be on a disk: type dataset.path=DIR"):
         imagenet(None)
-    with pytest.raises(UserError, match=r"holds no train-\*.parquet"):
+    with pytest.raises(UserError, match=r"give a folder with train/CLASS/\*.JPEG .*, or train-"):
         imagenet(str(tmp_path))
     write_imagenet_folders(tmp_path)
     (tmp_path / "val" / "n00000002").rename(tmp_path / "val" / "n00000003")

@@ -3,14 +3,14 @@
 import json
 import shutil
 import signal
-import sys
 import time
 
 import numpy as np
 import pytest
 
+from dlion.arguments import errors_end_the_command
 from dlion.data import prepared_text
-from dlion.data.prepare import main, prepare
+from dlion.data.prepare import Texts, main, prepare
 from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
 from tests.conftest import ROOT
@@ -24,19 +24,25 @@ def tokenizer(tmp_path):
     return load_tokenizer(str(tmp_path / "tokenizer"), "--tokenizer")
 
 
-class Table:
-    """Documents; asking for more than ``until`` fails, as a power cut would."""
-
-    def __init__(self, texts, until=None):
-        self.texts, self.until = texts, until
-
-    def __len__(self):
-        return len(self.texts)
+class Failing(Texts):
+    """Documents of which only the first 2,000 can be had, as before a power cut."""
 
     def __getitem__(self, part):
-        if self.until is not None and part.stop > self.until:
+        if part.stop > 2000:
             raise KeyboardInterrupt
-        return {"text": self.texts[part]}
+        return super().__getitem__(part)
+
+
+def say(capsys, *arguments):
+    """Return the exit code and what the command prints, in this process."""
+    try:
+        with errors_end_the_command():
+            main([*map(str, arguments)])
+        code = 0
+    except SystemExit as left:
+        code = left.code
+    printed = capsys.readouterr()
+    return code, (printed.err if code else printed.out).splitlines()[-1]
 
 
 def run(*arguments, cwd=ROOT):
@@ -44,7 +50,7 @@ def run(*arguments, cwd=ROOT):
 
 
 def start(*arguments, cwd=ROOT):
-    return Run(["-m", "dlion.data.prepare", *map(str, arguments)], cwd=cwd)
+    return Run(["-m", "dlion", "prepare", *map(str, arguments)], cwd=cwd)
 
 
 @pytest.mark.slow
@@ -61,7 +67,7 @@ def test_every_document_arrives(tmp_path, tokenizer):
         10,
     )
     assert done.returncode == 0, done.stderr
-    assert f"type dataset.path={tmp_path / 'out'}" in done.stdout
+    assert f"dataset.path={tmp_path / 'out'}" in done.stdout.splitlines()[-1]
     data = prepared_text(str(tmp_path / "out"), context=16)
     assert data.vocabulary == len(tokenizer)
     for tokens, chosen in (
@@ -76,24 +82,24 @@ def test_every_document_arrives(tmp_path, tokenizer):
 
 def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 2500)
-    prepare(Table(texts), tokenizer, tmp_path / "whole")
+    prepare(Texts(texts), tokenizer, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        prepare(Table(texts, until=2000), tokenizer, tmp_path / "cut", origin="a.jsonl")
+        prepare(Failing(texts), tokenizer, tmp_path / "cut", origin="a.jsonl")
     with pytest.raises(
-        UserError, match=r"holds 2,000 of 2,500 documents: go on .* a.jsonl --held-out 2000"
+        UserError, match=r"holds 2,000 of 2,500 documents: go on .* a.jsonl --held-out 10"
     ):
         prepared_text(str(tmp_path / "cut"))
     with (tmp_path / "cut" / "train.bin").open("ab") as file:
         file.write(b"written after the last count")
     with pytest.raises(UserError, match=r"was begun with of=2500, now it is 2400"):
-        prepare(Table(texts[:2400]), tokenizer, tmp_path / "cut", origin="a.jsonl")
+        prepare(Texts(texts[:2400]), tokenizer, tmp_path / "cut", origin="a.jsonl")
     with pytest.raises(UserError, match=r"was begun with origin=a.jsonl, now it is b.jsonl"):
-        prepare(Table(texts), tokenizer, tmp_path / "cut", origin="b.jsonl")
+        prepare(Texts(texts), tokenizer, tmp_path / "cut", origin="b.jsonl")
     shutil.copytree(tmp_path / "cut", tmp_path / "short")
     (tmp_path / "short" / "train.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"train.bin holds 0 tokens, but tokens.json says"):
-        prepare(Table(texts), tokenizer, tmp_path / "short", origin="a.jsonl")
-    prepare(Table(texts), tokenizer, tmp_path / "cut", origin="a.jsonl")
+        prepare(Texts(texts), tokenizer, tmp_path / "short", origin="a.jsonl")
+    prepare(Texts(texts), tokenizer, tmp_path / "cut", origin="a.jsonl")
     for part in ("train.bin", "val.bin"):
         assert (tmp_path / "cut" / part).read_bytes() == (tmp_path / "whole" / part).read_bytes()
 
@@ -101,7 +107,7 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 10_000)
-    prepare(Table(texts), tokenizer, tmp_path / "whole")
+    prepare(Texts(texts), tokenizer, tmp_path / "whole")
     arguments = ["./a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
     interrupted = start(*arguments, cwd=tmp_path)
     deadline = time.monotonic() + 60
@@ -121,27 +127,35 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
 
 def test_what_cannot_go_on_says_what_to_do(tmp_path, tokenizer):
     texts = write_documents(tmp_path / "a.jsonl", 50)
-    prepare(Table(texts), tokenizer, tmp_path / "out")
+    prepare(Texts(texts), tokenizer, tmp_path / "out")
     (tmp_path / "out" / "train.bin").unlink()
     with pytest.raises(UserError, match=r"train.bin holds 0 tokens, .*: delete the folder"):
-        prepare(Table(texts), tokenizer, tmp_path / "out")
+        prepare(Texts(texts), tokenizer, tmp_path / "out")
     (tmp_path / "out" / "tokens.json").write_text('{"documents": ')
     with pytest.raises(UserError, match=r"tokens.json is damaged: copy it again, or delete"):
-        prepare(Table(texts), tokenizer, tmp_path / "out")
+        prepare(Texts(texts), tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match=r"document 51, .* no text in the column text but null"):
-        prepare(Table([*texts, None]), tokenizer, tmp_path / "new")
+        prepare(Texts([*texts, None]), tokenizer, tmp_path / "new")
     tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"--tokenizer has no end-of-text token"):
-        prepare(Table(texts), tokenizer, tmp_path / "new")
+        prepare(Texts(texts), tokenizer, tmp_path / "new")
 
 
-def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys):
+def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys):
     write_documents(tmp_path / "a.jsonl", 3)
+    (tmp_path / "latin1.txt").write_bytes("für".encode("latin1"))
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "tiny.txt").write_text("hello")
     (tmp_path / "missing.jsonl").write_text('{"text": "a cat"}\n{"texts": "a dog"}\n')
     (tmp_path / "cut.jsonl").write_text('{"text": "a cat"}\n{"text": ')
     known = ["-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
     for arguments, sentence in (
         ([tmp_path / "a.jsonl", *known, "--held-out", 1], "give 2 or more"),
+        ([tmp_path / "a.jsonl", *known, "--separator", "x"], "--separator=x cuts text files only"),
+        ([tmp_path / "latin1.txt", *known], "latin1.txt is not text in UTF-8 (byte 1)"),
+        ([tmp_path / "empty.txt", *known], "empty.txt holds no text"),
+        ([tmp_path / "tiny.txt", "-o", tmp_path / "tiny"], "too little: prepare more text"),
+        ([tmp_path / "a.jsonl", tmp_path / "tiny.txt", *known], "give files of one kind"),
         ([tmp_path / "a.jsonl", *known, "--column", "words"], "there are text only"),
         (
             [tmp_path / "a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path],
@@ -153,20 +167,54 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, monkeypatch, capsys)
         ([tmp_path / "cut.jsonl", *known], "cut.jsonl cannot be read (JSON parse error"),
         ([tmp_path / "a.jsonl", *known, "-o", tmp_path / "a.jsonl"], "is a file: give a folder"),
     ):
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        *_, last = capsys.readouterr().err.splitlines()
-        assert left.value.code == 2 and last.startswith("error: ") and sentence in last
+        code, last = say(capsys, *arguments)
+        assert code == 2 and last.startswith("error: ") and sentence in last
+
+
+def test_a_text_file_keeps_every_byte_and_says_how_to_train_on_it(tmp_path, capsys):
+    text = "".join(f"Line {i}, für each\r\n\n\tand more.\n" for i in range(1000))
+    (tmp_path / "book.txt").write_bytes(text.encode())
+    code, last = say(capsys, tmp_path / "book.txt", "-o", tmp_path / "out")
+    assert code == 0
+    program, script, *settings = last.split()
+    assert (program, script) == ("python", "train.py")
+    typed = dict(setting.split("=") for setting in settings)
+    data = prepared_text(typed["dataset.path"], int(typed["dataset.context"]))
+    train, test = data.train_tokens.tolist(), data.test_tokens.tolist()
+    assert bytes(train[:-1] + test[:-1]) == text.encode() and train[-1] == test[-1] == 256
+    assert 0.09 < len(test) / len(text.encode()) < 0.11
+    assert data.train_size >= 256 and data.test_size >= 10  # eight workers have a batch
+
+
+def test_documents_of_a_text_file_are_cut_at_a_marker(tmp_path, capsys):
+    documents = [f"document {i}\nof two lines" for i in range(200)]
+    (tmp_path / "all.txt").write_text("<|end|>".join(documents))
+    arguments = [tmp_path / "all.txt", "-o", tmp_path / "out", "--separator", "<|end|>"]
+    assert say(capsys, *arguments)[0] == 0
+    data = prepared_text(str(tmp_path / "out"), context=8)
+    for tokens, chosen in (
+        (data.train_tokens, [d for i, d in enumerate(documents) if i % 10]),
+        (data.test_tokens, documents[::10]),
+    ):
+        assert tokens.tolist() == [b for text in chosen for b in [*text.encode(), 256]]
+
+
+def test_a_short_text_still_has_a_test_of_some_size(tmp_path):
+    prepare(Texts(["abc " * 1000]), load_tokenizer("bytes", ""), tmp_path)
+    data = prepared_text(str(tmp_path), context=1024)
+    assert data.train_size == 2 and data.test_size == 1
 
 
 def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"must be prepared: type `python -m dlion.data.prepare"):
+    with pytest.raises(UserError, match=r"must be prepared: type `dlion prepare"):
         prepared_text(None)
     with pytest.raises(UserError, match=r"has no tokens.json"):
         prepared_text(str(tmp_path))
-    prepare(Table(write_documents(tmp_path / "a.jsonl", 50)), tokenizer, tmp_path, held_out=5)
-    with pytest.raises(UserError, match=r"give a smaller context"):
+    (tmp_path / "book.txt").write_text("text")
+    with pytest.raises(UserError, match=r"book.txt is a file: type .*prepare .*book.txt -o DIR"):
+        prepared_text(str(tmp_path / "book.txt"))
+    prepare(Texts(write_documents(tmp_path / "a.jsonl", 50)), tokenizer, tmp_path, held_out=5)
+    with pytest.raises(UserError, match=r"tokens, .* type dataset.context=\d+ or less"):
         prepared_text(str(tmp_path), context=4096)
     facts = json.loads((tmp_path / "tokens.json").read_text())
     assert facts["dtype"] == "uint16" and facts["documents"] == 50

@@ -75,7 +75,7 @@ def test_a_run_is_recorded_and_not_overwritten(tmp_path):
     for typed, code, reason in (
         ([here, "steps=8"], 2, "holds another run"),
         (["-m", sweep, f"hydra.sweep.subdir={out.name}", "steps=8"], 2, "holds another run"),
-        ([here, "steps=8", "resume=auto"], 0, "is finished"),
+        ([here, "steps=8", "resume=auto"], 2, "is finished, and had another"),
     ):
         again = train(*typed)
         assert again.returncode == code and reason in again.stderr + again.stdout

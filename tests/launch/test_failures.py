@@ -122,7 +122,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(tmp_path):
     stopped = run.wait(timeout=60)
     assert stopped.returncode == 75
     step = latest_step(tmp_path / "cut")
-    assert f"stopped after step {step}; the same command with resume=auto" in stopped.stderr
+    assert f"stopped after step {step}; to go on: " in stopped.stderr
     assert 0 < step < 60
     train(*settings, "resume=auto", "processes=4", f"output_dir={tmp_path / 'cut'}", code=0)
     train(*settings, "processes=1", f"output_dir={tmp_path / 'whole'}", code=0)

@@ -73,7 +73,7 @@ def runs(*typed: str) -> list[Run]:
         params = compose("config", recipe, return_hydra_config=True).hydra.sweeper.params
         params = {key: values for key, values in params.items() if key != "seed"}
         sweep = {"sweeper": {"params": params}, "overrides": {"task": list(typed)}}
-        for overrides in sweep_overrides(OmegaConf.create({"hydra": sweep})):
+        for overrides in sweep_overrides(sweep):
             values = {o.key_or_group: o.value() for o in parser.parse_overrides(overrides)}
             files = tuple(pair for pair in values.items() if (CONF / pair[0]).is_dir())
             if files not in composed:

@@ -38,7 +38,7 @@ def start(environment, *overrides: str) -> subprocess.Popen[str]:
 
 def collect(directory, env) -> list[dict[str, str]]:
     slurm_env = {name: env[name] for name in env.keys() - os.environ.keys()}
-    done = python("-m", "dlion.compare.collect", directory, env=slurm_env)
+    done = python("-m", "dlion", "collect", directory, env=slurm_env)
     assert done.returncode == 0, done.stderr
     return list(csv.DictReader(io.StringIO(done.stdout)))
 

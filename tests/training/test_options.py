@@ -30,6 +30,15 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_have_the_rate_of_their_step_and_the_norm_of_what_is_sent(tmp_path):
+    settings = ["steps=2", "log_every=1", "schedule.warmup_steps=2", "optimizer.lr=4e-3"]
+    _, honest = trained(tmp_path / "honest", *settings)
+    assert [row["learning_rate"] for row in honest] == [2e-3, 4e-3]
+    _, loud = trained(tmp_path / "loud", *settings, "faults.byzantine=2", "faults.scale=8")
+    assert loud[0]["gradient_norm"] == 8 * honest[0]["gradient_norm"] > 0
+
+
+@pytest.mark.slow
 def test_precisions_learn_alike(tmp_path):
     settings = ["optimizer=dlion_mavo", "optimizer.lr=3e-3", "steps=40", "model=vit_tiny"]
     summaries = [

@@ -70,7 +70,7 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
             "model": {"name": "net", "_target_": "tests.training.test_spread.net"},
             "dataset": {"name": "digits"},
             "schedule": {"warmup_steps": 2, "final": 0.0},
-            "logger": {"name": "none"},
+            "logger": {"name": "none", "_target_": "dlion.record.loggers.Logger"},
             "batch_size": 16,
             "accumulate": 2,  # all but the last backward pass wait
             "seed": 3,

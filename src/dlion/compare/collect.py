@@ -1,22 +1,28 @@
 """Print a CSV table of runs with a row for each, whatever became of it: its status, its summary or,
 as long as there is none, its last measurements, and what was typed.
 
-status: finished, failed (the last column says why), running, or stopped (no line for 15 minutes).
+status: finished, failed or damaged (the last column says why), running, or stopped (no line for 15
+minutes).
 While a run of a sweep on SLURM is not finished, this is SLURM's word for its job: pending, running,
 cancelled, timeout, node_fail and so on. Jobs in which no run began are listed by their folder in
 .submitit; they are "submitted" where SLURM (sacct, squeue) knows nothing of them.
 """
 
+import contextlib
 import csv
-import sys
+import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlion.compare.options import make_parser, user_errors_end_the_command
+from dlion.arguments import add_printed_output, add_runs, make_parser, print_or_write
+from dlion.compare.reading import read_runs
 from dlion.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
+from dlion.errors import UserError
 from dlion.record.runs import CONFIG, FAILURE, METRICS, Run
-from dlion.record.studies import directories_with, find_runs
+from dlion.record.studies import directories_with
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what one begins with in a spreadsheet
 COLUMNS = [
     "optimizer",
     "model",
@@ -42,8 +48,9 @@ def facts(run: Run) -> dict[str, Any]:
         last |= row
     known = {key: (config.get(key) or {}).get("name") for key in ("optimizer", "model", "dataset")}
     known |= {key: config.get(key) for key in ("workers", "seed")}
-    if last:
-        known |= {f"{key}_per_step": last[key] / last["step"] for key in ("sent_bytes", "seconds")}
+    for key in ("sent_bytes", "seconds"):
+        if key in last:
+            known[f"{key}_per_step"] = last[key] / last["step"]
     return known | last | (run.summary or {})
 
 
@@ -73,12 +80,17 @@ def collect(paths: list[Path]) -> list[list[Any]]:
     """
     sweeps = find_sweeps(paths)
     holding = [path for path in paths if not _holds_only_sweeps(path)]
-    runs = find_runs(holding, (METRICS, FAILURE, CONFIG))
-    jobs = {run.directory: job_of(run.directory) for run in runs}
+    damaged: dict[Path, str] = {}
+    runs = read_runs(holding, (METRICS, FAILURE, CONFIG), damaged.__setitem__)
+    jobs: dict[Path, Job | None] = dict.fromkeys(run.directory for run in runs)
+    for path in jobs:
+        with _listed_if_odd(path, damaged):
+            jobs[path] = job_of(path)
     waiting: dict[Job, tuple[Path, list[str]]] = {}
     for sweep in sweeps:
         begun = [job for path, job in jobs.items() if job and sweep in path.parents]
-        waiting |= jobs_without_run(sweep, begun)
+        with _listed_if_odd(sweep, damaged):
+            waiting |= jobs_without_run(sweep, begun)
     unfinished = [jobs[run.directory] for run in runs if not run.finished]
     states = ask_slurm([*filter(None, unfinished), *waiting])
     table: list[list[Any]] = [["status", "directory", *COLUMNS, "overrides", "failure"]]
@@ -87,10 +99,27 @@ def collect(paths: list[Path]) -> list[list[Any]]:
         values = [known.get(column) for column in COLUMNS]
         state = status(run, states.get(job) if job else None)
         table.append([state, run.directory, *values, " ".join(run.overrides), run.failure])
+    nothing = [None] * len(COLUMNS)
+    for path, reason in damaged.items():
+        table.append(["damaged", path, *nothing, None, reason])
     for job, (folder, typed) in waiting.items():
-        nothing = [None] * len(COLUMNS)
         table.append([states.get(job, "submitted"), folder, *nothing, " ".join(typed), None])
     return table
+
+
+@contextlib.contextmanager
+def _listed_if_odd(path: Path, damaged: dict[Path, str]) -> Iterator[None]:
+    """Note under its directory what is wrong with a file."""
+    try:
+        yield
+    except UserError as error:
+        damaged[path] = str(error)
+
+
+def guarded(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula, whatever a run's files say."""
+    is_number = isinstance(cell, int | float)
+    return f"'{cell}" if str(cell).startswith(FORMULA) and not is_number else cell
 
 
 def _holds_only_sweeps(path: Path) -> bool:
@@ -100,20 +129,11 @@ def _holds_only_sweeps(path: Path) -> bool:
     return not directories_with(path, METRICS, FAILURE, CONFIG)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser("collect", __doc__, "outputs > runs.csv")
-    parser.add_argument(
-        "paths",
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="of a run, of a sweep, or above many of them; or a packed runs.jsonl",
-    )
+def main(arguments: list[str]) -> None:
+    parser = make_parser("collect", __doc__, "outputs -o runs.csv")
+    add_runs(parser)
+    add_printed_output(parser)
     options = parser.parse_args(arguments)
-    with user_errors_end_the_command():
-        table = collect(options.paths)
-    csv.writer(sys.stdout).writerows(table)
-
-
-if __name__ == "__main__":
-    main()
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(map(guarded, row) for row in collect(options.runs))
+    print_or_write(text.getvalue(), options.output, "runs.csv")

@@ -1,24 +1,47 @@
 """The commands that runs came from, as Hydra keeps them beside a run and beside a sweep."""
 
+import contextlib
 import itertools
 import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
 
+from dlion.errors import UserError
+from dlion.record.configs import read_yaml
 from dlion.record.runs import Run
 
 
-def sweep_overrides(multirun: DictConfig) -> list[list[str]]:
+def read_hydra(file: Path) -> dict[str, Any]:
+    """Return what Hydra recorded of itself in hydra.yaml or multirun.yaml; nothing is looked up."""
+    return read_yaml(file)["hydra"]
+
+
+@contextlib.contextmanager
+def named_if_odd(file: Path) -> Iterator[None]:
+    """Name a file that is not as Hydra writes it, whatever somebody wrote there instead.
+
+    Raises:
+        UserError: in that case.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{file} is not as Hydra wrote it ({reason}): copy it again") from error
+
+
+def sweep_overrides(hydra: Mapping[str, Any]) -> list[list[str]]:
     """Return the overrides of each run of a sweep, in the order of the runs.
 
     Args:
-        multirun: the content of the sweep's multirun.yaml.
+        hydra: what Hydra recorded in the sweep's multirun.yaml.
     """
-    hydra = multirun.hydra
-    typed = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+    typed = [f"{key}={value}" for key, value in (hydra["sweeper"]["params"] or {}).items()]
     choices = {}
-    for override in OverridesParser.create().parse_overrides([*typed, *hydra.overrides.task]):
+    for override in OverridesParser.create().parse_overrides([*typed, *hydra["overrides"]["task"]]):
         key = override.get_key_element()
         if override.is_sweep_override():
             choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -32,9 +55,10 @@ def command(run: Run) -> str:
     typed, options = run.overrides, []
     file = run.directory.parent / "multirun.yaml"
     if file.exists():
-        multirun = OmegaConf.load(file)
-        # of several sweeps into one directory, the file describes the last
-        if typed in sweep_overrides(multirun):
-            typed, options = list(multirun.hydra.overrides.task), ["-m"]
+        with named_if_odd(file):
+            hydra = read_hydra(file)
+            # of several sweeps into one directory, the file describes the last
+            if typed in sweep_overrides(hydra):
+                typed, options = hydra["overrides"]["task"], ["-m"]
     kept = [override for override in typed if not override.startswith("output_dir=")]
     return shlex.join(["python", "train.py", *options, *kept])

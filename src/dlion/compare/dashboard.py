@@ -4,15 +4,15 @@ A workspace (to look around in) and a report (to show): accuracy against bits, l
 speed and traffic. A curve is the mean of the runs of one data set, model, method and number of
 workers, and its band goes from the lowest to the highest of them: over seeds, if nothing else was
 swept (filter the runs otherwise). Without a key or a server, what would have been created is
-written to FILE.
+written to FILE, and the exit code is 1.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from dlion.compare.options import make_parser
+from dlion.arguments import DEFAULT_RUNS, make_parser, output_file
+from dlion.errors import RunFailed
 from dlion.files import write_atomically
 from dlion.record.loggers import can_sync
 
@@ -156,7 +156,7 @@ def create(entity: str | None, project: str) -> tuple[list[str], str | None]:
     return addresses, None
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     parser = make_parser("dashboard", __doc__, "--project dlion")
     parser.add_argument("--project", default="dlion", help="of the runs; default: %(default)s")
     parser.add_argument("--entity", help="user or team; default: your own")
@@ -164,30 +164,22 @@ def main(arguments: list[str] | None = None) -> None:
         "-o",
         "--output",
         type=Path,
-        default="dashboard.json",
+        default=DEFAULT_RUNS / "dashboard.json",
         metavar="FILE",
         help="what would be created, if it cannot be; default: %(default)s",
     )
     options = parser.parse_args(arguments)
-    reachable = can_sync()
-    if reachable:
+    if can_sync():
         addresses, reason = create(options.entity, options.project)
     else:
         addresses, reason = [], "there is no key, or no server answers; type `wandb login`"
     print(*addresses, sep="\n", end="\n" if addresses else "")
     if reason is None:
         return
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    file = output_file(options.output, Path("dashboard.json"))
     specified = specification(options.entity or "", options.project)
-    write_atomically(options.output, json.dumps(specified, indent=1) + "\n")
+    write_atomically(file, json.dumps(specified, indent=1) + "\n")
     created = f"the workspace {addresses[0]} but no report" if addresses else "nothing"
-    print(
-        f"{created} was created in Weights & Biases: {reason}. All of it is described in"
-        f" {options.output}",
-        file=sys.stderr,
+    raise RunFailed(
+        f"{created} was created in Weights & Biases: {reason}. All of it is described in {file}"
     )
-    sys.exit(1 if reachable else 0)
-
-
-if __name__ == "__main__":
-    main()

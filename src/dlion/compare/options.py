@@ -1,37 +1,17 @@
-"""What the commands of this package have in common on the command line."""
+"""What the commands that read runs have in common on the command line."""
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
+from dlion.arguments import add_runs
 from dlion.compare.curves import Curve, choose_metric, make_curves, select_runs
+from dlion.compare.reading import read_runs
 from dlion.compare.style import AXES, setting_values
 from dlion.errors import UserError
-from dlion.record.studies import find_runs
-
-
-def make_parser(name: str, description: str | None, example: str) -> argparse.ArgumentParser:
-    """Return the parser of ``python -m dlion.compare.NAME``."""
-    prog = f"python -m dlion.compare.{name}"
-    return argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=f"example: {prog} {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def add_curve_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of :func:`curves_of`, and ``--best``."""
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUNS",
-        help="a directory of a run or above many, or a packed runs.jsonl",
-    )
+    """Add RUNS, the options of :func:`curves_of`, and ``--best``."""
+    add_runs(parser)
     parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
     parser.add_argument(
         "--only",
@@ -63,20 +43,10 @@ def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[
         if not equals:
             raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
         conditions[key] = value
-    runs = select_runs(find_runs(options.runs), conditions)
+    runs = select_runs(read_runs(options.runs), conditions)
     metric = choose_metric(runs, options.metric)
     first = [setting for setting in settings if setting and setting not in AXES]
     curves = make_curves(runs, metric, first)
     for setting in first:
         setting_values(curves, setting)  # it is an error if no run has it
     return curves, metric
-
-
-@contextlib.contextmanager
-def user_errors_end_the_command() -> Iterator[None]:
-    """Print a UserError as one line and exit with code 2."""
-    try:
-        yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

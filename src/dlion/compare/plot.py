@@ -1,7 +1,7 @@
 """Draw accuracy against bandwidth, or against a setting, from any recorded runs.
 
-Prints a table and writes PREFIX.png. Runs that differ only by their seed become one line with a
-band from the worst to the best. For a page to look around in: python -m dlion.compare.report.
+Prints a table and writes a picture. Runs that differ only by their seed become one line with a
+band from the worst to the best. For a page to look around in: dlion report.
 """
 
 import math
@@ -12,13 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
 from dlion.compare.curves import Curve
-from dlion.compare.options import (
-    add_curve_options,
-    curves_of,
-    make_parser,
-    user_errors_end_the_command,
-)
+from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
     AXES,
     MOST_LABELS,
@@ -67,7 +63,7 @@ class Panel:
 
 
 def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
-    """Write a PNG.
+    """Write a picture: PNG, SVG or PDF, by the suffix of its path.
 
     Raises:
         UserError: if no run has a setting that the figure asks for.
@@ -275,10 +271,16 @@ def print_table(curves: list[Curve], metric: str) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser("plot", __doc__, "outputs -o curves")
+def main(arguments: list[str]) -> None:
+    parser = make_parser("plot", __doc__, "outputs --x workers -o workers.pdf")
     add_curve_options(parser)
-    parser.add_argument("-o", "--output", type=Path, default=Path("curves"), metavar="PREFIX")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=picture,
+        metavar="FILE",
+        help=f"a picture, {', '.join(PICTURES)}; default: curves.png in the first of RUNS",
+    )
     parser.add_argument(
         "--x",
         help="bits (sent so far), paper_bits (a step), step, or a setting such as workers; without:"
@@ -288,14 +290,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"
     )
     options = parser.parse_args(arguments)
-    with user_errors_end_the_command():
-        curves, metric = curves_of(options, options.panels, options.x)
+    curves, metric = curves_of(options, options.panels, options.x)
     print_table(curves, metric)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    path = options.output.with_name(options.output.name.removesuffix(".png") + ".png")
+    path = output_file(options.output, beside(options.runs, "curves.png"))
     draw(curves, Figure(metric, options.x, options.panels, options.best), path)
     print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,13 +9,15 @@ table.
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+from dlion.arguments import add_runs, make_parser
 from dlion.compare import plot
 from dlion.compare.commands import command
-from dlion.compare.options import make_parser, user_errors_end_the_command
+from dlion.compare.reading import read_runs
 from dlion.errors import UserError
 from dlion.record.runs import Run
-from dlion.record.studies import PACKED, add_to_packed, find_runs
+from dlion.record.studies import PACKED, add_to_packed
 
 NOT_RECORDED = "not recorded"  # by runs of older commits
 
@@ -55,7 +57,7 @@ def publish(runs: list[Run], study: Path) -> None:
 
 def _named(runs: list[Run]) -> dict[str, Run]:
     """Return the runs by the names that they have in a packed file."""
-    named = {"{optimizer}-n{workers}-s{seed}".format(**run.summary or {}): run for run in runs}
+    named = {_name(run.summary or {}): run for run in runs}
     if len(named) < len(runs):
         named = {run.directory.name: run for run in runs}
     if len(named) < len(runs):
@@ -63,11 +65,18 @@ def _named(runs: list[Run]) -> dict[str, Run]:
     return named
 
 
-def main(arguments: list[str] | None = None) -> None:
+def _name(summary: dict[str, Any]) -> str:
+    return f"{summary['optimizer']}-n{summary['workers']}-s{summary.get('seed')}"
+
+
+def _refuse(_: Path, reason: str) -> None:
+    """Publish all runs or none."""
+    raise UserError(reason)
+
+
+def main(arguments: list[str]) -> None:
     parser = make_parser("publish", __doc__, "runs/dlion_theory -o results/dlion_theory")
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUNS", help="directories of runs, or above them"
-    )
+    add_runs(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -77,10 +86,5 @@ def main(arguments: list[str] | None = None) -> None:
         help="where to; runs that are there already stay as they are",
     )
     options = parser.parse_args(arguments)
-    with user_errors_end_the_command():
-        publish(find_runs(options.runs), options.output)
+    publish(read_runs(options.runs, left_out=_refuse), options.output)
     plot.main([str(options.output), "-o", str(options.output / "curves")])
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 A README names the command in a comment on a line of its own, and the table stands on the next line:
 
-    <!-- table: python -m dlion.compare.table results/mnist5k -->
+    <!-- table: dlion table results/mnist5k -->
     | ... |
 
 All such tables are replaced by what their commands print now. No other command than that one is
@@ -14,13 +14,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlion.compare.options import make_parser, user_errors_end_the_command
+from dlion.arguments import Parser, errors_end_the_command
 from dlion.compare.table import make_table
 from dlion.errors import UserError
 from dlion.files import write_atomically
 
 MARK = re.compile(r"^<!-- table: (?P<command>.*) -->\n(?P<table>(?:\|.*\n)*)", re.MULTILINE)
-COMMAND = ["python", "-m", "dlion.compare.table"]
+COMMAND = ["dlion", "table"]
 
 
 def refresh(text: str) -> str:
@@ -48,7 +48,7 @@ def _run(command: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser("readme", __doc__, "README.md results/*/README.md")
+    parser = Parser(prog="python -m dlion.compare.readme", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="README")
     parser.add_argument(
         "--check", action="store_true", help="write nothing, exit with 1 if a table differs"
@@ -57,8 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     different = []
     for file in options.files:
         text = file.read_text("utf-8")
-        with user_errors_end_the_command():
-            refreshed = refresh(text)
+        refreshed = refresh(text)
         if refreshed != text:
             different.append(file)
             if not options.check:
@@ -70,4 +69,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_end_the_command():
+        main()

@@ -12,8 +12,8 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from dlion.arguments import add_runs, beside, make_parser, output_file
 from dlion.compare.curves import Curve, group_runs, make_curves, short_name
-from dlion.compare.options import make_parser, user_errors_end_the_command
 from dlion.compare.plotly_figures import (
     METHOD,
     figure_along_setting,
@@ -21,6 +21,7 @@ from dlion.compare.plotly_figures import (
     figure_over_paper_bits,
     tags,
 )
+from dlion.compare.reading import read_runs
 from dlion.compare.style import (
     MOST_LABELS,
     TITLES,
@@ -33,7 +34,6 @@ from dlion.compare.style import (
 )
 from dlion.files import write_atomically
 from dlion.record.runs import Run
-from dlion.record.studies import find_runs
 
 
 @dataclass(frozen=True)
@@ -220,20 +220,19 @@ def render(runs: list[Run], title: str) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = make_parser("report", __doc__, "results -o report.html")
+def main(arguments: list[str]) -> None:
+    parser = make_parser("report", __doc__, "results")
+    add_runs(parser)
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUNS", help="directories of runs, or above them"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in the first of RUNS",
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE")
     parser.add_argument("--title", default="Accuracy against bandwidth")
     options = parser.parse_args(arguments)
-    with user_errors_end_the_command():
-        page = render(find_runs(options.runs), options.title)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.output, page)
-    print(options.output)
-
-
-if __name__ == "__main__":
-    main()
+    page = render(read_runs(options.runs), options.title)
+    file = output_file(options.output, beside(options.runs, "report.html"))
+    write_atomically(file, page)
+    print(file)

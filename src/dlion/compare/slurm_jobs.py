@@ -9,21 +9,25 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from dlion.compare.commands import sweep_overrides
+from dlion.compare.commands import named_if_odd, read_hydra, sweep_overrides
 
 Job = tuple[int, int]  # its id, and its number in the array; 0 without one
 
 
 def job_of(directory: Path) -> Job | None:
-    """Return the job that a run was, the last one if it was started again; None if it was none."""
+    """Return the job that a run was, the last one if it was started again; None if it was none.
+
+    Raises:
+        UserError: if what Hydra recorded is damaged.
+    """
     file = directory / ".hydra" / "hydra.yaml"
     if not file.exists():
         return None
-    hydra = OmegaConf.load(file)
-    return parse_jobs(hydra.hydra.job.id)[0] if _on_slurm(hydra) else None
+    with named_if_odd(file):
+        hydra = read_hydra(file)
+        return parse_jobs(hydra["job"]["id"])[0] if _on_slurm(hydra) else None
 
 
 def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path, list[str]]]:
@@ -32,13 +36,17 @@ def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path,
     Args:
         sweep: its directory, with multirun.yaml.
         begun: the jobs of its runs. One that was started again has a later id and the same number.
+
+    Raises:
+        UserError: if multirun.yaml is damaged.
     """
-    hydra = OmegaConf.load(sweep / "multirun.yaml")
-    if not _on_slurm(hydra):
-        return {}
-    # with batches there is an array for each, and its jobs are numbered from 0 again
-    one_array = hydra.hydra.sweeper.max_batch_size is None
-    overrides = dict(enumerate(sweep_overrides(hydra) if one_array else []))
+    with named_if_odd(sweep / "multirun.yaml"):
+        hydra = read_hydra(sweep / "multirun.yaml")
+        if not _on_slurm(hydra):
+            return {}
+        # with batches there is an array for each, and its jobs are numbered from 0 again
+        one_array = hydra["sweeper"]["max_batch_size"] is None
+        overrides = dict(enumerate(sweep_overrides(hydra) if one_array else []))
     folders = (file.parent for file in sweep.glob(".submitit/*/*_submitted.pkl"))
     jobs = {parse_jobs(folder.name)[0]: folder for folder in folders}
     last_begun = {number: job_id for job_id, number in sorted(begun)}
@@ -100,6 +108,6 @@ def _states(*command: str) -> dict[Job, str] | None:
     return states
 
 
-def _on_slurm(hydra: DictConfig) -> bool:
+def _on_slurm(hydra: dict[str, Any]) -> bool:
     """Whether jobs were submitted (other launchers number theirs too)."""
-    return str(OmegaConf.select(hydra, "hydra.launcher._target_")).endswith("SlurmLauncher")
+    return str((hydra.get("launcher") or {}).get("_target_")).endswith("SlurmLauncher")

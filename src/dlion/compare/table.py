@@ -10,13 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dlion.arguments import add_printed_output, make_parser, print_or_write
 from dlion.compare.curves import Curve, short_name
-from dlion.compare.options import (
-    add_curve_options,
-    curves_of,
-    make_parser,
-    user_errors_end_the_command,
-)
+from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
     display_name,
     end_values,
@@ -164,15 +160,16 @@ def column_names(text: str) -> list[str]:
     return names
 
 
-def make_table(arguments: list[str] | None = None) -> str:
-    """Return the Markdown that the command prints.
-
-    Args:
-        arguments: behind its name; None: those of this process.
+def make_table(arguments: list[str]) -> str:
+    """Return the Markdown that the command prints with these arguments.
 
     Raises:
         UserError: if there is no such table.
     """
+    return to_markdown(table_of(_parse(arguments)))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("table", __doc__, "results/dlion_cifar10 --columns workers")
     add_curve_options(parser)
     parser.add_argument(
@@ -184,13 +181,10 @@ def make_table(arguments: list[str] | None = None) -> str:
     )
     parser.add_argument("--columns", metavar="SETTING", help="a column for each of its values")
     parser.add_argument("--against", metavar="METHOD", help="show differences to this method")
-    return to_markdown(table_of(parser.parse_args(arguments)))
+    add_printed_output(parser)
+    return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    with user_errors_end_the_command():
-        print(make_table(arguments), end="")
-
-
-if __name__ == "__main__":
-    main()
+def main(arguments: list[str]) -> None:
+    options = _parse(arguments)
+    print_or_write(to_markdown(table_of(options)), options.output, "table.md")

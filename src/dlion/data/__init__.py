@@ -7,10 +7,11 @@ from dlion.data.base import Data, Images, Text
 from dlion.data.choices import choices
 from dlion.data.cifar import cifar10, cifar100
 from dlion.data.digits import digits, mnist5k
+from dlion.data.image_data import ImageData
 from dlion.data.image_files import ImageFiles, imagenet
-from dlion.data.images import ImageData
 from dlion.data.multiple_choice import MultipleChoice
 from dlion.data.next_line import next_line
+from dlion.data.own_images import images
 from dlion.data.sharding import Sharding
 from dlion.data.text import TextData, stdlib_text
 from dlion.data.tokens import prepared_text
@@ -29,6 +30,7 @@ __all__ = [
     "cifar100",
     "digits",
     "imagenet",
+    "images",
     "load",
     "mnist5k",
     "next_line",

@@ -152,18 +152,18 @@ def choices(
         raise UserError(
             "a pretrained model brings the tokenizer: type model.path=DIR, or dataset.tokenizer=DIR"
         )
-    train: list[Question] = []
-    test: list[Question] = []
     for name in tasks:
         if name not in TASKS:
             raise UserError(f"dataset.tasks={name} is unknown: choose from {', '.join(TASKS)}")
+    reader = load_tokenizer(tokenizer, "model.path or dataset.tokenizer")
+    train: list[Question] = []
+    test: list[Question] = []
+    for name in tasks:
         task = TASKS[name]
         tables = _load_tables(name, task, path)
         train += [Question(name, *task.read(row)) for row in tables["train"]]
         test += [Question(name, *task.read(row)) for row in tables[task.test]]
-    return MultipleChoice(
-        train, test, load_tokenizer(tokenizer, "dataset.tokenizer"), context=context, shots=shots
-    )
+    return MultipleChoice(train, test, reader, context=context, shots=shots)
 
 
 def _load_tables(name: str, task: Task, path: str | None) -> dict[str, Any]:

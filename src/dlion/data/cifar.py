@@ -1,16 +1,14 @@
 """CIFAR-10 and CIFAR-100: the hub's copies, or folders in the same layout."""
 
-import io
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from dlion.data.images import ImageData
-from dlion.data.parquet import keep_encoded, load_hub, load_parquet
+from dlion.data.image_data import ImageData
+from dlion.data.parquet import keep_encoded, load_hub, load_parquet, named_pictures
+from dlion.data.pictures import decode
 from dlion.errors import UserError
 from dlion.values import Count, Folder
 
@@ -73,22 +71,15 @@ def _load(
         tables = load_parquet(path, {split: split for split in limits}, columns)
     tensors: list[Tensor] = []
     for split, limit in limits.items():
-        table = keep_encoded(tables[split], "img")
+        where = path or hub
+        table = keep_encoded(tables[split], "img", where)
         if limit is not None and limit < len(table):
             table = table.select(np.sort(np.random.default_rng(0).permutation(len(table))[:limit]))
-        try:
-            labels = torch.tensor(table[label][:], dtype=torch.int64)
-            tensors += [_decode(table["img"]), labels]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{path or hub}: an image or label of {split} is not one ({error})"
-            ) from error
-        if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
-            raise UserError(f"{path or hub}: {split} has labels outside 0 .. {classes - 1}")
+        labels = table[label][:]
+        if {type(value) for value in labels} != {int}:
+            raise UserError(f"{where}: the column {label} of {split} does not hold whole numbers")
+        if not 0 <= min(labels) <= max(labels) < classes:
+            raise UserError(f"{where}: {split} has labels outside 0 .. {classes - 1}")
+        pictures = named_pictures(table, "img", f"{split} in {where}")
+        tensors += [decode(pictures, len(table)), torch.tensor(labels)]
     return ImageData(*tensors, classes=classes, crop=augment, flip=augment)
-
-
-def _decode(images: Iterable[Any]) -> Tensor:
-    """Decode images, ``{"bytes": ...}`` each, to uint8 ``[N, 3, 32, 32]``."""
-    pixels = [np.asarray(Image.open(io.BytesIO(i["bytes"])).convert("RGB")) for i in images]
-    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()

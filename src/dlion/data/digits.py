@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dlion.data.images import ImageData
+from dlion.data.image_data import ImageData
 from dlion.errors import UserError
 
 

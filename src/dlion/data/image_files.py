@@ -1,20 +1,21 @@
 """Images that stay in their files and are decoded by helper processes: ImageNet and its like."""
 
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from dlion.data.base import Batch, Images, split_off
-from dlion.data.parquet import keep_encoded, load_parquet
+from dlion.data.layouts import LAYOUTS, folder_with
+from dlion.data.parquet import content, keep_encoded, load_parquet
+from dlion.data.pictures import read_picture
 from dlion.data.torchvision_ops import declare_missing_operators
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
+from dlion.machine import cores
 from dlion.values import Count, Folder, NotNegative, Whole
 
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
@@ -88,18 +89,36 @@ class ImageFiles(Images):
 
     def _loader(self, dataset: Dataset, requests: Iterable[Any], device: str) -> DataLoader:
         """Return a loader of ``dataset[request]`` for each request."""
+        loaders = min(self.loaders, cores())  # more would be slower, and torch would warn
         return DataLoader(
             dataset,
             batch_size=None,  # a request is a batch
             sampler=requests,
-            num_workers=self.loaders,
-            persistent_workers=self.loaders > 0,
-            timeout=_PATIENCE if self.loaders else 0,
+            num_workers=loaders,
+            persistent_workers=loaders > 0,
+            timeout=_PATIENCE if loaders else 0,
             pin_memory=device == "cuda",
         )
 
 
-class _Training(Dataset):
+class _Batches(Dataset):
+    """Batches by requests, or the sentence about a picture that cannot be read.
+
+    (An exception in a helper process would arrive with its traceback.)
+    """
+
+    def __getitem__(self, request: Any) -> Batch | str:
+        try:
+            return self.make(request)
+        except UserError as error:
+            return str(error)
+
+    def make(self, request: Any) -> Batch:
+        """Return the batch of a request."""
+        raise NotImplementedError
+
+
+class _Training(_Batches):
     """Training batches by their samples and seed: ``(indices, seed)`` is an index."""
 
     def __init__(self, data: ImageFiles):
@@ -117,16 +136,15 @@ class _Training(Dataset):
         )
         self._mix = v2.MixUp(alpha=data.mixup, num_classes=data.classes) if data.mixup else None
 
-    def __getitem__(self, request: tuple[list[int], int]) -> Batch:
+    def make(self, request: tuple[list[int], int]) -> Batch:
         indices, seed = request
         with torch.random.fork_rng(devices=[]):  # the transforms draw from the global generator
             torch.default_generator.manual_seed(seed)
-            samples = (self.data.train[i] for i in indices)
-            x, y = _stack((self._change(image), label) for image, label in samples)
+            x, y = _stack(self.data.train, indices, self._change)
             return self._mix(x, y) if self._mix else (x, y)
 
 
-class _Testing(Dataset):
+class _Testing(_Batches):
     """Test batches by their first sample."""
 
     def __init__(self, data: ImageFiles, size: int):
@@ -142,21 +160,23 @@ class _Testing(Dataset):
             ]
         )
 
-    def __getitem__(self, start: int) -> Batch:
+    def make(self, start: int) -> Batch:
         stop = min(start + self.size, self.data.test_size)
-        samples = (self.data.test[i] for i in range(start, stop))
-        return _stack((self._change(image), label) for image, label in samples)
+        return _stack(self.data.test, range(start, stop), self._change)
 
 
-def _stack(samples: Iterable[tuple[Tensor, int]]) -> Batch:
-    """Make a normalised batch of uint8 images and their labels."""
-    images, labels = zip(*samples, strict=True)
+def _stack(samples: Sequence, indices: Iterable[int], change: Callable[[Any], Tensor]) -> Batch:
+    """Make a normalised batch of changed images, uint8, and their labels."""
+    chosen = (samples[i] for i in indices)
+    images, labels = zip(*((change(image), label) for image, label in chosen), strict=True)
     mean, deviation = (torch.tensor(c).view(3, 1, 1) for c in (_MEAN, _DEVIATION))
     x = torch.stack(images).to(torch.float32).div_(255).sub_(mean).div_(deviation)
     return x, torch.tensor(labels, dtype=torch.int64)
 
 
-def _to(device: str, batch: Batch) -> Batch:
+def _to(device: str, batch: Batch | str) -> Batch:
+    if isinstance(batch, str):
+        raise TrainingFailed(batch)
     x, y = (part.to(device, non_blocking=True) for part in batch)
     return x, y
 
@@ -172,9 +192,9 @@ def imagenet(
 
     Args:
         path: a folder with ``train/CLASS/*.JPEG`` and ``val/CLASS/*.JPEG`` (torchvision's
-            ImageFolder), or with ``train-*.parquet`` and ``validation-*.parquet``, or
-            ``train/*.parquet`` and ``validation/*.parquet``, at any depth, of columns ``image`` and
-            ``label`` (the hub's ``ILSVRC/imagenet-1k``).
+            ImageFolder; ``test`` will do where there is no ``val``), or with ``train-*.parquet``
+            and ``validation-*.parquet``, or ``train/*.parquet`` and ``validation/*.parquet``, at
+            any depth, of columns ``image`` and ``label`` (the hub's ``ILSVRC/imagenet-1k``).
         image_size: pixels, of square crops.
         auto_augment: AutoAugment besides random crops and flips.
         mixup: alpha of MixUp; 0: none.
@@ -185,13 +205,15 @@ def imagenet(
     """
     if path is None:
         raise UserError(
-            "ImageNet must be on a disk: type dataset.path=DIR with train/CLASS/*.JPEG and"
-            " val/CLASS/*.JPEG, or with the hub's parquet files"
+            f"ImageNet must be on a disk: type dataset.path=DIR, {folder_with('imagenet')}"
         )
     root = Path(path).expanduser()
-    has_class_folders = any(entry.is_dir() for entry in root.glob("train/*"))
-    load = _load_folders if has_class_folders else _load_parquet
-    train, test, classes = load(root)
+    if any(entry.is_dir() for entry in root.glob("train/*")):
+        train, test, classes = _load_folders(root)
+    elif any(root.rglob("*.parquet")):
+        train, test, classes = _load_parquet(root)
+    else:
+        raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('imagenet')}")
     return ImageFiles(train, test, classes, image_size, auto_augment, mixup, loaders)
 
 
@@ -200,40 +222,56 @@ def _load_folders(root: Path) -> tuple[Sequence, Sequence, int]:
     declare_missing_operators()
     from torchvision.datasets import ImageFolder
 
+    test_names = ("val", "validation", "test")  # ImageNet's test has no classes
+    test_name = next((name for name in test_names if (root / name).is_dir()), "val")
     try:
-        train, test = ImageFolder(root / "train"), ImageFolder(root / "val")
+        train, test = (ImageFolder(root / part, loader=_read_file) for part in ("train", test_name))
     except FileNotFoundError as error:
-        raise UserError(f"dataset.path={root}: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"dataset.path={root} must hold {LAYOUTS['imagenet']}: {reason}") from error
     if train.classes != test.classes:
         unmatched = sorted(set(train.classes) ^ set(test.classes))
         raise UserError(
-            f"dataset.path={root}: train and val differ in their class folders,"
+            f"dataset.path={root}: train and {test_name} differ in their class folders,"
             f" {', '.join(unmatched[:3])} for instance"
         )
     return train, test, len(train.classes)
 
 
-class _Rows(Dataset):
-    """Rows of a table of the hub, decoded when they are needed."""
+def _read_file(path: str) -> Any:
+    return read_picture(Path(path), path)
 
-    def __init__(self, table: Any):
-        self.table = table
+
+class _Rows(Dataset):
+    """Rows of a table of the hub, decoded when they are needed; ``name`` is for messages."""
+
+    def __init__(self, table: Any, name: str):
+        self.table, self.name = table, name
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         row = self.table[int(index)]
-        return Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB"), row["label"]
+        return read_picture(content(row["image"]), f"row {index} of {self.name}"), row["label"]
 
 
 def _load_parquet(root: Path) -> tuple[Sequence, Sequence, int]:
     """Return training samples, test samples and the number of classes."""
     splits = {"train": "train", "test": "validation"}
     tables = load_parquet(root, splits, {"image", "label"})
-    train, test = (keep_encoded(tables[name], "image") for name in ("train", "test"))
-    labels = train.features["label"]
-    classes = getattr(labels, "num_classes", None) or max(train.unique("label")) + 1
-    if max(test.unique("label")) >= classes:
-        raise UserError(f"dataset.path={root}: validation has labels that train has not")
-    return _Rows(train), _Rows(test), classes
+    where = f"dataset.path={root}"
+    train, test = (keep_encoded(tables[name], "image", where) for name in ("train", "test"))
+    labels, test_labels = set(train.unique("label")), set(test.unique("label"))
+    if {type(label) for label in labels | test_labels} != {int}:
+        raise UserError(f"{where}: the column label does not hold whole numbers")
+    named = getattr(train.features["label"], "num_classes", None)
+    if not 0 <= min(labels) <= max(labels) < (named or len(train)):
+        raise UserError(
+            f"{where}: train has labels from {min(labels)} to {max(labels)}, which cannot be the"
+            f" classes of {len(train):,} pictures: number them from 0 on"
+        )
+    classes = named or max(labels) + 1
+    if not 0 <= min(test_labels) <= max(test_labels) < classes:
+        raise UserError(f"{where}: validation has labels that train has not")
+    return _Rows(train, f"train in {where}"), _Rows(test, f"validation in {where}"), classes

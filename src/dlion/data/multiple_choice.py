@@ -120,6 +120,7 @@ class MultipleChoice(Text):
         accuracies = {
             f"accuracy_{task}": sums[2 + 2 * i] / sums[3 + 2 * i]
             for i, task in enumerate(self.tasks)
+            if sums[3 + 2 * i]  # an evaluation in part may ask none of a task
         }
         mean = sum(accuracies.values()) / len(accuracies)
         return {"test_loss": sums[0] / sums[1], "test_accuracy": mean, **accuracies}

@@ -3,7 +3,7 @@
 ``datasets`` is imported inside the functions, as it takes seconds that most runs can do without.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
         UserError: if there is no such folder, file or column, or if a split lies in several
             folders, as it does where a data set has several configurations.
     """
-    from datasets import disable_progress_bars, load_dataset
-
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"dataset.path={path} is not a folder: give that of the parquet files")
-    files: dict[str, list[str]] = {}
+    files: dict[str, list[Path]] = {}
     for name, split in splits.items():
-        matches = sorted({*folder.rglob(f"{split}-*.parquet"), *folder.rglob(f"{split}/*.parquet")})
+        matches = split_files(folder, split)
         parents = sorted({str(file.parent.relative_to(folder)) for file in matches})
         if not matches:
             raise UserError(
@@ -48,18 +46,35 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
                 f"dataset.path={path} holds parquet files of {split} in {' and in '.join(parents)}:"
                 " leave one of these folders there"
             )
-        files[name] = [str(file) for file in matches]
+        files[name] = matches
+    tables = load_files(files, path)
+    check_columns(tables, columns, f"dataset.path={path}")
+    return tables
+
+
+def split_files(folder: Path, split: str) -> list[Path]:
+    """Return the parquet files of a split below a folder."""
+    return sorted({*folder.rglob(f"{split}-*.parquet"), *folder.rglob(f"{split}/*.parquet")})
+
+
+def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, Any]:
+    """Load the parquet files of each table.
+
+    Raises:
+        UserError: naming the folder ``path`` if one cannot be read.
+    """
+    from datasets import disable_progress_bars, load_dataset
+
     disable_progress_bars()
+    names = {table: [str(file) for file in parts] for table, parts in files.items()}
     try:
-        tables = load_dataset("parquet", data_files=files)
+        return load_dataset("parquet", data_files=names)
     except Exception as error:  # pyarrow and datasets have many, all about the files
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(
             f"dataset.path={path} holds parquet files that cannot be read ({reason}): copy them"
             " again"
         ) from error
-    check_columns(tables, columns, f"dataset.path={path}")
-    return tables
 
 
 def open_hub(name: str, config: str | None = None, **options: Any) -> Any:
@@ -112,8 +127,34 @@ def check_columns(tables: Mapping[str, Any], columns: set[str], where: str) -> N
             )
 
 
-def keep_encoded(table: Any, column: str) -> Any:
-    """Return a table that gives its images as ``{"bytes": ...}``, as they are stored."""
+def keep_encoded(table: Any, column: str, where: str) -> Any:
+    """Return a table that gives its pictures as they are stored, for :func:`content`.
+
+    Raises:
+        UserError: naming the table's place if the column holds something else.
+    """
     from datasets import Image
 
-    return table.cast_column(column, Image(decode=False))
+    try:
+        return table.cast_column(column, Image(decode=False))
+    except Exception as error:  # pyarrow and datasets have many
+        raise UserError(
+            f"{where}: the column {column} holds {table.features[column]}, not pictures: store"
+            ' {"bytes": ...} of each file there'
+        ) from error
+
+
+def content(cell: Any) -> bytes:
+    """Return the file of a picture as it is stored, empty where there is none."""
+    return (cell and cell["bytes"]) or b""
+
+
+def named_pictures(table: Any, column: str, part: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the pictures of :func:`keep_encoded`'s table with names for messages.
+
+    Args:
+        table, column: where they are.
+        part: how a message calls the table.
+    """
+    for row, cell in enumerate(table[column]):
+        yield f"row {row} of {part}", content(cell)

@@ -1,30 +1,59 @@
-"""Turn text into tokens once and for all: OpenWebText and its like.
+"""Turn text into tokens once and for all: a file of one's own, OpenWebText and its like.
 
-    python -m dlion.data.prepare Skylion007/openwebtext -o DIR      # from the hub
-    python -m dlion.data.prepare a.jsonl b.jsonl -o DIR             # from files of one kind
+    dlion prepare book.txt -o DIR                    # bytes, nothing is downloaded
+    dlion prepare a.jsonl b.jsonl -o DIR             # from files of one kind
+    dlion prepare Skylion007/openwebtext -o DIR      # from the hub, GPT-2's tokens
 
 writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
-``tokens.json``. After an interruption the same command continues. Exit codes: 0 finished, 2
-wrong input, 130 interrupted.
+``tokens.json``, and says what to type to train on them. After an interruption the same command
+continues.
 """
 
-import argparse
 import json
 import os
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from dlion.arguments import make_parser
 from dlion.data.parquet import open_hub
-from dlion.data.tokens import FACTS, PARTS, load_tokenizer, read_facts, stored_tokens
+from dlion.data.tokens import (
+    BYTES,
+    FACTS,
+    PARTS,
+    Bytes,
+    dtype_of,
+    load_tokenizer,
+    prepared_text,
+    read_facts,
+    stored_tokens,
+)
 from dlion.errors import UserError
 from dlion.files import write_atomically
 
 _BATCH = 1000  # documents
+_FEW = 20  # documents, of which whole ones would be too much or too little to test on
+_LEAST_TEST = 1025  # tokens that the end of few documents shall hold together: a context of 1,024
+_SAMPLES = 256  # the fewest to train on: a batch of each worker, unless others are typed
+_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # other files are text
+
+
+class Texts:
+    """Documents in memory, which are asked for like those of a table of ``datasets``."""
+
+    column_names = ["text"]
+
+    def __init__(self, texts: list[str]):
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, part: slice) -> dict[str, list[str]]:
+        return {"text": self.texts[part]}
 
 
 def prepare(
@@ -32,7 +61,7 @@ def prepare(
     tokenizer: Any,
     folder: Path,
     column: str = "text",
-    held_out: int = 2000,
+    held_out: int | None = None,
     origin: str = "",
 ) -> None:
     """Write the tokens of all documents, each followed by the end-of-text token.
@@ -42,7 +71,9 @@ def prepare(
         tokenizer: one of ``transformers``.
         folder: where the files go; those of an earlier call are continued.
         column: the one that holds the documents.
-        held_out: every ``held_out``-th document is for the test.
+        held_out: every ``held_out``-th document is for the test; 0: the last tenth of each, or more
+            of a short text; None: 0 for few documents, else 10 to 2000, which makes about a
+            thousand for the test.
         origin: the typed names of table, column and tokenizer; only the same can continue a folder.
 
     Raises:
@@ -55,12 +86,14 @@ def prepare(
         raise UserError(
             "--tokenizer has no end-of-text token (eos_token) to put after documents: give another"
         )
+    if held_out is None:
+        held_out = 0 if len(table) < _FEW else min(max(len(table) // 1000, 10), 2000)
     facts: dict[str, Any] = {
         "documents": 0,
         "of": len(table),
         "tokens": dict.fromkeys(PARTS, 0),
         "vocabulary": len(tokenizer),
-        "dtype": "uint16" if len(tokenizer) <= 2**16 else "int32",
+        "dtype": dtype_of(len(tokenizer)),
         "held_out": held_out,
         "origin": origin,
     }
@@ -74,8 +107,7 @@ def prepare(
             start = facts["documents"]
             texts = table[start : start + _BATCH][column]
             _check_texts(texts, start, column)
-            documents = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
-            _append(documents, files, facts)
+            _append(tokenizer(texts)["input_ids"], tokenizer.eos_token_id, files, facts)
             write_atomically(folder / FACTS, json.dumps(facts, indent=2) + "\n")
             progress.update(bar, completed=facts["documents"])
 
@@ -87,16 +119,34 @@ def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
     return file
 
 
-def _append(documents: list[list[int]], files: dict[str, BinaryIO], facts: dict[str, Any]) -> None:
-    """Write documents to the files of their parts, on the disk for sure, and count them."""
+def _append(
+    documents: list[Any], end: int, files: dict[str, BinaryIO], facts: dict[str, Any]
+) -> None:
+    """Write documents to the files of their parts, on the disk for sure, and count them.
+
+    Args:
+        documents: the tokens of each.
+        end: the token that follows each.
+        files, facts: of the folder; what was added is counted.
+    """
     for number, ids in enumerate(documents, facts["documents"]):
-        part = "val" if number % facts["held_out"] == 0 else "train"
-        files[part].write(np.array(ids, facts["dtype"]).tobytes())
-        facts["tokens"][part] += len(ids)
+        tokens = np.array(ids, facts["dtype"])
+        for part, stretch in _parts_of(tokens, number, facts).items():
+            files[part].write(stretch.tobytes() + np.array(end, facts["dtype"]).tobytes())
+            facts["tokens"][part] += len(stretch) + 1
     for file in files.values():
         file.flush()
         os.fsync(file.fileno())
     facts["documents"] += len(documents)
+
+
+def _parts_of(tokens: np.ndarray, number: int, facts: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return what of a document goes into which part."""
+    if facts["held_out"]:
+        return {"train" if number % facts["held_out"] else "val": tokens}
+    least = min(_LEAST_TEST // facts["of"], len(tokens) // 2)
+    cut = len(tokens) - max(len(tokens) // 10, least)
+    return {"train": tokens[:cut], "val": tokens[cut:]}
 
 
 def _continued(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -132,11 +182,10 @@ def _check_texts(texts: list[Any], start: int, column: str) -> None:
             )
 
 
-def _load_documents(sources: list[str], split: str) -> Any:
+def _load_documents(sources: list[str], split: str, separator: str | None) -> Any:
     """Return the table of files of one kind, or of a split of one data set on the hub."""
     from datasets import load_dataset
 
-    kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
     if len(sources) == 1 and not Path(sources[0]).exists():
         try:
             return open_hub(sources[0], split=split)
@@ -147,14 +196,19 @@ def _load_documents(sources: list[str], split: str) -> Any:
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
-    used_kinds = {kinds.get(Path(source).suffix) for source in sources}
-    if len(used_kinds) != 1 or None in used_kinds:
+    kinds = {_TABLES.get(Path(source).suffix, "text") for source in sources}
+    if len(kinds) != 1:
         raise UserError(
-            f"{', '.join(sources)}: give files of one kind, {', '.join(kinds)}, or one name of the"
-            " hub"
+            f"{', '.join(sources)}: give files of one kind, {', '.join(_TABLES)} or text, or one"
+            " name of the hub"
         )
+    (kind,) = kinds
+    if kind == "text":
+        return Texts([text for source in sources for text in _read_text(source, separator)])
+    if separator:
+        raise UserError(f"--separator={separator} cuts text files only: leave it out")
     try:
-        return load_dataset(used_kinds.pop(), data_files=sources, split="train")
+        return load_dataset(kind, data_files=sources, split="train")
     except Exception as error:  # pyarrow and datasets have many, all about the files
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(
@@ -163,61 +217,104 @@ def _load_documents(sources: list[str], split: str) -> Any:
         ) from error
 
 
+def _read_text(source: str, separator: str | None) -> list[str]:
+    """Return the documents of a text file as they are, with their newlines."""
+    try:
+        text = Path(source).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
+            " `iconv -f latin1 -t utf-8` for instance"
+        ) from error
+    marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
+    documents = text.split(marker) if marker else [text]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise UserError(f"{source} holds no text")
+    return documents
+
+
+def how_to_train(folder: Path) -> str:
+    """Return the command that trains on a prepared folder, after a look at what it will train on.
+
+    Its context is the longest power of two, at most 256 bytes or 1,024 other tokens, that the test
+    has and that cuts the text into enough samples.
+
+    Raises:
+        UserError: if there is too little text for any.
+    """
+    facts = read_facts(folder)
+    train, test = (facts["tokens"][part] for part in PARTS)
+    most = 256 if facts["vocabulary"] == len(Bytes()) else 1024
+    fitting = [2**k for k in range(3, 11) if 2**k <= most and 2**k < min(train // 4, test)]
+    if not fitting:
+        raise UserError(
+            f"{folder} holds {train:,} tokens to train on and {test:,} to test on, which is too"
+            " little: prepare more text"
+        )
+    context = max([c for c in fitting if train // c > _SAMPLES] + [min(32, fitting[-1])])
+    data = prepared_text(str(folder), context)
+    data.test_batch(0, _SAMPLES)  # refuses tokens that the vocabulary does not have
+    typed = f"python train.py dataset=prepared_text dataset.path={shlex.quote(str(folder))}"
+    typed += f" dataset.context={context}"
+    if data.train_size < _SAMPLES:
+        typed += f" workers=2 batch_size={data.train_size // 4}"
+    return typed
+
+
 def _resolved(name: str) -> str:
     """Return the same text for every way to type a path; a name of the hub stays as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Prepare what the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dlion.data.prepare", description=__doc__.splitlines()[0]
-    )
+    parser = make_parser("prepare", __doc__, "book.txt -o DIR")
     parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--tokenizer", default="gpt2", help="of the hub, or a folder")
+    parser.add_argument(
+        "--tokenizer",
+        help="bytes, a folder, or a name of the hub; default: bytes for files, gpt2 for the hub",
+    )
     parser.add_argument("--column", default="text", help="that holds the documents")
     parser.add_argument("--split", default="train", help="of a data set of the hub")
     parser.add_argument(
-        "--held-out", type=int, default=2000, help="every so many documents one is for the test"
+        "--separator",
+        help="what stands between documents in text files (\\n: newline); default: a file is one",
     )
-    args = parser.parse_args()
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        help="every so many documents one is for the test; 0: the last tenth of each; default: by"
+        " the number of documents",
+    )
+    args = parser.parse_args(arguments)
+    if args.held_out is not None and (args.held_out < 0 or args.held_out == 1):
+        raise UserError(
+            f"--held-out={args.held_out} leaves nothing to train on: give 2 or more, or 0"
+        )
+    if args.output.exists() and not args.output.is_dir():
+        raise UserError(f"--output={args.output} is a file: give a folder")
+    table = _load_documents(args.sources, args.split, args.separator)
+    tokenizer = args.tokenizer or (BYTES if Path(args.sources[0]).exists() else "gpt2")
+    if args.column not in table.column_names:
+        raise UserError(f"--column={args.column}: there are {', '.join(table.column_names)} only")
     try:
-        if args.held_out < 2:
-            raise UserError(
-                f"--held-out={args.held_out} leaves nothing to train on: give 2 or more"
-            )
-        if args.output.exists() and not args.output.is_dir():
-            raise UserError(f"--output={args.output} is a file: give a folder")
-        table = _load_documents(args.sources, args.split)
-        if args.column not in table.column_names:
-            raise UserError(
-                f"--column={args.column}: there are {', '.join(table.column_names)} only"
-            )
         prepare(
             table,
-            load_tokenizer(args.tokenizer, "--tokenizer"),
+            load_tokenizer(tokenizer, "--tokenizer"),
             args.output,
             args.column,
             args.held_out,
             origin=shlex.join(
                 [*map(_resolved, args.sources), "--split", args.split, "--column", args.column]
-                + ["--tokenizer", _resolved(args.tokenizer)]
+                + ["--tokenizer", _resolved(tokenizer)]
+                + (["--separator", args.separator] if args.separator else [])
             ),
         )
-    except UserError as error:
-        _leave(f"error: {error}", 2)
     except KeyboardInterrupt:
-        _leave("interrupted: type the same command again to go on", 130)
+        raise KeyboardInterrupt("type the same command again to go on") from None
+    command = how_to_train(args.output)
     facts = read_facts(args.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
-    print(f"{args.output}: {counts} tokens; type dataset.path={args.output}")
-
-
-def _leave(sentence: str, code: int) -> NoReturn:
-    print(sentence, file=sys.stderr)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()
+    print(f"{args.output}: {counts} tokens; train on them with\n{command}")

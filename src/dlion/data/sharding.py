@@ -26,7 +26,9 @@ class Sharding:
     with concentration ``alpha`` a class: 100 is nearly even, 0.1 gives most workers two or three.
 
     Each worker sees its shard in an order that is new in every epoch. Batches of an epoch differ by
-    at most one sample in size, so that the last is not a small one.
+    at most one sample in size, so that the last is not a small one. Of batches of one sample every
+    worker has equally many: where shards differ in size, the larger ones leave out a sample in each
+    epoch, another one every time.
 
     Args:
         size: number of samples.
@@ -77,8 +79,9 @@ class Sharding:
                 f" ({size} over {shares}): type batch_size={smallest} or less, or fewer"
                 " workers"
             )
-        self.steps_per_epoch = -(-largest // batch_size)
+        self.steps_per_epoch = min(-(-largest // batch_size), smallest)
         self.smallest_batch = smallest // self.steps_per_epoch
+        self._used = smallest if batch_size == 1 else largest  # samples of a shard in an epoch
         order = torch.randperm(size, generator=stream(seed, "shards"))
         if mode == "dirichlet" and labels is not None:
             positions = _dirichlet(labels[order], workers, alpha, seed)
@@ -105,7 +108,8 @@ class Sharding:
         if cached is None or cached[0] != epoch:
             shard = self._shards[worker]
             shuffle = stream(self.seed, "order", worker, epoch)
-            cached = (epoch, shard[torch.randperm(len(shard), generator=shuffle)])
+            shuffled = shard[torch.randperm(len(shard), generator=shuffle)]
+            cached = (epoch, shuffled[: self._used])
             self._orders[worker] = cached
         return cached[1]
 

@@ -1,4 +1,4 @@
-"""Text as tokens in memory-mapped files, as ``python -m dlion.data.prepare`` writes them."""
+"""Text as tokens in memory-mapped files, as ``dlion prepare`` writes them."""
 
 import json
 import shlex
@@ -17,11 +17,25 @@ from dlion.values import Count, Folder
 FACTS = "tokens.json"
 PARTS = ("train", "val")
 DTYPES = ("uint16", "int32")
+BYTES = "bytes"  # the name of the tokenizer that needs no files
 _COUNTS = ("vocabulary", "documents", "of", "held_out")
+_MOST_TOKENS = 2**22  # of a vocabulary; a model would fill the memory with more
+
+
+class Bytes:
+    """A tokenizer for documents: a token is a byte of UTF-8, and 256 is the end of a document."""
+
+    eos_token_id = 256
+
+    def __len__(self) -> int:
+        return 257
+
+    def __call__(self, texts: list[str]) -> dict[str, list[np.ndarray]]:
+        return {"input_ids": [np.frombuffer(text.encode(), np.uint8) for text in texts]}
 
 
 def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
-    """Map tokens that ``python -m dlion.data.prepare`` has written into memory.
+    """Map tokens that ``dlion prepare`` has written into memory.
 
     Args:
         path: the folder that was prepared.
@@ -32,20 +46,23 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
     """
     if path is None:
         raise UserError(
-            "the text must be prepared: type `python -m dlion.data.prepare Skylion007/openwebtext"
-            " -o DIR`, then dataset.path=DIR"
+            "the text must be prepared: type `dlion prepare FILE -o DIR`, then dataset.path=DIR"
         )
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise UserError(
+            f"dataset.path={path} is a file: type `dlion prepare {path} -o DIR`,"
+            " then dataset.path=DIR"
+        )
     if not (folder / FACTS).exists():
         raise UserError(
-            f"dataset.path={path} has no {FACTS}: prepare it with `python -m dlion.data.prepare"
-            f" SOURCE -o {path}`"
+            f"dataset.path={path} has no {FACTS}: prepare it with `dlion prepare SOURCE -o {path}`"
         )
     facts = read_facts(folder)
     if facts["documents"] != facts["of"]:
         raise UserError(
             f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
-            f" with `python -m dlion.data.prepare {facts['origin']} --held-out {facts['held_out']}"
+            f" with `dlion prepare {facts['origin']} --held-out {facts['held_out']}"
             f" -o {shlex.quote(str(path))}`"
         )
     tensors = []
@@ -59,7 +76,8 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
         if size <= context:
             raise UserError(
                 f"{folder / part}.bin holds {size} tokens, not more than dataset.context="
-                f"{context}: give a smaller context"
+                f"{context}: "
+                + (f"type dataset.context={size - 1} or less" if size > 1 else "prepare more text")
             )
         stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
         tensors.append(torch.from_numpy(stored))
@@ -88,9 +106,15 @@ def _are_valid(facts: Any) -> bool:
     counts = [facts[name] for name in _COUNTS] + [facts["tokens"][part] for part in PARTS]
     return (
         all(type(count) is int and count >= 0 for count in counts)  # True is no count
-        and facts["dtype"] in DTYPES
+        and 0 < facts["vocabulary"] <= _MOST_TOKENS
+        and facts["dtype"] == dtype_of(facts["vocabulary"])
         and isinstance(facts["origin"], str)
     )
+
+
+def dtype_of(vocabulary: int) -> str:
+    """Return the type of integers that tokens are stored in."""
+    return DTYPES[vocabulary > 2**16]
 
 
 def stored_tokens(folder: Path, part: str, facts: dict[str, Any]) -> int:
@@ -100,11 +124,13 @@ def stored_tokens(folder: Path, part: str, facts: dict[str, Any]) -> int:
 
 
 def load_tokenizer(name: str, setting: str) -> Any:
-    """Load a tokenizer of transformers from a folder, the cache, or the hub.
+    """Load a tokenizer of transformers from a folder, the cache, or the hub; or :class:`Bytes`.
 
     Raises:
         UserError: if none has that name; the message says that ``setting`` is wrong.
     """
+    if name == BYTES:
+        return Bytes()
     declare_missing_operators()
     from transformers import AutoTokenizer
 

@@ -15,11 +15,13 @@ from dlion import data as datasets
 from dlion import models
 from dlion.config import instantiate
 from dlion.data import Data, Sharding
+from dlion.data.layouts import folder_with
 from dlion.errors import UserError
 from dlion.launch.environment import RankInfo, is_first
 from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
+from dlion.record.loggers import check_logger
 from dlion.settings import check as check_types
 from dlion.training.job import Job
 from dlion.training.weights import check_weights
@@ -120,17 +122,18 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
         )
+    check_logger(settings.logger)
 
 
 def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
     if OmegaConf.is_missing(dataset, "path"):
         raise UserError(
-            f"dataset={dataset.name} must be on a disk: type dataset.path=DIR;"
-            f" `python train.py --help dataset={dataset.name}` says what DIR holds"
+            f"dataset={dataset.name} must be on a disk: type dataset.path=DIR,"
+            f" {folder_with(dataset.name)}"
         )
     path = dataset.get("path")
     if data_is_here and path and not Path(str(path)).expanduser().exists():
-        raise UserError(f"dataset.path={path} is not a folder: give that of the data")
+        raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
 
 
 def make_directory(name: str | Path, setting: str) -> None:

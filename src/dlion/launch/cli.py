@@ -22,6 +22,7 @@ from dlion.launch.environment import is_first
 from dlion.launch.help import help_text
 from dlion.record.runs import holds_run, record_config, record_failure
 from dlion.settings import check_values
+from dlion.terminal import raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -77,19 +78,27 @@ def guarded(config: DictConfig) -> Any:
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
     output_dir = Path(hydra.runtime.output_dir) if multirun else None
+    sweep = Path(hydra.sweep.dir) if multirun else None
     try:
         if not multirun:
             _check_single(hydra)
         settings = settle(config, hydra)
         check_values(settings)
-        if not multirun:
-            output_dir = Path(settings.output_dir)
         _announce(settings, unlisted_method(config, hydra))
-        from dlion.launch.runner import launch  # here, as it takes seconds
+        from dlion.launch.resume import choose_output_dir  # here, as these take seconds
+        from dlion.launch.runner import launch
 
+        raise_interrupts()
+        if output_dir is None:
+            output_dir = choose_output_dir(config, settings)
+            settings.output_dir = str(output_dir)
         return launch(settings, output_dir)
     except Stopped as stop:
-        if stop.signal is not None and callable(signal.getsignal(stop.signal)):
+        from dlion.launch.resume import command_to_go_on
+
+        assert output_dir is not None  # it was trained in
+        stop.command = command_to_go_on(output_dir, sweep)
+        if stop.signal not in (None, signal.SIGINT) and callable(signal.getsignal(stop.signal)):
             print(stop, file=sys.stderr)
             signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
             sys.exit(75)
@@ -99,17 +108,25 @@ def guarded(config: DictConfig) -> Any:
     except UserError as error:
         if output_dir is None or not multirun:
             _leave(error)
-        if not holds_run(output_dir):
-            record_config(output_dir, config)
         from dlion.launch.resume import holds_another
 
         if not holds_another(config, output_dir):  # the record of another run stays as it is
+            if not holds_run(output_dir):
+                record_config(output_dir, config)
             record_failure(output_dir, str(error))
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
+        if output_dir is None:
+            raise
+        from dlion.launch.resume import command_to_go_on
+
+        record_failure(output_dir, _sentence(error))
+        _leave(error, command_to_go_on(output_dir, sweep))
+    except Exception as error:
         if output_dir is not None:
             record_failure(output_dir, _sentence(error))
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, RunFailed) and not multirun):
+        if isinstance(error, RunFailed) and not multirun:
             _leave(error)
         raise
 
@@ -147,11 +164,20 @@ def _announce(settings: DictConfig, method: str | None) -> None:
         )
 
 
-def _leave(error: BaseException) -> NoReturn:
-    """Print the error's sentence and exit with its code; of several processes the first prints."""
+def _leave(error: BaseException, command: str | None = None) -> NoReturn:
+    """Print the error's sentence and exit with its code; of several processes the first prints.
+
+    Args:
+        error: why this process ends.
+        command: what to type to go on, if that is known and the sentence does not say it.
+    """
     code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+    stopped = isinstance(error, Stopped)
+    if stopped and error.signal == signal.SIGINT:
+        code = _EXIT_CODES[KeyboardInterrupt]
     if is_first() or code == 1:
-        print("" if code == 75 else "error: ", _sentence(error), sep="", file=sys.stderr)
+        hint = f"; to go on: {command}" if command else ""
+        print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
     sys.exit(code)
 
 
@@ -184,5 +210,5 @@ def _job_failure(error: Exception) -> str:
         return f"SLURM took no job of the sweep: {reason}"
     return (
         f"SLURM job {job[0]} of the sweep: {reason}; the others go on, and"
-        " `python -m dlion.compare.collect SWEEP_DIR` tells what became of each"
+        " `dlion collect SWEEP_DIR` tells what became of each"
     )

@@ -12,13 +12,14 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,10 +32,12 @@ from torch.multiprocessing.spawn import ProcessException
 from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
+from dlion.locks import acquire
 from dlion.training.signals import SIGNALS, SignalNotice
 
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
 PATIENCE = 2.0
+_PREFIX = "dlion-processes-"
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
 _SENTENCES = (TrainingFailed, UserError)  # their messages are enough
 _LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.IGNORECASE)
@@ -58,21 +61,25 @@ def run_processes(
 
     Raises:
         RunFailed: naming the process that failed first and its error, when all have ended.
-        Stopped: if ``work`` raised it. SIGTERM is passed on to the processes, which may do so.
-        KeyboardInterrupt: on SIGINT, or a second SIGTERM, when all have ended.
+        Stopped: if ``work`` raised it. Any of SIGNALS is passed on to the processes as SIGTERM,
+            after which they may do so.
+        KeyboardInterrupt: on a second SIGINT or SIGTERM, when all have ended.
     """
     children: list[BaseProcess] = []
     signals: list[int] = []
 
     def pass_on(number: int) -> None:
+        if number == signal.SIGHUP and number in signals:  # from the kernel, and from the shell
+            return
         if number in signals:  # a second one means: do not wait
             raise KeyboardInterrupt
         signals.append(number)
+        if number == signal.SIGINT:
+            print("ending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
         for child in children:
             child.terminate()
 
-    with SignalNotice(pass_on) as notice, tempfile.TemporaryDirectory(prefix="dlion-") as name:
-        directory = Path(name)
+    with SignalNotice(pass_on) as notice, _folder() as directory:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         context = start_processes(
             _work,
@@ -95,6 +102,40 @@ def run_processes(
     return outcome["result"]
 
 
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder in which processes meet and say how they ended, and remove it at the end.
+
+    A launcher that is killed leaves its folder behind. The lock on it dies with the launcher and
+    its processes, so the next one can tell, and removes it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is held, or another launcher removes it
+            _remove_leftover(left)
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with suppress(BlockingIOError, FileNotFoundError):  # such a removal was faster
+            descriptor = acquire(directory)
+            break
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_leftover(directory: Path) -> None:
+    """Remove what a launcher of this user has left, and nothing else that may be in there."""
+    descriptor = acquire(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_uid == os.getuid():
+            for file in (*directory.glob("rendezvous"), *directory.glob("outcome-*.json")):
+                file.unlink()
+            directory.rmdir()
+    finally:
+        os.close(descriptor)
+
+
 def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> None:
     """Wait until all processes have succeeded or one has failed.
 
@@ -109,8 +150,6 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> Non
             ended = context.join(grace_period=0)  # after a failure the others cannot continue
     except ProcessException as error:
         signal_name = getattr(error, "signal_name", None)
-        if signal_name == "SIGINT":  # Ctrl-C reaches the workers too
-            raise KeyboardInterrupt from None
         if signal_name == "SIGTERM" and notice.first is not None:
             raise Stopped(None, notice.first) from None  # it had not begun to train
         reason = _reason(error.error_index, signal_name, suspended, directory)
@@ -176,11 +215,11 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     """Set up a new process, run ``work(*args)`` in it, and write its outcome."""
-    # the launcher's handlers were inherited; before training a signal may simply end the process
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # a whole SLURM step may get them
+    # the launcher's handlers were inherited; a terminal or a SLURM step signals all processes, but
+    # what is to happen is the launcher's to say, by a SIGTERM that before training ends the process
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _die_with(parent)
     os.environ |= {

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,19 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, TrainingFailed
-from dlion.launch.check import check, make_directory
+from dlion.launch.check import check
 from dlion.launch.environment import RankInfo, detect, join_process_group
 from dlion.launch.local import interruptible, report_failure, run_processes
 from dlion.launch.network import Network
-from dlion.launch.resume import latest_checkpoint, resuming
+from dlion.launch.resume import (
+    alone_in,
+    finished_run,
+    latest_checkpoint,
+    result_of,
+    resuming,
+)
 from dlion.launch.stored import settings_of_run
-from dlion.record.runs import load_run, record_config
+from dlion.record.runs import SUMMARY, load_run, record_config
 from dlion.training import Job, train
 from dlion.training.checkpoint import identity
 from dlion.training.measure import measure
@@ -34,18 +41,21 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
         Stopped: if it ended before its last step because of ``stop_after`` or a signal.
     """
     started = detect()
+    first = started is None or started.rank == 0
     torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
     if config.evaluate is not None:
         recorded = settings_of_run(config, HydraConfig.get().overrides.task)
         return _start(check(recorded, output_dir, started), started)
-    if resuming(config, output_dir) == "auto" and (result := _result(output_dir)) is not None:
-        print(f"{output_dir} is finished; nothing is left to do")
-        return result
-    job = check(config, output_dir, started)
-    if started is None or started.rank == 0:
-        make_directory(output_dir, "output_dir")
-        record_config(output_dir, config)
-    return _start(job, started)
+    with alone_in(output_dir) if first else nullcontext():
+        if resuming(config, output_dir) == "auto":
+            run = finished_run(config, output_dir)
+            if run is not None:
+                return result_of(run)
+        job = check(config, output_dir, started)
+        if first:
+            record_config(output_dir, config)
+            (output_dir / SUMMARY).unlink(missing_ok=True)  # of a run that gets more steps
+        return _start(job, started)
 
 
 def _start(job: Job, started: RankInfo | None) -> float | None:
@@ -63,8 +73,9 @@ def _run_with_restarts(job: Job) -> float | None:
         try:
             return _run(job)
         except RunFailed as error:
-            if (result := _result(job.output_dir)) is not None:  # it failed after its last step
-                return result
+            run = load_run(job.output_dir)
+            if run.finished:  # it failed after its last step
+                return result_of(run)
             if restarts == config.max_restarts or error.leaving:
                 raise
             restarts += 1
@@ -79,14 +90,6 @@ def _run(job: Job) -> float | None:
         return run_processes(processes, work, job)
     with interruptible(), Network(processes, job.rate) as network:
         return run_processes(processes, work, job, network=network)
-
-
-def _result(output_dir: Path) -> float | None:
-    """Return what :func:`launch` returns for a finished run, and None for another."""
-    summary = load_run(output_dir).summary
-    if summary is None:
-        return None
-    return summary["test_loss"] if summary["test_accuracy"] is None else summary["test_accuracy"]
 
 
 def work(job: Job) -> float | None:

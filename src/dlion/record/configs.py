@@ -2,10 +2,20 @@
 
 import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+
+def read_yaml(file: Path) -> Any:
+    """Return what a YAML file says, as it is written: nothing is looked up, nothing is executed.
+
+    Raises:
+        OmegaConfBaseException, yaml.YAMLError: if it cannot be parsed.
+    """
+    return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
 
 
 def resolve(recorded: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ the end; if the run fails instead, ``failure.txt`` says why. ``.hydra`` has the 
 import contextlib
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,9 +19,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 from dlion.files import write_atomically
-from dlion.record.configs import resolve
+from dlion.record.configs import read_yaml, resolve
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
@@ -43,26 +45,93 @@ class RunRecord:
         Args:
             directory: of the run; it is made if it does not exist.
             resumed_at: the step at which the run goes on. Rows of later steps, which are about to
-                be measured again, are dropped.
+                be measured again, are dropped; damaged lines are set aside and named.
+
+        Raises:
+            TrainingFailed: if it cannot be written, as all methods do.
         """
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / FAILURE).unlink(missing_ok=True)
-        if (directory / METRICS).exists():
-            rows = [row for row in _read_rows(directory) if row["step"] <= (resumed_at or 0)]
-            lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
-            write_atomically(directory / METRICS, lines)
-        self._metrics = (directory / METRICS).open("a", encoding="utf-8")
+        self.directory, self._file = directory, directory / METRICS
+        with _written(self._file):
+            directory.mkdir(parents=True, exist_ok=True)
+            if (directory / FAILURE).is_file():
+                (directory / FAILURE).unlink()
+            if self._file.is_file():
+                rows, damaged = read_rows(directory)
+                rows = [row for row in rows if row["step"] <= (resumed_at or 0)]
+                _set_aside(self._file, damaged)
+                write_atomically(self._file, "".join(map(_line, rows)))
+            self._metrics = self._file.open("a+", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
         """Add one measurement; it is on disk, in the operating system's hands, on return."""
-        self._metrics.write(json.dumps(finite(row)) + "\n")
-        self._metrics.flush()
+        with _written(self._file):
+            self._metrics.write(_line(row))
+            self._metrics.flush()
+            if not self._is_there():
+                self._write_again()
+
+    def sync(self) -> None:
+        """Put all rows on the disk itself, before something counts on them."""
+        with _written(self._file):
+            os.fsync(self._metrics.fileno())
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json: all of it or, whatever happens, nothing."""
+        self.sync()
         self._metrics.close()
-        write_atomically(self.directory / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
+        file = self.directory / SUMMARY
+        with _written(file):
+            write_atomically(file, json.dumps(finite(summary), indent=2) + "\n")
+
+    def _is_there(self) -> bool:
+        """Whether the file's name still leads to the file that is open."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(self._file.stat(), os.fstat(self._metrics.fileno()))
+        return False
+
+    def _write_again(self) -> None:
+        """Write all rows to a new file, as somebody has removed or moved the one that is open."""
+        print(
+            f"warning: {self._file} was removed or moved while the run writes to it: it is made"
+            " again with all rows; what else was there is lost",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._metrics.seek(0)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file, self._metrics.read())
+        self._metrics.close()
+        self._metrics = self._file.open("a+", encoding="utf-8")
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(finite(row)) + "\n"
+
+
+@contextlib.contextmanager
+def _written(file: Path) -> Iterator[None]:
+    """Name the file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingFailed(
+            f"{error.filename or file} could not be written ({error.strerror}): mend that, and the"
+            " same command with resume=auto goes on"
+        ) from error
+
+
+def _set_aside(file: Path, damaged: dict[int, bytes]) -> None:
+    """Keep damaged lines in a file beside the one that they were found in, and name them."""
+    if not damaged:
+        return
+    aside = file.with_name(f"{file.name}.damaged")
+    with aside.open("ab") as kept:
+        kept.writelines(line + b"\n" for line in damaged.values())
+    print(
+        f"left out: damaged lines of {file}, now in {aside.name}: {', '.join(map(str, damaged))}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def record_config(directory: Path, config: Any) -> None:
@@ -75,10 +144,11 @@ def record_config(directory: Path, config: Any) -> None:
 
     hydra = HydraConfig.instance().cfg
     folder = (directory / CONFIG).parent
-    folder.mkdir(parents=True, exist_ok=True)
     overrides = hydra.hydra.overrides.task
-    for name, part in (("config", config), ("hydra", hydra), ("overrides", overrides)):
-        write_atomically(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
+    with _written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in (("config", config), ("hydra", hydra), ("overrides", overrides)):
+            write_atomically(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
 
 
 def record_failure(directory: Path, reason: str) -> None:
@@ -136,7 +206,7 @@ def holds_run(directory: Path) -> bool:
 
 
 def load_run(directory: Path) -> Run:
-    """Read the run in a directory. A last line that was cut off when the run died is left out.
+    """Read the run in a directory; damaged lines of its metrics are left out.
 
     Raises:
         UserError: if its summary or configuration is damaged.
@@ -146,35 +216,44 @@ def load_run(directory: Path) -> Run:
     if (file := directory / SUMMARY).exists():
         with _named_if_damaged(file):
             summary = json.loads(file.read_text("utf-8"))
+            if not isinstance(summary, dict):
+                raise ValueError("it is not an object")
     if (file := directory / CONFIG).exists():
         with _named_if_damaged(file):
-            recorded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+            recorded = read_yaml(file)
             config = resolve(recorded) if isinstance(recorded, dict) else None
     if (file := directory / OVERRIDES).exists():
         with _named_if_damaged(file):
-            overrides = [str(override) for override in OmegaConf.load(file)]
+            overrides = [str(override) for override in read_yaml(file)]
     failure = directory / FAILURE
     return Run(
         directory=directory,
-        metrics=_read_rows(directory),
+        metrics=read_rows(directory)[0],
         summary=summary,
         config=config,
-        failure=failure.read_text("utf-8").strip() if failure.exists() else None,
+        failure=failure.read_text("utf-8").strip() if failure.is_file() else None,
         silence=_silence(directory),
         overrides=overrides,
     )
 
 
-def _read_rows(directory: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run up to the first line that is not whole."""
-    rows: list[dict[str, Any]] = []
+def read_rows(directory: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """Read the rows of a run, and the damaged lines by number, from 1.
+
+    A last line without its end was cut off when the run died, and is neither.
+    """
+    rows, damaged = [], {}
     file = directory / METRICS
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    *lines, last = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    for number, line in enumerate([*lines, last] if last.endswith(b"}") else lines, 1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+            row = json.loads(line)
+            if type(row["step"]) is not int:
+                raise ValueError
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            damaged[number] = line
+    return rows, damaged
 
 
 def _silence(directory: Path) -> float:

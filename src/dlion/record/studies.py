@@ -6,7 +6,7 @@ A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,30 @@ from dlion.files import write_atomically
 from dlion.record.runs import FAILURE, METRICS, Run, load_run
 
 PACKED = "runs.jsonl"
+LeftOut = Callable[[Path, str], None]  # told which run is left out, and why in a sentence
 
 
-def find_runs(paths: list[Path], marks: tuple[str, ...] = (METRICS, FAILURE)) -> list[Run]:
+def find_runs(
+    paths: list[Path],
+    marks: tuple[str, ...] = (METRICS, FAILURE),
+    left_out: LeftOut | None = None,
+) -> list[Run]:
     """Return all runs at or below the given paths, sorted by directory.
 
     Args:
         paths: packed files, and directories with runs, or packed files, at any depth.
         marks: the files that make a directory that of a run.
+        left_out: called for a run or a packed file that is damaged, which is then left out.
 
     Raises:
-        UserError: if a path does not exist or holds no run, or if a run is damaged.
+        UserError: if a path does not exist or holds no run, or, without ``left_out``, if a run is
+            damaged.
     """
     runs: dict[Path, Run] = {}
     for path in paths:
-        found = {run.directory: run for run in _runs_at(path, marks)}
-        if not found:
+        places = list(_places(path, marks))
+        found = {run.directory: run for place in places for run in _read(place, left_out)}
+        if not found and not (places and left_out):
             raise UserError(
                 f"{path} holds no run: give a directory with a {METRICS} or a {PACKED} below it"
             )
@@ -38,14 +46,25 @@ def find_runs(paths: list[Path], marks: tuple[str, ...] = (METRICS, FAILURE)) ->
     return [runs[directory] for directory in sorted(runs)]
 
 
-def _runs_at(path: Path, marks: tuple[str, ...]) -> Iterator[Run]:
+def _places(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the directories of runs and the packed files at or below a path."""
     if path.is_file():
-        yield from read_packed(path)
+        yield path
         return
-    for directory in directories_with(path, *marks):
-        yield load_run(directory)
-    for file in path.rglob(PACKED):
-        yield from read_packed(file)
+    yield from directories_with(path, *marks)
+    yield from path.rglob(PACKED)
+
+
+def _read(place: Path, left_out: LeftOut | None) -> list[Run]:
+    """Return the runs of a place, but for those that are damaged."""
+    try:
+        return read_packed(place, left_out) if place.is_file() else [load_run(place)]
+    except (OSError, ValueError, RecursionError) as error:
+        if left_out is None:
+            raise
+        reason = str(error) if isinstance(error, UserError) else f"{place}: {error}"
+        left_out(place, reason)
+        return []
 
 
 def directories_with(path: Path, *files: str) -> set[Path]:
@@ -86,11 +105,15 @@ def add_to_packed(file: Path, runs: dict[str, Run]) -> None:
     write_atomically(file, text + "".join(pack(run, name) for name, run in runs.items()))
 
 
-def read_packed(file: Path) -> list[Run]:
+def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:
     """Read the runs of a packed file.
 
+    Args:
+        left_out: as for :func:`find_runs`, for the lines that are damaged.
+
     Raises:
-        UserError: if a line is not a run, or two runs have one name.
+        UserError: if it is no text; without ``left_out``, if a line is not a run, or two runs have
+            one name.
     """
     try:
         lines = file.read_text("utf-8").split("\n")
@@ -106,11 +129,15 @@ def read_packed(file: Path) -> list[Run]:
                 raise ValueError(f"a second run called {run.directory.name}")
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(
+            sentence = (
                 f"{file}, line {number} is no packed run ({reason}): restore the file, or delete"
                 " that line"
-            ) from error
-        runs[run.directory.name] = run
+            )
+            if left_out is None:
+                raise UserError(sentence) from error
+            left_out(file, sentence)
+        else:
+            runs[run.directory.name] = run
     return list(runs.values())
 
 

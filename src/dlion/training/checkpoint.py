@@ -1,30 +1,35 @@
 """Checkpoints: all that a run needs to go on to the bit, on any spread of its workers.
 
     checkpoint/step-00000400/
-        state.json                the run's identity and progress, size and SHA-256 of the files
+        state.json                the run's identity, steps and progress, size and SHA-256 of the
+                                  files, and a SHA-256 of all that
         common.safetensors        parameters, and optimizer state that is equal everywhere
         worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
                                   BatchNorm statistics and its losses since the latest metrics
 
 State is copied, which takes as much memory again, and written while training goes on. A directory
-gets its name when all is in it and on the disk. Files are read as tensors and JSON: no content is
-ever executed. Random draws depend on seed, worker and step alone: there is no generator to save.
+gets its name when all is in it and on the disk. Each file names itself and its step. Files are read
+as tensors and JSON: no content is ever executed. What is called ``step-`` and digits is a
+checkpoint, and nothing else is read or removed here. Random draws depend on seed, worker and step
+alone: there is no generator to save.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -76,19 +81,27 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on a disk."""
+    """A complete checkpoint on a disk.
+
+    Attributes:
+        directory: where it is.
+        progress: of the run when it was saved.
+        steps: of the whole run, as it was planned then.
+    """
 
     directory: Path
     progress: Progress
+    steps: int
 
 
-def identity(config: DictConfig) -> dict[str, Any]:
+def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
+    if isinstance(config, DictConfig):
+        config = OmegaConf.to_container(config, resolve=True)
     settings = {name: config[name] for name in _DECISIVE_SETTINGS}
     for group in _DECISIVE_GROUPS:
         left_out = _NOT_DECISIVE.get(group, ())
-        values = OmegaConf.to_container(config[group], resolve=True)
-        settings[group] = {key: v for key, v in values.items() if key not in left_out}
+        settings[group] = {key: v for key, v in config[group].items() if key not in left_out}
     if (source := config.get("init_from")) is not None:
         settings["init_from"] = weights_sha256(source)
     return json.loads(json.dumps(settings))
@@ -100,6 +113,7 @@ class Checkpoints:
     Args:
         directory: of the run.
         run: its :func:`identity`.
+        steps: number of steps of the whole run.
         control: of the run's workers.
         common_state: returns the state that is equal everywhere, as views by name.
         worker_state: returns the state of a local worker, as views by name.
@@ -111,6 +125,7 @@ class Checkpoints:
         self,
         directory: Path,
         run: dict[str, Any],
+        steps: int,
         *,
         control: Channel,
         common_state: Callable[[], dict[str, Tensor]],
@@ -118,13 +133,15 @@ class Checkpoints:
         keep: int,
         timeout: float,
     ):
-        self.directory, self.run, self.workers = directory / FOLDER, run, control.workers
+        self.directory, self.run, self.steps = directory / FOLDER, run, steps
+        self.workers = control.workers
         self.common_state, self.worker_state = common_state, worker_state
         self.keep, self.timeout = keep, timeout
         self._written: Future[None] | None = None
         if self.workers.rank == 0:
-            for unfinished in self.directory.glob("step-*.part"):  # by a process that died
-                shutil.rmtree(unfinished, ignore_errors=True)
+            for part in self.directory.glob("step-*.part"):  # by a process that died
+                if _step_of(part.with_suffix("")) is not None:
+                    _remove(part)
         control.barrier()
 
     def save(self, progress: Progress) -> None:
@@ -162,7 +179,7 @@ class Checkpoints:
         try:
             part.mkdir(parents=True, exist_ok=True)
             for name, tensors in files.items():
-                _write(part / name, tensors)
+                _write(part / name, tensors, progress.step)
             if COMMON in files:
                 self._complete(part, final, progress)
         except (OSError, SafetensorError) as error:
@@ -186,14 +203,24 @@ class Checkpoints:
                 time.sleep(0.005)
             files[name] = json.loads(receipt.read_text("utf-8"))
             receipt.unlink()
-        state = {"run": self.run, "progress": asdict(progress), "files": files}
+        state = {
+            "run": self.run,
+            "steps": self.steps,
+            "progress": asdict(progress),
+            "files": files,
+        }
+        state["sha256"] = _digest(state)
         write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
         _sync(part)
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         part.rename(final)
         _sync(self.directory)
-        for old in _directories(self.directory)[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+        _sync(self.directory.parent)
+        # later ones were of no use when this run went on, and must not count in place of good ones
+        done = [path for path in _directories(self.directory) if _step_of(path) <= progress.step]
+        for old in done[self.keep :]:
+            if not old.is_symlink():
+                _remove(old)
 
     def load(self, checkpoint: Checkpoint) -> Progress:
         """Put all state back; return how far the run was."""
@@ -213,8 +240,10 @@ def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[
     Raises:
         UserError: if there are checkpoints and none is good.
     """
-    is_checkpoint = (directory / STATE).exists() or directory.name.startswith("step-")
-    candidates = [directory] if is_checkpoint else _directories(directory / FOLDER)
+    one = not (directory / FOLDER).is_dir() and (
+        (directory / STATE).exists() or _step_of(directory) is not None
+    )
+    candidates = [directory] if one else _directories(directory / FOLDER)
     complaints = []
     for candidate in candidates:
         try:
@@ -229,6 +258,24 @@ def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[
     return None, complaints
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run's directory holds a checkpoint, good or not."""
+    return bool(_directories(directory / FOLDER))
+
+
+def saved_identity(directory: Path) -> dict[str, Any] | None:
+    """Return the :func:`identity` of the run that has checkpoints in a directory."""
+    for candidate in _directories(directory / FOLDER):
+        with contextlib.suppress(OSError, ValueError):
+            return _read_state(candidate)[0]
+    return None
+
+
+def last_saved(directory: Path) -> float:
+    """Return when the run in a directory saved its last checkpoint, in seconds since 1970."""
+    return (directory / FOLDER).stat().st_mtime
+
+
 def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
     """Check a checkpoint, down to the last byte.
 
@@ -236,14 +283,7 @@ def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
         OSError: if a file is missing.
         ValueError: saying what is damaged, or that it is of another run.
     """
-    try:
-        state = json.loads((directory / STATE).read_text("utf-8"))
-        saved_run, progress = dict(state["run"]), Progress(**state["progress"])
-        files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
-        if progress.step < 1:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{STATE} is damaged") from error
+    saved_run, files, checkpoint = _read_state(directory)
     if saved_run != run:
         different = sorted(key for key in run if saved_run.get(key) != run[key])
         raise ValueError(f"it is of another run, with another {', '.join(different) or 'setting'}")
@@ -256,22 +296,83 @@ def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
         with file.open("rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
                 raise ValueError(f"{name} is damaged")
-    return Checkpoint(directory, progress)
+        try:
+            with safe_open(file, "pt") as tensors:
+                names_itself = tensors.metadata()
+        except SafetensorError as error:
+            raise ValueError(f"{name} is damaged") from error
+        if names_itself != _metadata(name, checkpoint.progress.step):
+            raise ValueError(f"{name} is the file of another worker or step")
+    return checkpoint
+
+
+def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkpoint]:
+    """Read state.json: the identity of its run, its files' size and SHA-256, and the rest.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is missing, damaged, or of another step than the folder's name says.
+    """
+    file = directory / STATE
+    if not file.is_file():  # a pipe of that name would block
+        raise ValueError(f"{STATE} is missing")
+    try:
+        state = json.loads(file.read_text("utf-8"))
+        if state.pop("sha256") != _digest(state):
+            raise ValueError
+        run, progress = dict(state["run"]), Progress(**state["progress"])
+        files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
+        checkpoint = Checkpoint(directory, progress, state["steps"])
+        numbers = [(getattr(progress, field.name), field.type) for field in fields(Progress)]
+        if any(type(n) is not kind or n < 0 for n, kind in (*numbers, (checkpoint.steps, int))):
+            raise ValueError
+        if progress.step < 1:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{STATE} is damaged") from error
+    if _step_of(directory) not in (None, progress.step):
+        raise ValueError(f"it is of step {progress.step}, and not what its name says")
+    return run, files, checkpoint
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Return the SHA-256 of what state.json holds besides it, however it is laid out."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _directories(folder: Path) -> list[Path]:
     """Return the complete checkpoints, the latest first."""
-    found = (p for p in folder.glob("step-*") if p.is_dir() and p.suffix != ".part")
-    return sorted(found, reverse=True)
+    found = [path for path in folder.glob("step-*") if _step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(directory: Path) -> int | None:
+    """Return the step in a checkpoint's name; None: it is not called as one."""
+    match = re.fullmatch("step-([0-9]+)", directory.name)
+    return int(match[1]) if match else None
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, but of a link only the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _file_of(worker: int) -> str:
     return f"worker-{worker:05}.safetensors"
 
 
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+def _metadata(name: str, step: int) -> dict[str, str]:
+    """Return what a file says of itself, so that none can take another's place."""
+    return {"file": name, "step": str(step)}
+
+
+def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
     """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, file, _metadata(file.name, step))
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())

@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: one table, one live line, one result."""
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -59,6 +60,19 @@ class RunConsole:
             self._printed = now
             left = (now - self._started) / row["step"] * (self.steps - row["step"])
             print(f"step {row['step']}/{self.steps}  {text}  {left:.0f} s left", flush=True)
+
+    def watch(self, batches: Iterable[Any], count: int) -> Iterator[Any]:
+        """Yield the batches of an evaluation, and show how far it is once that takes long."""
+        shown = time.monotonic()
+        for done, batch in enumerate(batches):
+            if self.active and time.monotonic() - shown > QUIET_INTERVAL:
+                text = f"evaluating: {done / count:.0%} of the test set"
+                if self._live:
+                    self._progress.update(self._task, values=text)
+                else:
+                    shown = time.monotonic()
+                    print(text, flush=True)
+            yield batch
 
     def finish(self, text: str) -> None:
         """End the live line and show the result, followed by ``text``."""

@@ -1,5 +1,8 @@
 """What is measured between steps: the test set's results, and how far Lion's theory is along."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,10 +14,26 @@ _BOX_SAMPLES = 1000  # of the training set, always the same
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Data, channel: Channel, device: str) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    data: Data,
+    channel: Channel,
+    device: str,
+    limit: int | None = None,
+    watch: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, count: batches,
+) -> dict[str, float]:
     """Return the test set's results, the same to the bit however workers are spread.
 
     Test batches are dealt out to the workers, and their sums are added in the order of batches.
+
+    Args:
+        model: what is tested.
+        data: has the test set.
+        channel: brings the sums of all workers together.
+        device: where the model is.
+        limit: the number of test batches, which are spread evenly over the set; None: all.
+        watch: yields what it is given, this process's batches and their number, and shows how far
+            it is.
 
     Returns:
         ``test_loss`` (nats per label or token), ``test_accuracy`` (0 to 1) where there are classes,
@@ -23,12 +42,17 @@ def evaluate(model: nn.Module, data: Data, channel: Channel, device: str) -> dic
     model.eval()
     workers = channel.workers
     starts = range(0, data.test_size, data.test_batch_size)
+    if limit is not None and limit < len(starts):
+        starts = [starts[i * len(starts) // limit] for i in range(limit)]
     rounds = -(-len(starts) // workers.count)
-    local = [(i, start) for i, w in enumerate(workers.ids) for start in starts[w :: workers.count]]
+    local = [
+        (i, turn, start)
+        for i, worker in enumerate(workers.ids)
+        for turn, start in enumerate(starts[worker :: workers.count])
+    ]
     sums = torch.zeros(workers.local, rounds, data.sums, dtype=torch.float64)
-    batches = data.test_batches([start for _, start in local], device)
-    for (i, start), (x, y) in zip(local, batches, strict=True):
-        turn = start // data.test_batch_size // workers.count
+    batches = data.test_batches([start for _, _, start in local], device)
+    for (i, turn, start), (x, y) in zip(local, watch(batches, len(local)), strict=True):
         sums[i, turn] = data.score(model(x), y, start).cpu()
     model.train()
     in_order = channel.gather(sums).transpose(0, 1).flatten(0, 1)  # [rounds * n, m]

@@ -36,7 +36,11 @@ def train(job: Job) -> float | None:
         TrainingFailed: with one sentence about why it cannot go on.
     """
     with SignalNotice() as notice:
-        return Trainer(job, notice).train()
+        trainer = Trainer(job, notice)
+        try:
+            return trainer.train()
+        finally:
+            trainer.output.close()
 
 
 class Trainer:
@@ -45,6 +49,7 @@ class Trainer:
     Attributes:
         begun: totals of all processes when this one began; not zero in a run that is resumed.
         losses: ``[k]``, the sum of each local worker's losses since the latest row of metrics.
+        gradient_norms: ``[k]``, of each local worker, in steps that a row is made of.
         last_row: the step of that row.
         control: carries losses, hashes and evaluations, which are not the method's traffic.
     """
@@ -75,9 +80,11 @@ class Trainer:
         self.control = Channel(workers)
         self.output = Output(job, model, self.optimizer)
         self.losses = torch.zeros(workers.local, dtype=torch.float64)
+        self.gradient_norms = torch.zeros_like(self.losses)
         self.checkpoints = Checkpoints(
             job.output_dir,
             identity(config),
+            job.steps,
             control=self.control,
             common_state=self.optimizer.common_state,
             worker_state=self._worker_state,
@@ -98,20 +105,23 @@ class Trainer:
         """Take all steps that are left; return the test accuracy or, without one, the test loss."""
         job, config = self.job, self.config
         for step in range(self.begun.step, job.steps):
-            self.train_step(step)
             done = step + 1
+            evaluates = _every(config.eval_every, done) or done == job.steps
+            records = evaluates or _every(config.log_every, done)
+            learning_rate = self.optimizer.param_groups[0]["lr"]
+            self.train_step(step, records)
             if step == self.begun.step:
                 self.output.banner()
             if _every(config.check_replicas_every, done):
                 check_replicas(self.model, self.control, done)
-            evaluates = _every(config.eval_every, done) or done == job.steps
-            if evaluates or _every(config.log_every, done):
-                self.record_row(done, evaluates)
+            if records:
+                self.record_row(done, evaluates, learning_rate)
             self.checkpoints.raise_failure()
             if done < job.steps:
                 stops = done == config.stop_after or self.optimizer.flagged
                 if stops or _every(config.checkpoint_every, done):
                     with self.meter.paused():
+                        self.output.sync()
                         self.checkpoints.save(self.progress(done))
                 if stops:
                     self.checkpoints.wait()
@@ -119,13 +129,19 @@ class Trainer:
                     raise Stopped(done, self.notice.first)
         return self._finish()
 
-    def train_step(self, step: int) -> None:
-        """Let every local worker that takes part compute its gradient; exchange and update."""
+    def train_step(self, step: int, measures: bool) -> None:
+        """Let every local worker that takes part compute its gradient; exchange and update.
+
+        The gradients' norms are looked at only in steps that ``measures`` them.
+        """
         participants = self.participation.at(step)
         self.optimizer.set_participants(participants)
         for i, worker in enumerate(self.job.workers.ids):
             if worker in participants:
                 self.forward_backward(i, step)
+                if measures:
+                    norms = torch.cat([bucket.norms() for bucket in self.optimizer.buckets])
+                    self.gradient_norms[i] = norms.double().norm()
                 self.optimizer.collect(i)
         self.optimizer.step()
         self.schedule.step()
@@ -149,7 +165,7 @@ class Trainer:
                     loss.backward()
                 self.losses[i] += loss.detach().double().cpu()
 
-    def record_row(self, done: int, evaluates: bool) -> None:
+    def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:
         """Record the mean loss since the latest row, totals and, if asked for, an evaluation."""
         seconds = self.meter.seconds
         progress, workers = self.progress(done), self.job.workers
@@ -158,7 +174,8 @@ class Trainer:
             "step": done,
             "epoch": epoch,
             "seconds": seconds,
-            "train_loss": self._mean_loss(done),
+            **self._means(done),
+            "learning_rate": learning_rate,
             "sent_bytes": round(progress.sent_bytes / workers.count),
             "received_bytes": round(progress.received_bytes / workers.count),
             "nic_bytes": round(progress.nic_bytes / workers.processes) or None,
@@ -170,6 +187,7 @@ class Trainer:
                 row |= self._evaluate()
         self.output.record_row(row)
         self.losses.zero_()
+        self.gradient_norms.zero_()
         self.last_row = done
 
     def progress(self, done: int) -> Progress:
@@ -212,16 +230,20 @@ class Trainer:
             "losses": self.losses[i : i + 1],
         }
 
-    def _mean_loss(self, done: int) -> float:
-        """Return the mean loss of the workers that took part in the steps since the latest row."""
+    def _means(self, done: int) -> dict[str, float]:
+        """Return means over workers that took part: loss since the latest row, latest gradient."""
         steps = range(self.last_row, done)
         gradients = sum(len(self.participation.at(step)) for step in steps)
-        return sum_in_order(self.control.gather(self.losses / gradients)).item()
+        latest = len(self.participation.at(done - 1))
+        rows = torch.stack([self.losses / gradients, self.gradient_norms / latest], dim=1)
+        loss, norm = sum_in_order(self.control.gather(rows)).tolist()
+        return {"train_loss": loss, "gradient_norm": norm}
 
     def _evaluate(self) -> dict[str, float]:
         config, device = self.config, self.job.device
         self.virtual.load_mean_buffers(self.control)
-        results = evaluate(self.model, self.data, self.control, device)
+        watch, limit = self.output.console.watch, config.eval_limit
+        results = evaluate(self.model, self.data, self.control, device, limit, watch)
         if config.box and self.job.workers.rank == 0:
             decay = config.optimizer.weight_decay
             results |= box_state(self.model, self.data, decay, device, config.seed)

@@ -5,6 +5,7 @@ from pathlib import Path
 from dlion import models
 from dlion.exchange import Channel
 from dlion.record.runs import load_run
+from dlion.training.console import RunConsole
 from dlion.training.evaluation import evaluate
 from dlion.training.job import Job
 from dlion.training.precision import in_precision
@@ -26,7 +27,8 @@ def measure(job: Job) -> float | None:
     # a mean rounds: this gives constants that are not saved the bits that the run measured with
     VirtualWorkers(model, job.workers, config.seed).load_mean_buffers(control)
     load_weights(model, config.evaluate)
-    results = evaluate(model, job.data, control, job.device)
+    watch = RunConsole(0, job.workers.rank == 0).watch
+    results = evaluate(model, job.data, control, job.device, config.eval_limit, watch)
     if job.workers.rank == 0:
         run = load_run(Path(config.evaluate).expanduser())
         recorded = {**run.summary, **(run.metrics[-1] if run.metrics else {})}

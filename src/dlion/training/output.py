@@ -1,6 +1,7 @@
 """Where a run goes: terminal, records and the logger; only the first process writes."""
 
 import json
+import zlib
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -8,10 +9,11 @@ from torch import nn
 
 from dlion.files import write_atomically
 from dlion.optim import DistributedOptimizer
-from dlion.record.loggers import make_logger
+from dlion.record.loggers import Recording, make_logger
 from dlion.record.provenance import provenance
-from dlion.record.runs import RunRecord, finite
+from dlion.record.runs import METRICS, RunRecord, finite
 from dlion.timer import Timer
+from dlion.training.checkpoint import Progress, identity
 from dlion.training.console import RunConsole
 from dlion.training.job import Job
 from dlion.units import human_bytes
@@ -32,13 +34,22 @@ class Output:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.active = job.workers.rank == 0
         self.row: dict[str, Any] = {}  # the latest one
+        begun = job.resume.progress if job.resume else Progress()
+        self._step, self._seconds = begun.step, begun.seconds  # of the latest row, or as resumed
         self.console = RunConsole(job.steps, self.active)
         if self.active:
             self.origin = provenance(job.device)
             resolved = OmegaConf.to_container(job.config, resolve=True) | self.origin
             self.record = RunRecord(job.output_dir, job.resume and job.resume.progress.last_row)
-            online = job.rate is None  # an emulated network leads nowhere else
-            self.logger = make_logger(job.config.logger, resolved, job.output_dir, online)
+            metrics = job.output_dir / METRICS
+            recording = Recording(
+                config=resolved,
+                directory=job.output_dir,
+                rows=list(map(json.loads, metrics.read_text("utf-8").splitlines())),
+                group=_group(job),
+                online=job.rate is None,
+            )
+            self.logger = make_logger(job.config.logger, recording)
 
     def banner(self) -> None:
         """Show what runs; what a step puts on the network was counted in the first one."""
@@ -46,11 +57,21 @@ class Output:
 
     def record_row(self, row: dict[str, Any]) -> None:
         """Show and write a row of metrics."""
-        self.row = row | {"sent_bits_per_parameter": 8 * row["sent_bytes"] / self.parameters}
+        took = (row["seconds"] - self._seconds) / (row["step"] - self._step)
+        self._step, self._seconds = row["step"], row["seconds"]
+        self.row = row | {
+            "seconds_per_step": took,
+            "sent_bits_per_parameter": 8 * row["sent_bytes"] / self.parameters,
+        }
         if self.active:
             self.console.row(self.row)
             self.record.append(self.row)
             self.logger.log(self.row)
+
+    def sync(self) -> None:
+        """Put all rows on the disk, as a checkpoint is about to count on them."""
+        if self.active:
+            self.record.sync()
 
     def profile(self, timer: Timer, seconds: float) -> None:
         """Show where this process's time went and write profile.json (milliseconds per step)."""
@@ -71,10 +92,14 @@ class Output:
             self.record.finish(summary)
             self.logger.finish(summary)
             self.console.finish(
-                f"after {self.row['seconds']:.1f} s; python -m dlion.compare.plot"
-                f" {self.job.output_dir}"
+                f"after {self.row['seconds']:.1f} s; dlion plot {self.job.output_dir}"
             )
         return self.row.get("test_accuracy", self.row["test_loss"])
+
+    def close(self) -> None:
+        """Let go of the logger, whether the run is finished or not."""
+        if self.active:
+            self.logger.finish(None)
 
     def _summary(self, parameters_sha256: str) -> dict[str, Any]:
         job, row, config = self.job, self.row, self.job.config
@@ -102,6 +127,14 @@ class Output:
             "parameters_sha256": parameters_sha256,
             **self.origin,
         }
+
+
+def _group(job: Job) -> str:
+    """Return a name for the runs with the settings of this one, whatever their seeds."""
+    settings = identity(job.config) | {"steps": job.steps}
+    del settings["seed"]
+    digest = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
+    return f"{job.config.optimizer.name}-n{job.workers.count}-{digest:08x}"
 
 
 def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[str, str]:

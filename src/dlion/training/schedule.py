@@ -1,6 +1,7 @@
 """Learning rate schedules."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,14 +17,19 @@ def make_schedule(node: Any, optimizer: Optimizer, steps: int, done: int = 0) ->
         steps: number of all steps.
         done: steps that were taken before, in the run that is resumed.
     """
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])  # LambdaLR asks for it in the middle of a run
+    return LambdaLR(optimizer, share_of_rate(node, steps), last_epoch=done - 1)
+
+
+def share_of_rate(node: Any, steps: int) -> Callable[[int], float]:
+    """Return the function from a step to the share of the learning rate that it is taken with."""
     warmup, final = node.warmup_steps, node.final
 
-    def factor(step: int) -> float:
+    def share(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
         progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
         return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # LambdaLR asks for it in the middle of a run
-    return LambdaLR(optimizer, factor, last_epoch=done - 1)
+    return share

@@ -1,4 +1,4 @@
-"""The signals by which a scheduler announces that it takes the machine away."""
+"""The signals that ask a run to end: a scheduler's, a terminal's that goes away, and Ctrl-C."""
 
 import signal
 from collections.abc import Callable
@@ -6,13 +6,15 @@ from types import FrameType
 from typing import Any
 
 # SLURM sends SIGTERM, or what --signal names; submitit asks it for SIGUSR2
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
 
 class SignalNotice:
     """While entered, :data:`SIGNALS` are noted instead of ending this process.
 
-    They may come more than once: from the scheduler to all processes, and from the launcher.
+    Those that the process ignores (SIGHUP under nohup, SIGINT in a shell's background) stay
+    ignored. Others may come more than once: from the scheduler to all processes, and from the
+    launcher.
 
     Args:
         on_signal: called with the number of each signal, from its handler.
@@ -26,7 +28,10 @@ class SignalNotice:
         self._on_signal = on_signal
 
     def __enter__(self) -> "SignalNotice":
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._before = {n: handler for n, handler in handlers.items() if handler != signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: Any) -> None:

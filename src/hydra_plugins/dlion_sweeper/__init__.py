@@ -75,6 +75,7 @@ class QuickSweeper(BasicSweeper):
             for value in parse(list(batch[0]))
             if loader.get_group_options(value.key_or_group)
         }
+        sweep_dir = OmegaConf.to_container(self.config.hydra.sweep, resolve=False)["dir"]
         settings, checked = None, set[str]()
         for overrides in batch:
             values = parse([override for override in overrides if override not in checked])
@@ -86,6 +87,8 @@ class QuickSweeper(BasicSweeper):
             for value in values:
                 if value.key_or_group not in groups:
                     OmegaConf.update(settings, value.key_or_group, value.value(), force_add=True)
+            if settings.resume == "auto" and "${now:" in sweep_dir:
+                raise UserError("resume=auto needs the sweep's folder: type hydra.sweep.dir=DIR")
             if values:
                 check_settings(settings, data_is_here=runs_here)
             checked.update(overrides)

@@ -1,7 +1,5 @@
 """Predict a training step on your machines: a model of what travels and what is computed.
 
-    python benchmarks/predict.py --parameters 1e9 --workers 64 --rate 10gbit --compute 0.5
-
     payload  = (n - 1) / n * d * bits / 8 bytes, bits to the owner of a slice and back
     exchange = max(overhead * payload / rate, work of the host) + waits * latency + wakeups
     step     = a bucket after the other: each leaves when its gradients are there and the exchange
@@ -17,16 +15,13 @@ after it; ``--speed`` scales them to another.
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import Parser, link, number, run, show_rate, whole
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-
+from dlion.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
 from dlion.exchange.channel import IN_FLIGHT
+from dlion.units import show_rate
 
 DIRECT, RING = "direct-send", "ring"
 HEADERS = 1.07  # TCP's and Ethernet's, acknowledgements included, of long messages
@@ -226,6 +221,9 @@ def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
 
 def show(setting: Setting) -> None:
     """Print a table of every method's step and exchange."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title="predicted step")
     for column in ("method", "payload", "exchange", "step", "speed-up", "waits for"):
         table.add_column(column, justify="left" if column == "method" else "right")
@@ -258,8 +256,10 @@ SIZES = (1e8, 1e9, 1e10, 1e11)
 WORKERS = tuple(2**i for i in range(1, 11))
 
 
-def draw() -> Figure:
+def draw(file: Path) -> None:
     """Draw speed-up over DDP float32 to 1,024 workers, 1e8 to 1e11 parameters, 1 to 400 Gbit/s."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(15, 12))
     axes = figure.subplots(len(SIZES), len(RATES), sharex=True)
     for panels, d in zip(axes, SIZES, strict=True):
@@ -281,7 +281,7 @@ def draw() -> Figure:
         " 10 µs a message, 20 µs until one has come, 8 buckets"
     )
     figure.tight_layout()
-    return figure
+    figure.savefig(file, dpi=80)
 
 
 def show_where_messages_count() -> None:
@@ -305,56 +305,56 @@ def existing(text: str) -> Path:
     return Path(text)
 
 
-def picture(text: str) -> Path:
-    """Parse the name of a picture that can be written."""
-    path = Path(text)
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a name for a .png file in a folder")
-    return path
+# for each number of a Setting: how it is parsed, what is assumed where none is typed, its meaning
+NUMBERS: dict[str, tuple[Callable[[str], float | None], str, str]] = {
+    "parameters": (whole(1), "1e9", "d, of the model"),
+    "workers": (whole(1), "8", "n, each on a link of its own"),
+    "rate": (link, "1gbit", "of a worker's link each way, such as 10gbit, or loopback"),
+    "compute": (number(0), "1", "seconds of a step's forward and backward pass"),
+    "latency": (number(0), f"{Setting.latency:g}", "seconds until a message has come"),
+    "message": (number(0), f"{Setting.message:g}", "seconds of a core for a message"),
+    "host": (number(0), f"{Setting.host:g}", "seconds of a core for a byte"),
+    "buckets": (whole(1), str(Setting.buckets), "exchanges a step"),
+    "speed": (number(1e-3), "1", "of local work, 1 being an AMD EPYC's core"),
+}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read and check the command line."""
-    parser = Parser(__doc__, output=None)
-    parser.add_argument("--parameters", type=whole(1), default=10**9, help="d, such as 1e9")
-    parser.add_argument("--workers", type=whole(1), default=8, help="n")
-    parser.add_argument("--rate", type=link, default=10**9, help="of a worker's link, 10gbit")
-    parser.add_argument("--compute", type=number(0), default=1.0, help="seconds, both passes")
-    for name, meaning in (
-        ("latency", "seconds until a message has come"),
-        ("message", "seconds of a core for a message"),
-        ("host", "seconds of a core for a byte"),
-    ):
-        default = getattr(Setting, name)
-        parser.add_argument(
-            f"--{name}", type=number(0), default=default, help=f"{meaning}; default: {default:g}"
-        )
-    parser.add_argument("--buckets", type=whole(1), default=Setting.buckets)
-    parser.add_argument(
-        "--speed", type=number(1e-3), default=1.0, help="of local work, 1 being an AMD EPYC's core"
+def main(arguments: list[str]) -> None:
+    parser = make_parser(
+        "predict", __doc__, "--parameters 1e9 --workers 64 --rate 10gbit --compute 0.5"
     )
+    for name, (kind, default, meaning) in NUMBERS.items():
+        shown = f"{meaning}; default: {default}"
+        parser.add_argument(
+            f"--{name}", type=kind, metavar="X", default=argparse.SUPPRESS, help=shown
+        )
     parser.add_argument(
         "--check", type=existing, metavar="END_TO_END.json", help="compare with it instead"
     )
-    parser.add_argument("--curves", type=picture, metavar="FILE.png", help="draw curves instead")
-    return parser.read(arguments)
-
-
-def main(args: argparse.Namespace) -> None:
-    if args.curves:
-        draw().savefig(args.output / "curves.png" if args.smoke else args.curves, dpi=80)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=picture,
+        metavar="FILE",
+        help=f"draw curves for clusters of accelerators instead: a picture, {', '.join(PICTURES)}",
+    )
+    options = parser.parse_args(arguments)
+    if options.output:
+        draw(output_file(options.output, options.output))
         show_where_messages_count()
-    elif args.check:
-        for model, rate, method, measured, predicted in compare(args.check):
+        print(options.output)
+    elif options.check:
+        for model, rate, method, measured, predicted in compare(options.check):
             print(
                 f"{model:11s} {show_rate(rate):>12s}  {method:18s}"
                 f" measured {1e3 * measured:8.0f} ms  predicted {1e3 * predicted:8.0f} ms"
                 f"  {predicted / measured - 1:+.0%}"
             )
     else:
-        names = ("parameters", "workers", "rate", "compute", "latency", "message", "host")
-        show(Setting(**{name: getattr(args, name) for name in (*names, "buckets", "speed")}))
-
-
-if __name__ == "__main__":
-    run(main, parse())
+        typed = {name: getattr(options, name) for name in NUMBERS if hasattr(options, name)}
+        assumed = {name: NUMBERS[name] for name in NUMBERS if name not in typed}
+        values = {name: kind(default) for name, (kind, default, _) in assumed.items()} | typed
+        show(Setting(**values))
+        if assumed:
+            words = (f"--{name} {default}" for name, (_, default, _) in assumed.items())
+            print(f"assumed, as nothing else was typed: {' '.join(words)}")

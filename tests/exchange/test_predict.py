@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from dlion import optim
+from dlion.exchange import predict
 from dlion.workers import Workers
-from tests.benchmarks.scripts import script
 
-predict = script("predict")
 METHODS = predict.METHODS
 SETTING = predict.Setting(parameters=1e8, workers=16, rate=1e9, compute=0.5)
 RUNS = {
@@ -115,10 +114,26 @@ def test_what_a_step_waits_for_is_named():
     assert predict.bottleneck(voted, crowd) == "messages"
 
 
-def test_the_command_answers(capsys, tmp_path):
-    typed = ["--parameters", "1e9", "--workers", "8", "--rate", "10gbit", "--compute", "1"]
-    predict.main(predict.parse(typed))
-    table = capsys.readouterr().out
-    assert all(name in table for name in METHODS)
-    predict.main(predict.parse(["--curves", str(tmp_path / "curves.png")]))
+def test_the_command_answers_and_says_what_it_assumes(capsys, tmp_path):
+    predict.main(["--parameters", "1e9", "--workers", "8", "--rate", "10gbit"])
+    *table, assumed = capsys.readouterr().out.splitlines()
+    assert all(name in "".join(table) for name in METHODS)
+    assert assumed.startswith("assumed, as nothing else was typed: --compute 1 --latency 0.0002")
+    predict.main(["-o", str(tmp_path / "curves")])
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--rate fast", "fast is not a rate"),
+        ("--parameters 1.5", "1.5 is not a whole number"),
+        ("--check nowhere.json", "nowhere.json is not a file"),
+        ("-o curves.jpg", "curves.jpg is no picture: choose .png, .svg, .pdf"),
+    ],
+)
+def test_wrong_numbers_and_names_are_refused(capsys, typed, told):
+    with pytest.raises(SystemExit) as refused:
+        predict.main(typed.split())
+    assert refused.value.code == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""``dlion COMMAND``: look at runs, and what goes before and after them. ``train.py`` trains."""
+
+import argparse
+import difflib
+import importlib
+import sys
+
+import dlion
+from dlion.arguments import Parser, errors_end_the_command
+
+# where the function ``main`` of a command is, and what it does; nothing is imported before its use
+COMMANDS = {
+    "collect": ("dlion.compare.collect", "print a CSV table: what became of each run"),
+    "plot": ("dlion.compare.plot", "draw accuracy against bandwidth, or against a setting"),
+    "report": ("dlion.compare.report", "write an HTML page to look around in"),
+    "table": ("dlion.compare.table", "print a Markdown table for a README"),
+    "publish": ("dlion.compare.publish", "pack finished runs, with figure and origin"),
+    "export": ("dlion.record.export", "take the trained model out of a run"),
+    "sync": ("dlion.record.sync", "send runs that were recorded offline to Weights & Biases"),
+    "dashboard": ("dlion.compare.dashboard", "make a workspace and a report in Weights & Biases"),
+    "prepare": ("dlion.data.prepare", "turn text into tokens to train on"),
+    "predict": ("dlion.exchange.predict", "predict the time of a step on your machines"),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command that the arguments name; without arguments, those of this process.
+
+    Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.
+    """
+    width = max(map(len, COMMANDS))
+    parser = Parser(
+        prog="dlion",
+        usage="dlion COMMAND [ARGUMENT ...]",
+        description=__doc__.splitlines()[0].replace("``", "`"),
+        epilog="\n".join(
+            [
+                "commands:",
+                *(f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()),
+                "",
+                "RUNS: directories of a run or above many, or packed files (runs.jsonl); default:",
+                "outputs. Files are written beside them. `dlion COMMAND --help` tells more.",
+                "Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.",
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dlion {dlion.__version__}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    typed = sys.argv[1:] if arguments is None else arguments
+    name = parser.parse_args(typed[:1]).command
+    if name not in COMMANDS:
+        parser.error(_no_command(name))
+    with errors_end_the_command():
+        importlib.import_module(COMMANDS[name][0]).main(typed[1:])
+
+
+def _no_command(name: str | None) -> str:
+    if name is None:
+        return "type a command, such as `dlion plot outputs`; `dlion --help` lists them"
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    meant = f"did you mean {close[0]}?" if close else f"choose of {', '.join(COMMANDS)}"
+    return f"there is no command {name}: {meant}"
+
+
+if __name__ == "__main__":
+    main()

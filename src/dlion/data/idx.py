@@ -1,0 +1,50 @@
+"""MNIST's IDX files: an array of bytes behind a header that says its shape."""
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from dlion.errors import UserError
+
+_BYTES = 8  # the code of unsigned bytes
+_MOST = 4 * 10**9  # bytes; a header may say anything
+
+
+def find_idx(folder: Path, part: str, kind: str) -> Path | None:
+    """Return the file of a part's images (``idx3``) or labels (``idx1``), packed or not, if any.
+
+    The names are those of MNIST and its like: ``train-images-idx3-ubyte``, also with a dot before
+    ``idx``, words in front, and ``.gz`` behind.
+    """
+    what = {"idx3": "images", "idx1": "labels"}[kind]
+    found = sorted(folder.rglob(f"*{part}-{what}[-.]{kind}-ubyte*"), key=lambda p: (p.suffix, p))
+    return next((path for path in found if path.suffix in ("", ".gz", f".{kind}-ubyte")), None)
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Read an array of unsigned bytes.
+
+    Raises:
+        UserError: if the file is cut, too long, or something else.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            zeros, code, dimensions = struct.unpack(">HBB", file.read(4))
+            shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
+            size = math.prod(shape)
+            if (zeros, code) != (0, _BYTES) or size > _MOST:
+                raise ValueError("its header is none of unsigned bytes")
+            content = file.read(size + 1)
+    except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
+        raise UserError(
+            f"{path} is no IDX file that can be read ({error}): copy it again"
+        ) from error
+    if len(content) != size:
+        raise UserError(
+            f"{path} does not hold the {size:,} bytes that its header says: copy it again"
+        )
+    return np.frombuffer(content, np.uint8).reshape(shape)

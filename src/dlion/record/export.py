@@ -1,0 +1,108 @@
+"""Copy the trained model of a finished run into a folder, to take it away.
+
+FOLDER then has model.safetensors, parameters and buffers by name, or what from_pretrained reads of
+a model of transformers, and config.yaml and summary.json, which say what the model is and how good.
+With --format state_dict it has model.pt instead, for torch.load and load_state_dict.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from dlion.arguments import DEFAULT_RUNS, make_parser
+from dlion.errors import UserError
+from dlion.record.runs import CONFIG, SUMMARY, Run
+from dlion.record.studies import find_runs
+
+MODEL, PRETRAINED = "model.safetensors", "model"  # what a run leaves: a file, or a folder
+FORMATS = ("safetensors", "state_dict")
+
+
+def export(run: Run, folder: Path, form: str = "safetensors") -> None:
+    """Write the model of a run into a folder; files of the same names are replaced.
+
+    Raises:
+        UserError: if the run is not finished, or holds no model.
+    """
+    if run.directory.parent.is_file():
+        raise UserError(f"{run.directory} is packed, without its model: give its directory")
+    if not run.finished:
+        raise UserError(f"{run.directory} is not finished: its model comes with its last step")
+    weights = _weights(run.directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "state_dict":
+        _write(folder / "model.pt", lambda part: _save_state_dict(weights, part))
+    else:
+        with_weights = weights[0].parent if weights[0].parent != run.directory else None
+        files = sorted(with_weights.iterdir()) if with_weights else weights
+        for file in filter(Path.is_file, files):
+            _copy(file, folder / file.name)
+    for name in (CONFIG, SUMMARY):
+        if (run.directory / name).exists():
+            _copy(run.directory / name, folder / Path(name).name)
+
+
+def _weights(directory: Path) -> list[Path]:
+    """Return the files with the tensors of a run's model; a large one has several."""
+    file = directory / MODEL
+    found = [file] if file.exists() else sorted((directory / PRETRAINED).glob("*.safetensors"))
+    if not found:
+        raise UserError(
+            f"{directory} holds no {MODEL}: runs leave it at their end, so train this one again"
+        )
+    return found
+
+
+def _save_state_dict(weights: list[Path], file: Path) -> None:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for part in weights:
+        try:
+            tensors |= load_file(part)
+        except SafetensorError as error:
+            raise UserError(f"{part} is damaged ({error}): copy it again") from error
+    torch.save(tensors, file)
+
+
+def _copy(file: Path, target: Path) -> None:
+    _write(target, lambda part: shutil.copyfile(file, part))
+
+
+def _write(target: Path, write: Callable[[Path], object]) -> None:
+    """Let a file be written, completely or, whatever happens, not at all."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        write(part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main(arguments: list[str]) -> None:
+    parser = make_parser("export", __doc__, "outputs/2026-05-04/10-11-12 -o digits")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_RUNS,
+        metavar="RUN",
+        help="the directory of a run, or one above no other; default: %(default)s",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="default: export in the run's directory"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s"
+    )
+    options = parser.parse_args(arguments)
+    run, *others = find_runs([options.run])
+    if others:
+        raise UserError(
+            f"{options.run} holds {1 + len(others)} runs: name one of them, such as {run.directory}"
+        )
+    folder = options.output or run.directory / "export"
+    export(run, folder, options.format)
+    print(folder)

@@ -1,0 +1,61 @@
+"""What a command owes to the terminal, pipe or log that it was started from, and to Ctrl-C."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+
+def prepare() -> None:
+    """Prepare a command's process, before it imports what takes seconds and prints anything.
+
+    Nothing that is printed ends it, though the terminal, pipe or log may go away: all goes through
+    ``sys.stdout`` and ``sys.stderr``, which are replaced. Ctrl-C ends it with one line and exit
+    code 130, until :func:`raise_interrupts` is called.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # it takes the place of one that was closed, which no other file may get
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
+        if not isinstance(stream, _Guarded):
+            setattr(sys, name, _Guarded(stream))
+    _at_interrupt(_leave)
+
+
+def raise_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, as there is something to clean up from here on."""
+    _at_interrupt(signal.default_int_handler)
+
+
+class _Guarded:
+    """A text stream that drops what cannot be written, and writes again as soon as it can."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it was closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def _at_interrupt(handler: Any) -> None:
+    """Set the handler of Ctrl-C, unless it is ignored, as in a shell's background."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _leave(*_: Any) -> NoReturn:
+    with suppress(OSError):
+        os.write(2, b"error: interrupted\n")
+    os._exit(130)

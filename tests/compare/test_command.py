@@ -1,0 +1,213 @@
+"""``dlion``: one style for all commands, and what a folder from elsewhere may not do to them."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dlion
+from dlion.__main__ import COMMANDS, main
+from tests.compare.runs import write_run
+
+READ_RUNS = ("collect", "plot", "report", "table", "publish", "export", "sync")
+
+
+@pytest.fixture
+def typed(command):
+    """Type a command line behind ``dlion``."""
+    return lambda *arguments: command(main, *arguments)
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Two runs in outputs, seen from the folder above."""
+    for method in ("g_lion", "dlion_mavo"):
+        write_run(tmp_path / "outputs", method, 0)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "outputs"
+
+
+@pytest.mark.slow
+def test_help_lists_the_commands_and_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom dlion.__main__ import main\n"
+        "try: main(['--help'])\nexcept SystemExit as end: assert end.code == 0\n"
+        "print([name for name in ('torch', 'numpy', 'matplotlib', 'plotly', 'wandb', 'hydra')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    *page, imported = done.stdout.splitlines()
+    assert imported == "[]", done.stderr
+    for name, (_, line) in COMMANDS.items():
+        assert any(words.split()[:1] == [name] and line in words for words in page)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_page_with_an_example(typed, name):
+    done = typed(name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: dlion {name} [-h]")
+    assert f"example: dlion {name} " in done.stdout
+    if name in READ_RUNS:
+        assert "default: outputs" in " ".join(done.stdout.split())
+
+
+def test_version(typed):
+    assert typed("--version").stdout == f"dlion {dlion.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "type a command, such as `dlion plot outputs`"),
+        (["plto", "outputs"], "there is no command plto: did you mean plot?"),
+        (["xyz"], "there is no command xyz: choose of collect, plot, "),
+        (["--verbose"], "unrecognized arguments: --verbose"),
+        (["plot", "--xx", "1"], "unrecognized arguments: --xx"),
+        (["plot", "nowhere"], "nowhere is not a directory"),
+        (["report", "empty"], "empty holds no run"),
+        (["report", "outputs", "-o", "empty"], "-o empty is a folder: type -o empty/report.html"),
+        (["report", "outputs", "-o", "file/x.html"], "file cannot be read or written"),
+        (["plot", "outputs", "-o", "x.jpg"], "x.jpg is no picture: choose .png, .svg, .pdf"),
+        (["collect", "outputs", "-o", "empty"], "-o empty is a folder"),
+        (["table", "outputs", "-o", "/proc/x"], "/proc/x"),
+        (["publish", "outputs"], "required: -o"),
+        (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),
+        (["sync", "outputs"], "outputs holds no run that was recorded offline"),
+        (["prepare", "nowhere.txt", "-o", "x", "--held-out", "1"], "give 2 or more"),
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_code_2(typed, runs, tmp_path, words, sentence):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    done = typed(*words)
+    assert done.returncode == 2 and sentence in done.stderr
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_runs_outputs_is_meant_and_files_go_there(typed, runs, tmp_path):
+    assert typed("plot").stdout.endswith("outputs/curves.png\n")
+    assert typed("report").stdout == "outputs/report.html\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs"]
+    assert {"curves.png", "report.html"} <= {path.name for path in runs.iterdir()}
+    printed = typed("collect").stdout
+    assert typed("collect", "-o", "new/runs.csv").stdout == "new/runs.csv\n"
+    assert (tmp_path / "new" / "runs.csv").read_bytes().decode() == printed
+    assert typed("table", "-o", "t.md").returncode == 0
+    assert (tmp_path / "t.md").read_text() == typed("table").stdout
+
+
+def test_beside_a_packed_file_is_its_folder(typed, runs, tmp_path):
+    assert typed("publish", "-o", "study").returncode == 0
+    assert typed("plot", "study/runs.jsonl", "-o", "study/n0.1").stdout.endswith("n0.1.png\n")
+    assert typed("report", "study/runs.jsonl").stdout == "study/report.html\n"
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_pictures_are_of_the_kind_of_their_suffix(typed, runs, tmp_path, suffix, start):
+    assert typed("plot", "-o", f"a.{suffix}").returncode == 0
+    assert (tmp_path / f"a.{suffix}").read_bytes().startswith(start)
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_and_a_full_disk_end_it_without_a_traceback(runs, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        process = [sys.executable, "-m", "dlion", "collect"]
+        done = subprocess.run(process, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr == ""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(process, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_what_was_typed_is_shown_as_typed_and_never_looked_up(typed, runs, monkeypatch):
+    monkeypatch.setenv("PLANTED", "hunter2")
+    directory = runs / "g_lion-0-0.001"
+    texts = ["optimizer.lr=${oc.env:PLANTED}", "schedule.warmup_steps=${steps}"]
+    (directory / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(texts))
+    sweep = {"sweeper": {"params": {"seed": "${oc.env:PLANTED}"}}, "overrides": {"task": texts}}
+    (runs / "multirun.yaml").write_text(yaml.safe_dump({"hydra": sweep}))
+    done = typed("collect")
+    assert done.returncode == 0, done.stderr
+    _, row = rows(done.stdout)
+    assert row["overrides"] == " ".join(texts)
+    assert typed("publish", "-o", "study").returncode == 0
+    written = [path.read_text() for path in runs.parent.glob("study/*.[jt]*")]
+    assert "hunter2" not in "".join([done.stdout, *written])
+    assert "warmup_steps=${steps}" in "".join(written)
+
+
+@pytest.mark.parametrize("start", ["=HYPERLINK()", "@SUM(1)", "+1", "-x", "\t=1"])
+def test_no_cell_is_a_formula(typed, runs, start):
+    directory = runs / "g_lion-0-0.001"
+    summary = json.loads((directory / "summary.json").read_text()) | {"optimizer": start}
+    summary["test_loss"] = -1.5
+    (directory / "summary.json").write_text(json.dumps(summary))
+    (row,) = (row for row in rows(typed("collect").stdout) if row["test_loss"] == "-1.5")
+    assert row["optimizer"] == f"'{start}"
+
+
+ODD = [
+    (".hydra/config.yaml", "workers: x", "workers is 'x', not a whole number"),
+    (".hydra/config.yaml", "optimizer: [1]", "optimizer is [1], not a group of settings"),
+    (".hydra/config.yaml", "model: {name: 3}", "name is 3, not a word"),
+    (".hydra/config.yaml", "lr: [1", "is damaged ("),
+    ("summary.json", "{}", "optimizer is None, not a word"),
+    ("summary.json", "[1]", "it holds [1], not keys"),
+    ("summary.json", "[" * 100_000, "recursion"),
+    ("metrics.jsonl", '{"step": 0, "test_loss": 1}\n', "step is 0"),
+    ("metrics.jsonl", '{"step": 1, "test_loss": 1}\n', "seconds is None, not a number"),
+    (".hydra/overrides.yaml", "[1", "is damaged ("),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), ODD)
+def test_a_run_with_an_odd_file_is_left_out_by_name_and_the_others_are_shown(
+    typed, runs, name, text, reason
+):
+    directory = runs / "g_lion-0-0.001"
+    (directory / name).write_text(text)
+    done = typed("table")
+    assert done.returncode == 0 and "dlion_mavo" in done.stdout and "g_lion" not in done.stdout
+    assert done.stderr.startswith("warning: left out: outputs/g_lion-0-0.001")
+    assert reason in done.stderr and len(done.stderr.splitlines()) == 1
+    done = typed("collect")
+    assert done.returncode == 0 and not done.stderr
+    good, bad = rows(done.stdout)
+    assert good["status"] == "finished" and bad["status"] == "damaged"
+    assert bad["directory"] == "outputs/g_lion-0-0.001" and reason in bad["failure"]
+    done = typed("publish", "-o", "study")
+    assert done.returncode == 2 and reason in done.stderr  # results are not published in part
+
+
+@pytest.mark.parametrize("name", ["multirun.yaml", "g_lion-0-0.001/.hydra/hydra.yaml"])
+@pytest.mark.parametrize(
+    "text", ["hydra: 3", "a: [1", "hydra: {launcher: {_target_: SlurmLauncher}}"]
+)
+def test_an_odd_file_of_hydra_does_not_end_the_table(typed, runs, name, text):
+    (runs / name).write_text(text)
+    done = typed("collect")
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert [row["status"] for row in table] == ["finished", "finished", "damaged"]
+    assert name in table[-1]["failure"]
+
+
+def test_where_nothing_can_be_read_it_is_said(typed, runs):
+    for directory in runs.iterdir():
+        (directory / "summary.json").write_text("{}")
+    done = typed("plot")
+    assert done.returncode == 2 and "none of these runs can be read" in done.stderr

@@ -1,0 +1,186 @@
+"""Anybody's pictures: every usual layout is read, and what is wrong is named in one sentence."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from dlion.data import imagenet, images
+from dlion.errors import TrainingFailed, UserError
+from tests.data.formats import (
+    picture,
+    write_cifar,
+    write_classes,
+    write_idx,
+    write_imagenet_folders,
+)
+
+
+def bomb(side: int = 30_000) -> bytes:
+    """Make a PNG of 900 million pixels in about 100 kB."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + checksum
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"x") + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("test_name", ["test", "val", "validation"])
+def test_folders_of_classes(tmp_path, test_name):
+    write_classes(tmp_path, ("train", test_name))
+    (tmp_path / "train" / "cats" / ".DS_Store").write_bytes(b"not a picture")
+    (tmp_path / "train" / ".cache").mkdir()
+    data = images(str(tmp_path))
+    assert (data.train_size, data.test_size, data.classes) == (16, 16, 2)
+    assert data.train_x.shape == (16, 3, 16, 16) and data.test_y.tolist() == 8 * [0] + 8 * [1]
+    first = np.asarray(Image.open(tmp_path / "train" / "cats" / "0.PNG"))
+    assert torch.equal(data.train_x[0], torch.from_numpy(first.copy()).permute(2, 0, 1))
+
+
+def test_folders_without_a_test_part_lose_a_tenth_to_it(tmp_path):
+    write_classes(tmp_path / "a", ("",))
+    write_classes(tmp_path / "b", ("train",))
+    one, two = images(str(tmp_path / "a")), images(str(tmp_path / "b"))
+    assert (one.train_size, one.test_size, one.classes) == (14, 2, 2)
+    assert torch.equal(one.train_x, two.train_x) and torch.equal(one.test_y, two.test_y)
+
+
+def test_grey_pictures_have_one_channel_unless_others_have_colour(tmp_path):
+    write_classes(tmp_path, ("train",), mode="L")
+    assert images(str(tmp_path)).channels == 1
+    write_classes(tmp_path, ("test",))
+    data = images(str(tmp_path))
+    assert data.train_x.shape[1] == data.test_x.shape[1] == 3
+    assert torch.equal(data.train_x[:, 0], data.train_x[:, 2])
+
+
+def test_pictures_that_differ_are_cut_and_scaled_when_asked_for(tmp_path):
+    write_classes(tmp_path)
+    Image.new("RGB", (40, 16)).save(tmp_path / "train" / "dogs" / "wide.png")
+    with pytest.raises(UserError, match=r"wide.png has 40 x 16 pixels, .* dataset.image_size=16"):
+        images(str(tmp_path))
+    assert images(str(tmp_path), image_size=12).train_x.shape == (17, 3, 12, 12)
+
+
+def test_pictures_of_16_bits_keep_their_shades(tmp_path):
+    shades = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    for i in range(20):
+        (tmp_path / f"{i % 2}").mkdir(exist_ok=True)
+        Image.fromarray(shades).save(tmp_path / f"{i % 2}" / f"{i}.png")
+    assert images(str(tmp_path)).train_x[0, 0].tolist() == (shades // 256).tolist()
+    Image.fromarray(shades.astype(np.int32)).save(tmp_path / "0" / "0.tif")
+    with pytest.raises(UserError, match=r"0.tif is not a picture .* 32 bits a pixel"):
+        images(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["-idx{}-ubyte", "-idx{}-ubyte.gz", ".idx{}-ubyte"])
+def test_idx_files(tmp_path, ending):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 9, 9))
+    for part, count in (("train", 20), ("t10k", 12)):
+        folder = tmp_path / "MNIST" / "raw"
+        write_idx(folder / f"{part}-images{ending.format(3)}", pixels[:count])
+        write_idx(folder / f"{part}-labels{ending.format(1)}", 1 + np.arange(count) % 5)
+    data = images(str(tmp_path))
+    assert (data.train_size, data.test_size, data.classes) == (20, 12, 5)
+    assert torch.equal(data.train_x[:, 0], torch.from_numpy(pixels.astype(np.uint8)))
+    assert data.test_y.tolist() == [i % 5 for i in range(12)]
+
+
+def test_tables_of_any_names(tmp_path):
+    cells = [{"bytes": picture(8, i % 3), "path": None} for i in range(20)]
+    kinds = [("cat", "dog", "emu")[i % 3] for i in range(20)]
+    table = Dataset.from_dict({"id": range(20), "scan": cells, "species": kinds})
+    table.to_parquet(tmp_path / "all.parquet")
+    with pytest.raises(UserError, match=r"columns id, scan, species: type dataset.label_column="):
+        images(str(tmp_path))
+    data = images(str(tmp_path), label_column="species")
+    assert (data.train_size, data.test_size, data.classes) == (18, 2, 3)
+    table.rename_column("species", "label").to_parquet(tmp_path / "all.parquet")
+    assert torch.equal(images(str(tmp_path)).train_x, data.train_x)
+    with pytest.raises(UserError, match=r"column id holds .*, not pictures"):
+        images(str(tmp_path), image_column="id")
+
+
+def test_the_hubs_tables(tmp_path):
+    write_cifar(tmp_path, columns=("img", "fine_label"))
+    data = images(str(tmp_path))
+    assert (data.train_size, data.test_size, data.classes) == (24, 12, 10)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda d: (d / "train/cats/3.PNG").write_bytes(b"x"), r"cats/3.PNG is not a picture"),
+        (lambda d: (d / "test/dogs/3.PNG").write_bytes(bomb()), r"dogs/3.PNG is .*bomb"),
+        (lambda d: (d / "train/emus").mkdir(), r"train/emus holds no pictures"),
+        (lambda d: (d / "train/cats").rename(d / "test/emus"), r"has the class dogs only"),
+        (lambda d: (d / "test/cats").rename(d / "test/emus"), r"test has the class emus, which"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said_in_one_line(tmp_path, spoil, sentence):
+    write_classes(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=sentence) as refused:
+        images(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_pictures_says_what_it_may_hold(tmp_path):
+    with pytest.raises(UserError, match=r"holds no pictures: give a folder with train/CLASS/\*"):
+        images(str(tmp_path))
+    with pytest.raises(UserError, match=r"nowhere is not a folder: give a folder with train/CLASS"):
+        images(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "content"),
+    [((20, 9, 9), 100), ((20, 9, 9), 20 * 81 + 1), ((2**31, 2**20, 9), 9), ((20,), 20)],
+)
+def test_damaged_idx_files_are_named(tmp_path, shape, content):
+    header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(header + content * b"x")
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(20) % 2)
+    with pytest.raises(UserError, match="train-images-idx3-ubyte"):
+        images(str(tmp_path))
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError, match="lies there without the labels"):
+        images(str(tmp_path))
+
+
+def test_too_many_pixels_for_the_memory_are_refused_before_they_are_decoded(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("1", (6000, 6000)).save(buffer, "PNG")
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for i in range(20):
+            (tmp_path / label / f"{i}.png").write_bytes(buffer.getvalue())
+    with pytest.raises(UserError, match=r"40 pictures of 6000 x 6000 pixels take 4.3 GB"):
+        images(str(tmp_path))
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_damaged_picture_that_is_decoded_later_is_named_too(tmp_path, loaders):
+    write_imagenet_folders(tmp_path)
+    (tmp_path / "train" / "n00000001" / "2.JPEG").write_bytes(bomb())
+    data = imagenet(str(tmp_path), image_size=16, loaders=loaders)
+    with pytest.raises(TrainingFailed, match=r"n00000001/2.JPEG is not a picture.*bomb") as failed:
+        list(data.batches([(torch.tensor([10]), 0)]))
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize("label", [-1, 10**9, 0.5, None])
+def test_labels_of_imagenet_that_are_none(tmp_path, label):
+    cells = [{"bytes": picture(8, i % 3), "path": None} for i in range(6)]
+    for split in ("train", "validation"):
+        labels = [0, 1, 2, 0, 1, label]
+        table = Dataset.from_dict({"image": cells, "label": labels})
+        table.to_parquet(tmp_path / f"{split}-0.parquet")
+    with pytest.raises(UserError, match=r"labels from|whole numbers"):
+        imagenet(str(tmp_path))

@@ -1,0 +1,76 @@
+"""The trained model of a run is taken away."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlion.errors import UserError
+from dlion.record.export import main
+from tests.compare.runs import write_run
+
+TENSORS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.zeros(2)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run that has left its model."""
+    write_run(tmp_path, "g_lion", 0)
+    save_file(TENSORS, tmp_path / "g_lion-0-0.001" / "model.safetensors")
+    return tmp_path / "g_lion-0-0.001"
+
+
+def same(tensors: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == TENSORS.keys() and all(
+        torch.equal(tensors[name], TENSORS[name]) for name in TENSORS
+    )
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_model_is_copied_with_what_it_is(run, tmp_path, capsys):
+    main([str(tmp_path), "-o", str(tmp_path / "mine" / "digits")])
+    folder = tmp_path / "mine" / "digits"
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert names(folder) == ["config.yaml", "model.safetensors", "summary.json"]
+    assert same(load_file(folder / "model.safetensors"))
+    assert json.loads((folder / "summary.json").read_text())["optimizer"] == "g_lion"
+    main([str(run)])  # again, and beside the run: it stays one run
+    main([str(tmp_path), "-o", str(folder)])
+    assert names(run / "export") == names(folder)
+
+
+def test_it_is_a_state_dict_where_that_is_wanted(run):
+    main([str(run), "--format", "state_dict"])
+    assert same(torch.load(run / "export" / "model.pt", weights_only=True))
+
+
+def test_a_model_of_transformers_keeps_all_its_files(run):
+    model = run / "model"
+    model.mkdir()
+    (run / "model.safetensors").rename(model / "model-1.safetensors")
+    save_file({"head": torch.ones(1)}, model / "model-2.safetensors")
+    (model / "config.json").write_text("{}")
+    main([str(run)])
+    assert names(run / "export") == [
+        *("config.json", "config.yaml", "model-1.safetensors", "model-2.safetensors"),
+        "summary.json",
+    ]
+    main([str(run), "--format", "state_dict", "-o", str(run / "one")])
+    assert torch.load(run / "one" / "model.pt", weights_only=True).keys() == {*TENSORS, "head"}
+
+
+def test_what_cannot_be_taken_is_said_and_leaves_nothing(run):
+    (run / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        main([str(run), "--format", "state_dict"])
+    assert not list((run / "export").iterdir())
+    (run / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"holds no model\.safetensors"):
+        main([str(run)])
+    (run / "summary.json").unlink()
+    with pytest.raises(UserError, match="is not finished"):
+        main([str(run)])

@@ -1,0 +1,387 @@
+"""What happens to a run while it trains, or to its files afterwards, costs it nothing silently."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from dlion import terminal
+from dlion.errors import Stopped, TrainingFailed, UserError
+from dlion.launch.local import run_processes
+from dlion.launch.resume import alone_in, checkpoint_to_resume, finished_run
+from dlion.locks import acquire, holding
+from dlion.record.runs import RunRecord, load_run, record_failure
+from dlion.training.checkpoint import find
+from dlion.training.console import RunConsole
+from dlion.training.signals import SignalNotice
+from tests.conftest import ROOT
+from tests.runs import Run, latest_step, record, start, train
+
+pytestmark = pytest.mark.slow
+
+SMALL = ["dataset=digits", "model=linear", "logger=none", "workers=2", "processes=1"]
+QUICK = [*SMALL, "steps=8", "log_every=2", "eval_every=8"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 8 steps that nothing happens to."""
+    directory = tmp_path_factory.mktemp("survival") / "whole"
+    train(*QUICK, f"output_dir={directory}", code=0)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The same run, stopped after step 6, with checkpoints of steps 4 and 6."""
+    directory = tmp_path_factory.mktemp("survival") / "stopped"
+    train(*QUICK, "checkpoint_every=2", "stop_after=6", f"output_dir={directory}", code=75)
+    return directory
+
+
+@pytest.fixture
+def cut(stopped, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(stopped, tmp_path / "cut")
+
+
+def state_of(directory):
+    return json.loads((directory / "checkpoint" / "step-00000006" / "state.json").read_text())
+
+
+def forge(folder, change):
+    """Change state.json and make its checksum fit."""
+    state = json.loads((folder / "state.json").read_text())
+    change(state)
+    del state["sha256"]
+    state["sha256"] = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def test_no_bit_of_a_checkpoints_state_can_change_unnoticed(cut):
+    file = cut / "checkpoint" / "step-00000006" / "state.json"
+    content, run = file.read_bytes(), state_of(cut)["run"]
+    before, _ = find(cut, run)
+    for bit in range(0, 8 * len(content), 29):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        found, complaints = find(cut, run)
+        if complaints:
+            assert found.progress.step == 4 and "state.json is damaged" in complaints[0]
+        else:
+            assert found == before
+
+
+def swap_workers(folder):
+    names = [folder / f"worker-0000{worker}.safetensors" for worker in range(2)]
+    one, other = (name.read_bytes() for name in names)
+    names[0].write_bytes(other)
+    names[1].write_bytes(one)
+
+    def swap(state):
+        files = state["files"]
+        first, second = (files[name.name] for name in names)
+        files[names[0].name], files[names[1].name] = second, first
+
+    forge(folder, swap)
+
+
+def claim_a_long_header(folder):
+    content = (1 << 60).to_bytes(8, "little") + b"{}"
+    (folder / "common.safetensors").write_bytes(content)
+    sums = [len(content), hashlib.sha256(content).hexdigest()]
+    forge(folder, lambda state: state["files"].update({"common.safetensors": sums}))
+
+
+def put_a_pipe_in_its_place(folder):
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+
+
+def progress(**values):
+    return lambda folder: forge(folder, lambda state: state["progress"].update(values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (swap_workers, "worker-00000.safetensors is the file of another worker or step"),
+        (claim_a_long_header, "common.safetensors is damaged"),
+        (put_a_pipe_in_its_place, "state.json is missing"),
+        (progress(step=5), "it is of step 5, and not what its name says"),
+        (progress(step=True), "state.json is damaged"),
+        (progress(step=6.0), "state.json is damaged"),
+        (progress(last_row="x"), "state.json is damaged"),
+        (progress(seconds=-1.0), "state.json is damaged"),
+    ],
+)
+def test_a_forged_checkpoint_gives_way_to_the_one_before(cut, damage, complaint):
+    run = state_of(cut)["run"]
+    damage(cut / "checkpoint" / "step-00000006")
+    found, (reason,) = find(cut, run)
+    assert found.progress.step == 4 and complaint in reason
+
+
+def test_damage_of_all_kinds_at_once_is_named_and_changes_no_result(whole, cut, tmp_path):
+    folder, elsewhere = cut / "checkpoint", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("step-best", "step-00000004-copy", "old-step-00000004"):
+        shutil.copytree(folder / "step-00000004", folder / name)
+    (folder / "step-zzz").mkdir()
+    (folder / "step-00000008.part").symlink_to(elsewhere)
+    (folder / "step-00000002").symlink_to(elsewhere)
+    rows = (cut / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    broken = [b'{"step": 1, "train\n', b"\xff\xfe\n", b"[1]\n", b'{"epoch": 1}\n', b"\x00" * 9]
+    (cut / "metrics.jsonl").write_bytes(b"".join([*broken[:2], *rows, *broken[2:]]))
+    (cut / "failure.txt").mkdir()
+    done = train(*QUICK, "keep_checkpoints=1", f"output_dir={cut}", "resume=auto", code=0)
+    kept = ["old-step-00000004", "step-00000002", "step-00000004-copy", "step-00000008"]
+    assert sorted(p.name for p in folder.iterdir()) == [*kept, "step-best", "step-zzz"]
+    assert not (folder / "step-00000008").is_symlink() and not list(elsewhere.iterdir())
+    assert f"damaged lines of {cut}/metrics.jsonl, now in metrics.jsonl.damaged: 1, 2, 6, 7" in (
+        done.stderr
+    )
+    assert (cut / "metrics.jsonl.damaged").read_bytes() == b"".join(broken[:4])
+    assert record(cut) == record(whole)
+
+
+def test_rows_that_are_gone_are_missed(cut):
+    (cut / "metrics.jsonl").unlink()
+    done = train(*QUICK, f"output_dir={cut}", "resume=auto", code=0)
+    assert "metrics.jsonl has lost the rows after step 0, up to that of step 6" in done.stderr
+
+
+def test_a_folder_has_one_run_at_a_time(cut):
+    before = sorted(p.name for p in cut.iterdir())
+    with alone_in(cut):
+        for more in ([], ["resume=auto"]):
+            refused = train(*QUICK, f"output_dir={cut}", *more, code=2)
+            assert refused.stderr.count("\n") == 1
+            assert f"{cut} is in use by another run" in refused.stderr
+    assert sorted(p.name for p in cut.iterdir()) == before
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    train(*QUICK, "workers=3", f"output_dir={tmp_path / 'a' / 'b'}", "processes=2", code=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_that_is_printed_leads_on_after_ctrl_c_and_a_lost_terminal(tmp_path):
+    for number, code in ((signal.SIGINT, 130), (signal.SIGHUP, 75)):
+        cut = tmp_path / f"cut {number}"
+        run = start(*SMALL, "processes=2", "steps=100000", f"output_dir='{cut}'")
+        for pid in (*run.workers(), run.pid):  # as the terminal does, to all
+            os.kill(pid, number)
+        if number == signal.SIGHUP:  # which the shell sends as well
+            run.send_signal(number)
+        done = run.wait(timeout=60)
+        assert done.returncode == code, done.stderr
+        saved, command = done.stderr.splitlines()[-1].split("; to go on: ")
+        assert saved == f"stopped after step {latest_step(cut)}"
+        again = Run([*shlex.split(command)[1:], "steps=1000000"]).wait()
+        assert "the schedule of 1000000 has other learning rates" in again.stderr
+
+
+def test_ctrl_c_while_python_imports_is_one_line():
+    run = subprocess.Popen(
+        [sys.executable, "train.py", *QUICK],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while "/torch/" not in Path(f"/proc/{run.pid}/maps").read_text():
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    assert run.communicate() == ("", "error: interrupted\n")
+    assert run.returncode == 130
+
+
+def _interrupt_launcher(times):
+    if times == 2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _ in range(times):
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.2)
+    time.sleep(60)
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    with pytest.raises(Stopped) as stop:
+        run_processes(1, _interrupt_launcher, 1)
+    assert (stop.value.step, stop.value.signal) == (None, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_processes(1, _interrupt_launcher, 2)
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with SignalNotice() as notice:
+            signal.raise_signal(signal.SIGHUP)
+            assert notice.first is None
+            signal.raise_signal(signal.SIGUSR1)
+            assert notice.first == signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def gone_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def closed_file():
+    with Path(os.devnull).open("w") as stream:
+        return stream
+
+
+def full_disk():
+    return Path("/dev/full").open("w")
+
+
+@pytest.mark.parametrize("lose", [gone_pipe, closed_file, full_disk, lambda: None])
+def test_a_terminal_or_log_that_goes_away_ends_nothing(monkeypatch, lose):
+    handler = signal.getsignal(signal.SIGINT)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, lose())
+    terminal.prepare()
+    signal.signal(signal.SIGINT, handler)
+    console = RunConsole(2, active=True)
+    console.begin({"method": "dlion_mavo"})
+    console.row({"step": 1, "train_loss": 1.0, "test_loss": 1.0, "sent_bytes": 1})
+    console.finish("")
+    print("to nobody", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.close()
+
+
+def test_what_killed_launchers_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("dead", "alive", "foreign"):
+        folder = tmp_path / f"dlion-processes-{name}"
+        folder.mkdir()
+        (folder / "rendezvous").touch()
+        (folder / "outcome-0.json").touch()
+    (tmp_path / "dlion-processes-foreign" / "thesis.tex").touch()
+    alive = acquire(tmp_path / "dlion-processes-alive")
+    assert run_processes(1, json.dumps, 1) == "1"
+    os.close(alive)
+    left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*"))
+    assert left == [
+        "dlion-processes-alive/outcome-0.json",
+        "dlion-processes-alive/rendezvous",
+        "dlion-processes-foreign/thesis.tex",
+    ]
+
+
+def test_a_lock_outlives_neither_its_holder_nor_its_file(tmp_path):
+    file = tmp_path / "lock"
+    with holding(file):
+        with pytest.raises(BlockingIOError), holding(file):
+            pass
+        file.unlink()
+        with holding(file):  # of a folder that was removed and made again
+            pass
+    assert not file.exists()
+
+
+def test_rows_outlive_the_removal_of_their_folder(tmp_path, capsys):
+    directory = tmp_path / "run"
+    rows = RunRecord(directory)
+    rows.append({"step": 1})
+    shutil.rmtree(directory)
+    rows.append({"step": 2})
+    rows.append({"step": 3})
+    rows.finish({})
+    assert [row["step"] for row in load_run(directory).metrics] == [1, 2, 3]
+    assert capsys.readouterr().err.count("was removed or moved while the run writes to it") == 1
+
+
+def test_a_record_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingFailed, match=r"metrics.jsonl could not be written \(No space"):
+        RunRecord(tmp_path).append({"step": 1})
+    (tmp_path / "failure.txt").mkdir()
+    record_failure(tmp_path, "boom")
+    assert load_run(tmp_path).failure is None
+    with pytest.raises(UserError, match="cannot be written"), alone_in(Path("/proc/run")):
+        pass
+
+
+def test_resuming_without_a_folder_finds_it_or_refuses(tmp_path):
+    def run(*overrides, code):
+        settings = [*SMALL, "steps=4", *overrides]
+        done = Run([str(ROOT / "train.py"), *settings], cwd=tmp_path).wait()
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "needs the sweep's folder: type" in run("-m", "resume=auto", "seed=0,1", code=2)
+    shutil.rmtree(tmp_path / "outputs")
+    run("stop_after=2", code=75)
+    (first,) = tmp_path.glob("outputs/*/*")
+    name = first.relative_to(tmp_path)
+    assert "finds no unfinished run" in run("resume=auto", "seed=1", code=2)
+    with alone_in(first):
+        assert f"({name} is in use)" in run("resume=auto", code=2)
+    assert f"going on with {name}, the newest unfinished run" in run("resume=auto", code=0)
+    assert f"({name} is finished)" in run("resume=auto", code=2)
+    assert list(tmp_path.glob("outputs/*/*")) == [first]
+
+
+def settings_of(directory, **values):
+    """Return the settings of a run for resume=auto, some of them replaced."""
+    recorded = load_run(directory).config | {"resume": "auto"} | values
+    return OmegaConf.create(recorded)
+
+
+def test_a_finished_run_is_only_gone_on_with_if_there_is_more_to_do(whole, tmp_path, capsys):
+    assert finished_run(settings_of(whole), whole).finished
+    assert "is finished; nothing is left to do" in capsys.readouterr().out
+    assert finished_run(settings_of(whole, steps=10), whole) is None
+    with pytest.raises(UserError, match="schedule=constant can be extended"):
+        checkpoint_to_resume(settings_of(whole), whole, 10)
+    with pytest.raises(UserError, match="nothing is left of 6 steps"):
+        checkpoint_to_resume(settings_of(whole), whole, 6)
+    optimizer = load_run(whole).config["optimizer"] | {"lr": 0.5}
+    with pytest.raises(UserError, match=r"is finished, and had another seed, optimizer\.lr:"):
+        finished_run(settings_of(whole, seed=1, optimizer=optimizer), whole)
+    damaged = shutil.copytree(whole, tmp_path / "damaged")
+    for content in ("{}", "[]"):
+        (damaged / "summary.json").write_text(content)
+        with pytest.raises(UserError, match=r"summary.json is damaged \("):
+            finished_run(settings_of(whole), damaged)
+
+
+def test_a_run_without_a_checkpoint_starts_anew_aloud_and_not_over_another(whole, tmp_path, capsys):
+    config = settings_of(whole)
+    assert checkpoint_to_resume(config, tmp_path, 8) is None
+    assert f"nothing to resume in {tmp_path}: starting anew" in capsys.readouterr().out
+    killed = shutil.copytree(whole, tmp_path / "killed")
+    (killed / "summary.json").unlink()
+    shutil.rmtree(killed / "checkpoint")
+    assert checkpoint_to_resume(config, killed, 8) is None
+    with pytest.raises(UserError, match="without a checkpoint that had another seed:"):
+        checkpoint_to_resume(settings_of(whole, seed=1), killed, 8)
+
+
+def test_a_constant_schedule_is_extended_to_the_bit(tmp_path):
+    settings = [*SMALL, "schedule=constant", "log_every=2", "eval_every=2"]
+    train(*settings, "steps=8", f"output_dir={tmp_path / 'whole'}", code=0)
+    for steps in (4, 8):
+        resume = ["resume=auto"] if steps == 8 else []
+        train(*settings, f"steps={steps}", *resume, f"output_dir={tmp_path / 'more'}", code=0)
+    assert record(tmp_path / "more") == record(tmp_path / "whole")
