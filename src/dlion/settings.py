@@ -93,25 +93,6 @@ class Network:
 
 
 @dataclass
-class Logger:
-    """Weights & Biases beside the run's own record.
-
-    Args:
-        project: name of the project.
-        entity: user or team; null: your default.
-        group: the dashboard compares the runs of a group.
-        tags: words to find the run by.
-        mode: auto: online if there are a key and a network; disabled: nothing is recorded.
-    """
-
-    project: Name
-    entity: Name | None
-    group: Name | None
-    tags: list[Name]
-    mode: Literal["auto", "online", "offline", "disabled"]
-
-
-@dataclass
 class Use:
     """How the samples of any data set are used.
 
@@ -197,7 +178,7 @@ class Settings:
     dataset: Annotated[Any, Component(shared=Use)]
     schedule: Annotated[Any, Component(own=Schedule)]
     network: Annotated[Any, Component(own=Network)]
-    logger: Annotated[Any, Component(own=Logger)]
+    logger: Annotated[Any, Component()]
 
     workers: Count
     processes: Count | None

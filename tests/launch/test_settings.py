@@ -187,10 +187,10 @@ WRONG = {
     # where to
     "output_dir=": "output_dir= is not possible: give a folder",
     "output_dir=null": "output_dir=null is not possible: give a folder",
-    "output_dir=file": "output_dir=file cannot be written to",
-    "output_dir=file/below": "cannot be written to",
+    "output_dir=file": "output_dir=file cannot be written",
+    "output_dir=file/below": "cannot be written",
     """'output_dir="~no-one/x"'""": "output_dir=~no-one/x is below the home of nobody here",
-    "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written to",
+    "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written",
     "hydra.run.dir=x": "type output_dir=x",
     # sweeps
     "-m optimizer=g_lion,g_lyon": "optimizer=g_lyon is unknown (did you mean g_lion?)",
@@ -199,7 +199,7 @@ WRONG = {
     "-m 'seed=interval(0,1)'": "seed=interval(0,1) has no end of values",
     "-m output_dir=x seed=0,1": "type hydra.sweep.dir=DIR",
     "-m hydra.sweep.dir= seed=0,1": "hydra.sweep.dir= is not possible",
-    "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope cannot be written to",
+    "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope cannot be written",
     "-m experiment=vote_attack,vote_local": "one recipe at a time",
     "hydra/launcher=slurm": "add -m",
     # components of one's own

@@ -39,7 +39,7 @@ class RankInfo:
     port: int | None = None
 
     def export(self) -> None:
-        """Set the variables that :func:`dlion.launch.meeting.join_process_group` reads, as torchrun would.
+        """Set the variables that :mod:`dlion.launch.meeting` reads, as torchrun would.
 
         Processes on one machine use loopback, unless GLOO_SOCKET_IFNAME names an interface.
 
