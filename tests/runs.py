@@ -233,6 +233,14 @@ def record(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     summary = json.loads((directory / "summary.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     for row in (summary, *rows):
-        for key in ("seconds", "seconds_per_step", "processes", "commit", "machine", "versions"):
+        for key in (
+            "seconds",
+            "seconds_per_step",
+            "processes",
+            "commit",
+            "machine",
+            "versions",
+            "date",
+        ):
             row.pop(key, None)
     return summary, rows

@@ -158,8 +158,9 @@ class Settings:
         log_every: steps between lines of the log.
         checkpoint_every: steps between checkpoints; null: at the end only.
         keep_checkpoints: number of checkpoints that are kept, the latest.
-        resume: auto: go on from the latest good checkpoint in output_dir, if any; a run's
-            directory: from that of this run.
+        resume: auto: go on from the latest good checkpoint in output_dir or, if none is typed, of
+            the newest unfinished run of the same settings; a run's directory: from that of this
+            run.
         stop_after: steps after which the run ends with a checkpoint, as if interrupted.
         max_restarts: how often the processes are restarted from the latest checkpoint after a
             failure.

@@ -63,6 +63,7 @@ def test_a_run_is_recorded_and_not_overwritten(tmp_path):
         "commit",
         "machine",
         "versions",
+        "date",
     ]
     assert (summary["paper_bits_up"], summary["paper_bits_down"]) == (1, 1)
     profile = json.loads((out / "profile.json").read_text())

@@ -1,8 +1,9 @@
-"""Where a run's figures come from: the commit, the machine and the versions that made them."""
+"""Where a run's figures come from: commit, machine, versions and day."""
 
 import platform
 import shutil
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def provenance(device: str) -> dict[str, Any]:
         "commit": commit(),
         "machine": machine(device),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
