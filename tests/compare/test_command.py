@@ -166,7 +166,7 @@ ODD = [
     (".hydra/config.yaml", "model: {name: 3}", "name is 3, not a word"),
     (".hydra/config.yaml", "lr: [1", "is damaged ("),
     ("summary.json", "{}", "optimizer is None, not a word"),
-    ("summary.json", "[1]", "it holds [1], not keys"),
+    ("summary.json", "[1]", "is damaged (it is not an object)"),
     ("summary.json", "[" * 100_000, "recursion"),
     ("metrics.jsonl", '{"step": 0, "test_loss": 1}\n', "step is 0"),
     ("metrics.jsonl", '{"step": 1, "test_loss": 1}\n', "seconds is None, not a number"),

@@ -78,7 +78,7 @@ def test_parameters_are_drawn_into_the_box(tmp_path, method):
 def test_wrong_values_are_one_clear_line():
     for overrides, sentence in (
         (["accumulate=64"], "type accumulate=31 or less"),
-        (["precision=fp16"], "choose float32, bf16_mixed, bf16"),
+        (["precision=fp16"], "choose float32, bf16_mixed or bf16"),
         (["box=true", "optimizer.weight_decay=0"], "type optimizer.weight_decay=1"),
     ):
         done = train(*SETTINGS, *overrides, code=2)
