@@ -31,9 +31,9 @@ def same_bits(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_tree_trains_to_the_bits_of_itself():
-    done = same_bits("--tree", str(ROOT), "--smoke")
+    done = same_bits("--tree", str(ROOT), "--smoke", "--only", "dlion_mavo")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all 5 cases are equal" in done.stdout
+    assert "all 2 cases are equal" in done.stdout
 
 
 def test_one_bit_of_one_step_is_found(tmp_path: Path):
