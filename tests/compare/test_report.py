@@ -166,5 +166,8 @@ def test_it_fits_a_phone_and_paper(page, browser):
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 700
     for element in browser.find_elements("css selector", ".main-svg, table"):
         assert element.rect["x"] + element.rect["width"] <= 700
+    for frame in browser.find_elements("css selector", ".figures [role=img]"):
+        drawn = frame.find_element("css selector", ".svg-container").rect["height"]
+        assert frame.rect["height"] < drawn + 20  # no blank paper below it
     colours = browser.find_elements("css selector", ".filters i")
     assert colours and all(colour.is_displayed() for colour in colours)  # they are the legend
