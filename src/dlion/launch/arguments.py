@@ -44,9 +44,16 @@ class Arguments:
                     _check_word(word, following)
 
     def ordered(self) -> list[str]:
-        """Return the words with all settings before the options, as argparse needs them."""
-        settings = set(self.settings)
-        return [*self.settings, *(word for word in self._words if word not in settings)]
+        """Return the words with all settings before the options, as argparse needs them.
+
+        Hydra composes the settings of a default run, but those of ``evaluate=RUN`` are the run's:
+        settings of groups may be added where the groups of a default run lack them.
+        """
+        settings, options = self.settings, [w for w in self._words if w not in self.settings]
+        if any(word.startswith("evaluate=") for word in settings):
+            in_group = re.compile(r"(?!hydra\.)\w+\.[\w.]+=")
+            settings = [f"++{word}" if in_group.match(word) else word for word in settings]
+        return [*settings, *options]
 
 
 def _check_word(word: str, following: str) -> None:
