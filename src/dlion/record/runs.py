@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.files import leads_to, write_atomically
@@ -210,16 +208,16 @@ def load_run(directory: Path) -> Run:
     summary, config = None, None
     overrides: list[str] = []
     if (file := directory / SUMMARY).exists():
-        with _named_if_damaged(file):
+        with named_if_damaged(file):
             summary = json.loads(file.read_text("utf-8"))
             if not isinstance(summary, dict):
                 raise ValueError("it is not an object")
     if (file := directory / CONFIG).exists():
-        with _named_if_damaged(file):
+        with named_if_damaged(file):
             recorded = read_yaml(file)
             config = resolve(recorded) if isinstance(recorded, dict) else None
     if (file := directory / OVERRIDES).exists():
-        with _named_if_damaged(file):
+        with named_if_damaged(file):
             overrides = [str(override) for override in read_yaml(file)]
     failure = directory / FAILURE
     return Run(
@@ -261,13 +259,16 @@ def _silence(directory: Path) -> float:
 
 
 @contextlib.contextmanager
-def _named_if_damaged(file: Path) -> Iterator[None]:
-    """Name the file that cannot be read.
+def named_if_damaged(file: Path) -> Iterator[None]:
+    """Name a file that is not as it was written, whatever somebody wrote there instead.
 
     Runs write whole files or none: a file that cannot be read was edited, or copied in part.
+
+    Raises:
+        UserError: in that case.
     """
     try:
         yield
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file} is damaged ({reason}): copy it again, or leave it out") from error
