@@ -1,12 +1,12 @@
 """``dlion COMMAND``: look at runs, and what goes before and after them. ``train.py`` trains."""
 
 import argparse
-import difflib
 import importlib
 import sys
 
 import dlion
 from dlion.arguments import Parser, errors_end_the_command
+from dlion.values import did_you_mean
 
 # where the function ``main`` of a command is, and what it does; nothing is imported before its use
 COMMANDS = {
@@ -58,9 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _no_command(name: str | None) -> str:
     if name is None:
         return "type a command, such as `dlion plot outputs`; `dlion --help` lists them"
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    meant = f"did you mean {close[0]}?" if close else f"choose of {', '.join(COMMANDS)}"
-    return f"there is no command {name}: {meant}"
+    return f"{name} is not a command{did_you_mean(name, COMMANDS)}: choose {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def errors_end_the_command() -> Iterator[None]:
             sys.exit(1)
         _leave(f"error: {reason}", 1)
     except KeyboardInterrupt as interrupt:
-        _leave(": ".join(["interrupted", *map(str, interrupt.args)]), 130)
+        _leave(": ".join(["error: interrupted", *map(str, interrupt.args)]), 130)
 
 
 def _leave(sentence: str, code: int) -> NoReturn:
@@ -164,8 +164,5 @@ def link(text: str) -> int | None:
         return None
     try:
         return parse_rate(text)
-    except UserError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a rate: write a number and a unit, such as 100mbit or 2.5gbit, at"
-            " least 1kbit, or loopback"
-        ) from None
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or loopback") from None

@@ -84,16 +84,22 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         raise UserError(explain(error)) from error
     del plain["methods"]  # those of the chosen method are in optimizer now
     if str(plain["output_dir"]).startswith("~"):
-        plain["output_dir"] = _expanded(plain["output_dir"])
+        plain["output_dir"] = expand_home("output_dir", plain["output_dir"])
     return OmegaConf.create(plain, flags={"struct": True})
 
 
-def _expanded(folder: str) -> str:
-    """Return a folder below somebody's home by its whole name, as not all shells do."""
+def expand_home(key: str, value: str) -> str:
+    """Return a path that begins with ~ by its whole name, as not all shells do.
+
+    Raises:
+        UserError: if it is the home of nobody.
+    """
     try:
-        return str(Path(folder).expanduser())
+        return str(Path(value).expanduser())
     except RuntimeError:
-        raise UserError(f"output_dir={folder} is below the home of nobody here") from None
+        raise UserError(
+            f"{key}={value} is below the home of nobody here: type the whole path"
+        ) from None
 
 
 def _check_added(settings: DictConfig, typed: list[str]) -> None:

@@ -4,13 +4,13 @@
 class UserError(ValueError):
     """A wrong value that the user can correct.
 
-    The message is one sentence: what was wrong, what is allowed, what to type. ``train.py`` prints
-    it without a traceback and exits with code 2.
+    The message is one sentence: what was wrong, what is allowed, what to type. ``train.py`` and
+    ``dlion`` print it without a traceback and exit with code 2.
     """
 
 
 class RunFailed(RuntimeError):
-    """A run failed after it started; the message names the process and its error."""
+    """Something failed that had begun, with exit code 1; the message says what, and why."""
 
     def __init__(self, reason: str, leaving: bool = False):
         """With ``leaving`` a signal had asked the run to end, and it must not be restarted."""

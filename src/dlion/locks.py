@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlion.files import leads_to
+
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -45,7 +47,7 @@ def holding(file: Path, patience: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        if _names(file, descriptor):
+        if leads_to(file, descriptor):
             file.unlink()
         os.close(descriptor)
 
@@ -62,7 +64,7 @@ def acquire(path: Path, flags: int = os.O_RDONLY) -> int:
     descriptor = os.open(path, flags)
     try:
         _lock(path, descriptor, fcntl.LOCK_EX)
-        if not _names(path, descriptor):
+        if not leads_to(path, descriptor):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     except BaseException:
         os.close(descriptor)
@@ -96,10 +98,3 @@ def _lock(path: Path, descriptor: int, kind: int) -> None:
             " second run out of that folder",
             file=sys.stderr,
         )
-
-
-def _names(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    return False

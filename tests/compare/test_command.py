@@ -65,8 +65,7 @@ def test_version(typed):
     ("words", "sentence"),
     [
         ([], "type a command, such as `dlion plot outputs`"),
-        (["plto", "outputs"], "there is no command plto: did you mean plot?"),
-        (["xyz"], "there is no command xyz: choose of collect, plot, "),
+        (["plto", "outputs"], "plto is not a command (did you mean plot?): choose collect, plot, "),
         (["--verbose"], "unrecognized arguments: --verbose"),
         (["plot", "--xx", "1"], "unrecognized arguments: --xx"),
         (["plot", "nowhere"], "nowhere is not a directory"),

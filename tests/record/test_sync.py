@@ -35,7 +35,7 @@ def sync(capsys, *paths) -> tuple[int, str, str]:
 def test_each_run_of_a_sweep_is_sent_once_and_a_failure_is_told(sweep, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     code, _, error = sync(capsys, sweep)
-    assert code == 1 and "no server answers" in error and len(error.splitlines()) == 1
+    assert code == 1 and "127.0.0.1:9 does not answer" in error and len(error.splitlines()) == 1
     (damaged,) = sweep.glob("b/wandb/offline-run-*/*.wandb")
     whole = damaged.read_bytes()
     damaged.write_bytes(b"nothing of wandb's")

@@ -16,7 +16,7 @@ from dlion import models
 from dlion.data import ImageData, TextData
 from dlion.errors import UserError
 from dlion.exchange import Channel
-from dlion.launch.stored import in_any_group
+from dlion.launch.arguments import Arguments
 from dlion.training.evaluation import evaluate
 from dlion.training.weights import check_weights, load_weights, save_model
 from dlion.workers import Workers
@@ -215,5 +215,5 @@ def test_a_foreign_run_is_not_executed(root, tmp_path, group, values, sentence):
 
 def test_settings_of_groups_reach_the_recorded_ones():
     words = ["evaluate=RUN", "dataset.path=a=b", "hydra.x=2", "+dataset.loaders=1"]
-    assert in_any_group(words) == [words[0], "++dataset.path=a=b", *words[2:]]
-    assert in_any_group(words[1:]) == words[1:]
+    assert Arguments(words).ordered() == [words[0], "++dataset.path=a=b", *words[2:]]
+    assert Arguments(words[1:]).ordered() == words[1:]

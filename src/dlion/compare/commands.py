@@ -1,36 +1,20 @@
 """The commands that runs came from, as Hydra keeps them beside a run and beside a sweep."""
 
-import contextlib
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from dlion.errors import UserError
 from dlion.record.configs import read_yaml
-from dlion.record.runs import Run
+from dlion.record.runs import Run, named_if_damaged
 
 
 def read_hydra(file: Path) -> dict[str, Any]:
     """Return what Hydra recorded of itself in hydra.yaml or multirun.yaml; nothing is looked up."""
     return read_yaml(file)["hydra"]
-
-
-@contextlib.contextmanager
-def named_if_odd(file: Path) -> Iterator[None]:
-    """Name a file that is not as Hydra writes it, whatever somebody wrote there instead.
-
-    Raises:
-        UserError: in that case.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file} is not as Hydra wrote it ({reason}): copy it again") from error
 
 
 def sweep_overrides(hydra: Mapping[str, Any]) -> list[list[str]]:
@@ -55,7 +39,7 @@ def command(run: Run) -> str:
     typed, options = run.overrides, []
     file = run.directory.parent / "multirun.yaml"
     if file.exists():
-        with named_if_odd(file):
+        with named_if_damaged(file):
             hydra = read_hydra(file)
             # of several sweeps into one directory, the file describes the last
             if typed in sweep_overrides(hydra):

@@ -14,7 +14,7 @@ from typing import Any
 from dlion.arguments import DEFAULT_RUNS, make_parser, output_file
 from dlion.errors import RunFailed
 from dlion.files import write_atomically
-from dlion.record.loggers import can_sync
+from dlion.record.loggers import why_not_sync
 
 TITLE = "Accuracy against bandwidth"
 GROUPS = ("dataset.name", "model.name", "optimizer.name", "workers")
@@ -169,10 +169,9 @@ def main(arguments: list[str]) -> None:
         help="what would be created, if it cannot be; default: %(default)s",
     )
     options = parser.parse_args(arguments)
-    if can_sync():
+    addresses, reason = [], why_not_sync()
+    if reason is None:
         addresses, reason = create(options.entity, options.project)
-    else:
-        addresses, reason = [], "there is no key, or no server answers; type `wandb login`"
     print(*addresses, sep="\n", end="\n" if addresses else "")
     if reason is None:
         return

@@ -34,6 +34,7 @@ from dlion.compare.style import (
     title_of,
 )
 from dlion.compare.table import overview
+from dlion.files import whole_file
 
 REFERENCE = "g_lion"  # the method whose bits the others save
 LABEL_DISTANCE = 9  # points between a marker and its name
@@ -110,12 +111,11 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
         canvas.legend(legend.values(), names, title=note, **place)
     canvas.suptitle(_title(curves, figure), fontsize=11)
     kind = path.suffix.removeprefix(".")
-    unfinished = path.with_name(f"{path.name}.part")
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # equal runs, equal files
-    with pyplot.rc_context({"svg.hashsalt": "dlion", "svg.fonttype": "none"}):
-        canvas.savefig(unfinished, format=kind, dpi=130, metadata=dates.get(kind))
+    constant = {"svg.hashsalt": "dlion", "svg.fonttype": "none"}
+    with whole_file(path) as part, pyplot.rc_context(constant):
+        canvas.savefig(part, format=kind, dpi=130, metadata=dates.get(kind))
     pyplot.close(canvas)
-    unfinished.replace(path)
 
 
 def _panels(curves: list[Curve], figure: Figure) -> list[Panel]:

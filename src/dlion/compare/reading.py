@@ -80,7 +80,7 @@ def _expect(run: Run, file: str, part: Any, kinds: dict[str, type], needed: bool
     """Check the kinds of values, which may be missing or null unless they are needed."""
     if not isinstance(part, dict):
         raise UserError(
-            f"{run.directory / file} is odd: it holds {_short(part)}, not keys with values"
+            f"{run.directory / file} is odd: it holds {reprlib.repr(part)}, not keys with values"
         )
     for key, kind in kinds.items():
         value = part.get(key)
@@ -89,9 +89,5 @@ def _expect(run: Run, file: str, part: Any, kinds: dict[str, type], needed: bool
             continue
         if isinstance(value, bool) or not isinstance(value, allowed):
             raise UserError(
-                f"{run.directory / file} is odd: {key} is {_short(value)}, not {_NAMES[kind]}"
+                f"{run.directory / file} is odd: {key} is {reprlib.repr(value)}, not {_NAMES[kind]}"
             )
-
-
-def _short(value: Any) -> str:
-    return reprlib.repr(value)

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dlion.compare.commands import named_if_odd, read_hydra, sweep_overrides
+from dlion.compare.commands import read_hydra, sweep_overrides
+from dlion.record.runs import named_if_damaged
 
 Job = tuple[int, int]  # its id, and its number in the array; 0 without one
 
@@ -25,7 +26,7 @@ def job_of(directory: Path) -> Job | None:
     file = directory / ".hydra" / "hydra.yaml"
     if not file.exists():
         return None
-    with named_if_odd(file):
+    with named_if_damaged(file):
         hydra = read_hydra(file)
         return parse_jobs(hydra["job"]["id"])[0] if _on_slurm(hydra) else None
 
@@ -40,7 +41,7 @@ def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path,
     Raises:
         UserError: if multirun.yaml is damaged.
     """
-    with named_if_odd(sweep / "multirun.yaml"):
+    with named_if_damaged(sweep / "multirun.yaml"):
         hydra = read_hydra(sweep / "multirun.yaml")
         if not _on_slurm(hydra):
             return {}

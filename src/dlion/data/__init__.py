@@ -15,6 +15,7 @@ from dlion.data.own_images import images
 from dlion.data.sharding import Sharding
 from dlion.data.text import TextData, stdlib_text
 from dlion.data.tokens import prepared_text
+from dlion.settings import Use, parameters
 
 __all__ = [
     "Data",
@@ -39,11 +40,7 @@ __all__ = [
 ]
 
 
-# settings of a data set that say how it is used, not where it comes from
-_USE = ("sharding", "alpha", "validation")
-
-
 def load(node: Any) -> Data:
     """Load the data set of a config node; ``validation`` replaces its test set by training data."""
-    data = instantiate({key: value for key, value in node.items() if key not in _USE})
+    data = instantiate({key: value for key, value in node.items() if key not in parameters(Use)})
     return data.hold_out() if node.validation else data

@@ -182,7 +182,7 @@ def _to(device: str, batch: Batch | str) -> Batch:
 
 
 def imagenet(
-    path: Folder | None = None,
+    path: Folder,
     image_size: Count = 224,
     auto_augment: bool = False,
     mixup: NotNegative = 0.0,
@@ -203,10 +203,6 @@ def imagenet(
     Raises:
         UserError: if there is neither, or if the two parts differ in their classes.
     """
-    if path is None:
-        raise UserError(
-            f"ImageNet must be on a disk: type dataset.path=DIR, {folder_with('imagenet')}"
-        )
     root = Path(path).expanduser()
     if any(entry.is_dir() for entry in root.glob("train/*")):
         train, test, classes = _load_folders(root)

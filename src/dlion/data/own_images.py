@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def images(
-    path: Folder | None = None,
+    path: Folder,
     image_size: Count | None = None,
     augment: bool = True,
     flip: bool = False,
@@ -54,10 +54,6 @@ def images(
     Raises:
         UserError: if the folder holds none of these, or a picture or a label is not one.
     """
-    if path is None:
-        raise UserError(
-            f"the pictures must be on a disk: type dataset.path=DIR, {folder_with('images')}"
-        )
     root = Path(path).expanduser()
     if not root.is_dir():
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with('images')}")

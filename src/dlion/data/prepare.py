@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dlion.arguments import make_parser
+from dlion.arguments import make_parser, whole
 from dlion.data.parquet import open_hub
 from dlion.data.tokens import (
     BYTES,
@@ -284,37 +284,37 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--held-out",
-        type=int,
+        type=whole(0),
+        metavar="N",
         help="every so many documents one is for the test; 0: the last tenth of each; default: by"
         " the number of documents",
     )
-    args = parser.parse_args(arguments)
-    if args.held_out is not None and (args.held_out < 0 or args.held_out == 1):
+    options = parser.parse_args(arguments)
+    if options.held_out == 1:
+        raise UserError("--held-out 1 leaves nothing to train on: give 2 or more, or 0")
+    if options.output.exists() and not options.output.is_dir():
+        raise UserError(f"--output={options.output} is a file: give a folder")
+    table = _load_documents(options.sources, options.split, options.separator)
+    tokenizer = options.tokenizer or (BYTES if Path(options.sources[0]).exists() else "gpt2")
+    if options.column not in table.column_names:
         raise UserError(
-            f"--held-out={args.held_out} leaves nothing to train on: give 2 or more, or 0"
+            f"--column={options.column}: there are {', '.join(table.column_names)} only"
         )
-    if args.output.exists() and not args.output.is_dir():
-        raise UserError(f"--output={args.output} is a file: give a folder")
-    table = _load_documents(args.sources, args.split, args.separator)
-    tokenizer = args.tokenizer or (BYTES if Path(args.sources[0]).exists() else "gpt2")
-    if args.column not in table.column_names:
-        raise UserError(f"--column={args.column}: there are {', '.join(table.column_names)} only")
+    origin = [*map(_resolved, options.sources), "--split", options.split]
+    origin += ["--column", options.column, "--tokenizer", _resolved(tokenizer)]
+    origin += ["--separator", options.separator] if options.separator else []
     try:
         prepare(
             table,
             load_tokenizer(tokenizer, "--tokenizer"),
-            args.output,
-            args.column,
-            args.held_out,
-            origin=shlex.join(
-                [*map(_resolved, args.sources), "--split", args.split, "--column", args.column]
-                + ["--tokenizer", _resolved(tokenizer)]
-                + (["--separator", args.separator] if args.separator else [])
-            ),
+            options.output,
+            options.column,
+            options.held_out,
+            origin=shlex.join(origin),
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("type the same command again to go on") from None
-    command = how_to_train(args.output)
-    facts = read_facts(args.output)
+    command = how_to_train(options.output)
+    facts = read_facts(options.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
-    print(f"{args.output}: {counts} tokens; train on them with\n{command}")
+    print(f"{options.output}: {counts} tokens; train on them with\n{command}")

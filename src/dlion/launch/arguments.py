@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
+from dlion.config import expand_home
 from dlion.errors import UserError
 from dlion.settings import Settings, component_of, parameters
 
@@ -25,7 +26,7 @@ class Arguments:
         Raises:
             UserError: what to type instead of a word that is neither.
         """
-        words = [re.sub(r"(?<==)~(?=/)", str(Path.home()), word) for word in words]
+        words = list(map(_with_home, words))
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
         self._words = words
@@ -44,9 +45,21 @@ class Arguments:
                     _check_word(word, following)
 
     def ordered(self) -> list[str]:
-        """Return the words with all settings before the options, as argparse needs them."""
-        settings = set(self.settings)
-        return [*self.settings, *(word for word in self._words if word not in settings)]
+        """Return the words with all settings before the options, as argparse needs them.
+
+        Hydra composes the settings of a default run, but those of ``evaluate=RUN`` are the run's:
+        settings of groups may be added where the groups of a default run lack them.
+        """
+        settings, options = self.settings, [w for w in self._words if w not in self.settings]
+        if any(word.startswith("evaluate=") for word in settings):
+            in_group = re.compile(r"(?!hydra\.)\w+\.[\w.]+=")
+            settings = [f"++{word}" if in_group.match(word) else word for word in settings]
+        return [*settings, *options]
+
+
+def _with_home(word: str) -> str:
+    key, _, value = word.partition("=")
+    return f"{key}={expand_home(key, value)}" if value.startswith("~") else word
 
 
 def _check_word(word: str, following: str) -> None:

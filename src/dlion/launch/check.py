@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,25 +133,6 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
     path = dataset.get("path")
     if data_is_here and path and not Path(str(path)).expanduser().exists():
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
-
-
-def make_directory(name: str | Path, setting: str) -> None:
-    """Make a directory, and try whether files can be written there.
-
-    Raises:
-        UserError: naming the setting, if not.
-    """
-    directory = Path(name)
-    if name == "":
-        raise UserError(f"{setting}= is not possible: give a folder")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise UserError(
-            f"{setting}={directory} cannot be written to ({error.strerror}): type {setting}=DIR"
-            " with another folder"
-        ) from error
 
 
 def _device(setting: str | None) -> str:

@@ -53,10 +53,6 @@ def run(main: Callable[[], Any], conf: Path) -> None:
             print(help_text(arguments, conf))
         else:
             sys.argv[1:] = arguments.ordered()
-            if any(word.startswith("evaluate=") for word in arguments.settings):
-                from dlion.launch.stored import in_any_group  # here, as it takes seconds
-
-                sys.argv[1:] = in_any_group(sys.argv[1:])
             main()
     except tuple(_EXIT_CODES) as error:
         _leave(error)

@@ -112,7 +112,9 @@ def _key(key: str, settings: dict[str, Any]) -> str:
     hints = parameters(Settings)
     first = key.partition(".")[0]
     if first not in hints:
-        raise UserError(f"{key} is not a setting{did_you_mean(key, hints)}: see --help")
+        raise UserError(
+            f"{key} is not a setting{did_you_mean(key, hints)}: see `python train.py --help`"
+        )
     if component_of(hints[first]):
         raise UserError(f"{first} is a group: type `python train.py --help {first}=NAME`")
     return "\n".join(_entries(first, settings[first], hints[first], sentences(Settings)[first]))

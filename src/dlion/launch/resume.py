@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -39,20 +40,37 @@ def alone_in(output_dir: Path) -> Iterator[None]:
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     with ExitStack() as stack:
         stack.callback(_remove_empty, made)
-        try:
+        with _named_if_not_writable("output_dir", output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(holding(output_dir / _LOCK, _PATIENCE))
-        except BlockingIOError:
-            raise UserError(
-                f"{output_dir} is in use by another run: wait for its end, or choose another"
-                " directory with output_dir=DIR"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"output_dir={output_dir} cannot be written ({error.strerror}): choose another"
-                " directory with output_dir=DIR"
-            ) from error
         yield
+
+
+def make_sweep_dir(directory: Path) -> None:
+    """Make the directory of a sweep, and try whether files can be written there.
+
+    Raises:
+        UserError: if not.
+    """
+    with _named_if_not_writable("hydra.sweep.dir", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+
+
+@contextmanager
+def _named_if_not_writable(setting: str, directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError:
+        raise UserError(
+            f"{directory} is in use by another run: wait for its end, or choose another directory"
+            f" with {setting}=DIR"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{setting}={directory} cannot be written ({error.strerror}): choose another directory"
+            f" with {setting}=DIR"
+        ) from error
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:

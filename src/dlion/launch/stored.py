@@ -1,6 +1,5 @@
 """The settings with which ``evaluate=RUN`` measures the model of a run again."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,16 +19,6 @@ _ALLOWED = (  # beside evaluate=RUN
     *("model._target_", "device", "backend", "processes", "threads", "timeout", "eval_limit"),
     "logger",  # which is not asked
 )
-
-
-def in_any_group(words: list[str]) -> list[str]:
-    """Let typed settings of groups be added where the groups of a default run lack them.
-
-    Hydra composes the settings of a default run, but those of ``evaluate=RUN`` are the run's.
-    """
-    if not any(word.startswith("evaluate=") for word in words):
-        return words
-    return [f"++{word}" if re.match(r"(?!hydra\.)\w+\.[\w.]+=", word) else word for word in words]
 
 
 def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:

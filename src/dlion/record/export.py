@@ -6,15 +6,14 @@ With --format state_dict it has model.pt instead, for torch.load and load_state_
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from dlion.arguments import DEFAULT_RUNS, make_parser
 from dlion.errors import UserError
-from dlion.record.runs import CONFIG, SUMMARY, Run
+from dlion.files import whole_file
+from dlion.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, Run
 from dlion.record.studies import find_runs
 
-MODEL, PRETRAINED = "model.safetensors", "model"  # what a run leaves: a file, or a folder
 FORMATS = ("safetensors", "state_dict")
 
 
@@ -31,10 +30,11 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
     weights = _weights(run.directory)
     folder.mkdir(parents=True, exist_ok=True)
     if form == "state_dict":
-        _write(folder / "model.pt", lambda part: _save_state_dict(weights, part))
+        with whole_file(folder / "model.pt") as part:
+            _save_state_dict(weights, part)
     else:
-        with_weights = weights[0].parent if weights[0].parent != run.directory else None
-        files = sorted(with_weights.iterdir()) if with_weights else weights
+        pretrained = weights[0].parent
+        files = weights if pretrained == run.directory else sorted(pretrained.iterdir())
         for file in filter(Path.is_file, files):
             _copy(file, folder / file.name)
     for name in (CONFIG, SUMMARY):
@@ -68,17 +68,8 @@ def _save_state_dict(weights: list[Path], file: Path) -> None:
 
 
 def _copy(file: Path, target: Path) -> None:
-    _write(target, lambda part: shutil.copyfile(file, part))
-
-
-def _write(target: Path, write: Callable[[Path], object]) -> None:
-    """Let a file be written, completely or, whatever happens, not at all."""
-    part = target.with_name(f"{target.name}.part")
-    try:
-        write(part)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(target) as part:
+        shutil.copyfile(file, part)
 
 
 def main(arguments: list[str]) -> None:

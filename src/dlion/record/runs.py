@@ -1,7 +1,8 @@
 """The record of a run: how it is written while the run goes on, and how it is read again.
 
 A run has a directory. ``metrics.jsonl`` has a line per measurement, ``summary.json`` is written at
-the end; if the run fails instead, ``failure.txt`` says why. ``.hydra`` has the configuration.
+the end, beside the trained model; if the run fails instead, ``failure.txt`` says why. ``.hydra``
+has the configuration.
 """
 
 import contextlib
@@ -16,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dlion.errors import TrainingFailed, UserError
-from dlion.files import write_atomically
+from dlion.files import leads_to, write_atomically
 from dlion.record.configs import read_yaml, resolve
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
+MODEL, PRETRAINED = "model.safetensors", "model"  # a file, or a folder of save_pretrained
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 
@@ -67,7 +67,7 @@ class RunRecord:
         with _written(self._file):
             self._metrics.write(_line(row))
             self._metrics.flush()
-            if not self._is_there():
+            if not leads_to(self._file, self._metrics.fileno()):
                 self._write_again()
 
     def sync(self) -> None:
@@ -82,12 +82,6 @@ class RunRecord:
         file = self.directory / SUMMARY
         with _written(file):
             write_atomically(file, json.dumps(finite(summary), indent=2) + "\n")
-
-    def _is_there(self) -> bool:
-        """Whether the file's name still leads to the file that is open."""
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(self._file.stat(), os.fstat(self._metrics.fileno()))
-        return False
 
     def _write_again(self) -> None:
         """Write all rows to a new file, as somebody has removed or moved the one that is open."""
@@ -214,16 +208,16 @@ def load_run(directory: Path) -> Run:
     summary, config = None, None
     overrides: list[str] = []
     if (file := directory / SUMMARY).exists():
-        with _named_if_damaged(file):
+        with named_if_damaged(file):
             summary = json.loads(file.read_text("utf-8"))
             if not isinstance(summary, dict):
                 raise ValueError("it is not an object")
     if (file := directory / CONFIG).exists():
-        with _named_if_damaged(file):
+        with named_if_damaged(file):
             recorded = read_yaml(file)
             config = resolve(recorded) if isinstance(recorded, dict) else None
     if (file := directory / OVERRIDES).exists():
-        with _named_if_damaged(file):
+        with named_if_damaged(file):
             overrides = [str(override) for override in read_yaml(file)]
     failure = directory / FAILURE
     return Run(
@@ -265,13 +259,16 @@ def _silence(directory: Path) -> float:
 
 
 @contextlib.contextmanager
-def _named_if_damaged(file: Path) -> Iterator[None]:
-    """Name the file that cannot be read.
+def named_if_damaged(file: Path) -> Iterator[None]:
+    """Name a file that is not as it was written, whatever somebody wrote there instead.
 
     Runs write whole files or none: a file that cannot be read was edited, or copied in part.
+
+    Raises:
+        UserError: in that case.
     """
     try:
         yield
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file} is damaged ({reason}): copy it again, or leave it out") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlion.arguments import add_runs, make_parser
 from dlion.errors import RunFailed, UserError
-from dlion.record.loggers import can_sync
+from dlion.record.loggers import why_not_sync
 
 AT_ONCE = 4  # runs
 
@@ -93,8 +93,8 @@ def main(arguments: list[str]) -> None:
     folders = offline_runs(options.runs)
     waiting = [folder for folder in folders if not is_sent(folder)]
     if waiting:
-        if not can_sync():
-            raise RunFailed("there is no key, or no server answers: type `wandb login`")
+        if (reason := why_not_sync()) is not None:
+            raise RunFailed(f"nothing was sent to Weights & Biases: {reason}")
         sync(waiting)
     before = len(folders) - len(waiting)
     print(f"sent now: {len(waiting)}; before: {before}")

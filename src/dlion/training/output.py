@@ -12,12 +12,12 @@ from dlion.machine import cores
 from dlion.optim import DistributedOptimizer
 from dlion.record.loggers import Recording, make_logger
 from dlion.record.provenance import provenance
-from dlion.record.runs import METRICS, RunRecord, finite
+from dlion.record.runs import RunRecord, finite, read_rows
 from dlion.timer import Timer
 from dlion.training.checkpoint import Progress, identity
 from dlion.training.console import RunConsole
 from dlion.training.job import Job
-from dlion.units import human_bytes
+from dlion.units import human_bytes, show_rate
 
 # these follow one another on the main thread; the others run beside them, or are waited for
 _PHASES = ("forward", "backward", "encode", "wait", "apply")
@@ -42,11 +42,10 @@ class Output:
             self.origin = provenance(job.device)
             resolved = OmegaConf.to_container(job.config, resolve=True) | self.origin
             self.record = RunRecord(job.output_dir, job.resume and job.resume.progress.last_row)
-            metrics = job.output_dir / METRICS
             recording = Recording(
                 config=resolved,
                 directory=job.output_dir,
-                rows=list(map(json.loads, metrics.read_text("utf-8").splitlines())),
+                rows=read_rows(job.output_dir)[0],
                 group=_group(job),
                 online=job.rate is None,
             )
@@ -144,7 +143,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
     n = workers.count
     network = f"{job.backend} on {job.device}"
     if job.rate is not None:
-        network += f", links of {job.rate / 1e6:g} Mbit/s (emulated)"
+        network += f", links of {show_rate(job.rate)} (emulated)"
     sent = traffic.sent_bytes / workers.local
     sends = f"{human_bytes(sent)} a step"
     if sent:

@@ -9,7 +9,6 @@ Weights are read as numbers alone: nothing that a file says is executed.
 import functools
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +25,11 @@ from dlion import data as datasets
 from dlion import models
 from dlion.data import Data
 from dlion.errors import TrainingFailed, UserError
-from dlion.record.runs import CONFIG, load_run
+from dlion.files import whole_file
+from dlion.record.runs import CONFIG, MODEL, PRETRAINED, load_run
+from dlion.settings import SPECIAL
 from dlion.training.precision import in_precision
 
-FILE, FOLDER = "model.safetensors", "model"
 _SHOWN = 3  # names in an error message
 _ROOMS = {"model": models, "dataset": datasets}
 _FROM_ELSEWHERE = ("pretrained", "checkpoint_path")  # where timm's models take weights from
@@ -82,11 +82,11 @@ def load_model(
     """
     directory = Path(run).expanduser()
     settings = recorded_settings(directory, ("model", "precision"), ("model",) if build else ())
-    if (directory / FOLDER).is_dir():
-        model = models.saved_causal_lm(directory / FOLDER)
+    if (directory / PRETRAINED).is_dir():
+        model = models.saved_causal_lm(directory / PRETRAINED)
     else:
         if data is None:
-            data = _recorded_shape(directory / FILE)
+            data = _recorded_shape(directory / MODEL)
         make = _maker(settings["model"], build)
         with torch.device("meta"):
             check_weights(make(data), directory)  # before memory is taken for it
@@ -193,8 +193,8 @@ def recorded_settings(
             f"{directory / CONFIG} looks values up or names more functions than a recorded run"
             " does: give a run as it was recorded"
         )
-    if "path" in settings["model"] and (directory / FOLDER).is_dir():
-        settings["model"]["path"] = str(directory / FOLDER)  # where it began may be gone
+    if "path" in settings["model"] and (directory / PRETRAINED).is_dir():
+        settings["model"]["path"] = str(directory / PRETRAINED)  # where it began may be gone
     for source in _FROM_ELSEWHERE:
         settings["model"].pop(source, None)
     return settings
@@ -212,7 +212,7 @@ def _maker(
     """Return what makes a recorded model of a data set or its shape."""
     if build is None:
         return functools.partial(models.build, node)
-    options = {key: value for key, value in node.items() if key not in ("name", "_target_")}
+    options = {key: value for key, value in node.items() if key not in SPECIAL}
     return lambda data: build(data, **options)
 
 
@@ -230,11 +230,8 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 def _save_file(tensors: dict[str, Tensor], shape: models.Shape | None, directory: Path) -> None:
     metadata = {"format": "pt", "settings": CONFIG, "data": json.dumps(shape and asdict(shape))}
-    part = directory / f"{FILE}.part"
-    save_file(tensors, part, metadata)
-    with part.open("rb") as stream:
-        os.fsync(stream.fileno())
-    part.replace(directory / FILE)
+    with whole_file(directory / MODEL) as part:
+        save_file(tensors, part, metadata)
 
 
 def _save_folder(
@@ -243,7 +240,7 @@ def _save_folder(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of one file
-    part, final = directory / f"{FOLDER}.part", directory / FOLDER
+    part, final = directory / f"{PRETRAINED}.part", directory / PRETRAINED
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part, state_dict=tensors)
     if hasattr(tokenizer, "save_pretrained"):
@@ -273,10 +270,10 @@ def _files(source: str | Path) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
-    for folder in (path, path / FOLDER):
-        if (folder / FILE).is_file():
-            return [folder / FILE]
-        index = folder / f"{FILE}.index.json"
+    for folder in (path, path / PRETRAINED):
+        if (folder / MODEL).is_file():
+            return [folder / MODEL]
+        index = folder / f"{MODEL}.index.json"
         if index.is_file():
             try:
                 parts = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
@@ -285,7 +282,7 @@ def _files(source: str | Path) -> list[Path]:
                 raise UserError(f"{index} is damaged: copy it again") from error
     raise UserError(
         f"{source} holds no weights: give the directory of a finished run, a .safetensors file, or"
-        f" a folder with {FILE}"
+        f" a folder with {MODEL}"
     )
 
 

@@ -1,6 +1,5 @@
 """SLURM as a Hydra launcher, in the namespace where Hydra looks for plugins."""
 
-import shutil
 import subprocess
 from collections.abc import Sequence
 
@@ -17,19 +16,13 @@ class CheckedSlurmLauncher(submitit_launcher.SlurmLauncher):
         """Submit the jobs of a sweep, and wait for them.
 
         Raises:
-            UserError: if SLURM's programs are missing, or sbatch refuses the jobs.
+            UserError: if sbatch refuses the jobs.
         """
         # imported here, as Hydra loads this module whenever it starts
         from submitit.core.utils import FailedJobError
 
         from dlion.errors import UserError
 
-        missing = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
-        if missing:
-            raise UserError(
-                f"hydra/launcher=slurm needs SLURM, but there is no {' and no '.join(missing)} on"
-                " this machine: type it on one from which jobs are submitted, or leave it out"
-            )
         try:
             return super().launch(job_overrides, initial_job_idx)
         except FailedJobError as error:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -26,16 +27,18 @@ class QuickSweeper(BasicSweeper):
         """
         # imported here, as Hydra loads this module whenever it starts
         from dlion.errors import UserError
-        from dlion.launch.check import make_directory
         from dlion.launch.environment import detect
+        from dlion.launch.resume import make_sweep_dir
 
         assert self.hydra_context is not None and self.config is not None
         if (started := detect()) is not None:
             raise UserError(f"a sweep starts its own processes: type it without {started.source}")
         launcher = self.config.hydra.runtime.choices["hydra/launcher"]
-        if "slurm" in launcher and shutil.which("srun") is None:
+        missing = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
+        if "slurm" in launcher and missing:
             raise UserError(
-                f"hydra/launcher={launcher} needs SLURM, but srun is not on this machine: type"
+                f"hydra/launcher={launcher} needs SLURM, but there is no {' and no '.join(missing)}"
+                " on this machine: type it on one from which jobs are submitted, or"
                 " hydra/launcher=basic to run the sweep here"
             )
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -54,7 +57,9 @@ class QuickSweeper(BasicSweeper):
         (batch,) = self.split_arguments(overrides, None)
         print(f"{len(batch)} run{'s' * (len(batch) > 1)}", flush=True)
         self._check(batch)
-        make_directory(self.config.hydra.sweep.dir, "hydra.sweep.dir")
+        if self.config.hydra.sweep.dir == "":
+            raise UserError("hydra.sweep.dir= is not possible: give a folder")
+        make_sweep_dir(Path(self.config.hydra.sweep.dir))
         return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:

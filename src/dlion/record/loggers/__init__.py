@@ -3,15 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from hydra.utils import get_object
-
 from dlion.config import instantiate
 from dlion.errors import UserError
 from dlion.record.loggers.base import Careful, Logger, Recording, without_secrets
 from dlion.record.loggers.csv_table import CsvLogger
 from dlion.record.loggers.tensorboard import TensorBoardLogger
 from dlion.record.loggers.wandb_run import WandbLogger
-from dlion.record.loggers.wandb_server import can_sync
+from dlion.record.loggers.wandb_server import why_not_sync
+from dlion.settings import SPECIAL, locate
 
 __all__ = [
     "CsvLogger",
@@ -19,9 +18,9 @@ __all__ = [
     "Recording",
     "TensorBoardLogger",
     "WandbLogger",
-    "can_sync",
     "check_logger",
     "make_logger",
+    "why_not_sync",
 ]
 
 
@@ -40,8 +39,8 @@ def check_logger(node: Any) -> None:
     Raises:
         UserError: one sentence about what is missing or wrong.
     """
-    settings = {key: value for key, value in node.items() if key not in ("name", "_target_")}
-    logger = get_object(node["_target_"])
+    settings = {key: value for key, value in node.items() if key not in SPECIAL}
+    logger = locate(node["_target_"], "logger")
     if not (isinstance(logger, type) and issubclass(logger, Logger)):
         raise UserError(
             f"logger._target_={node['_target_']} is no logger: give a subclass of"

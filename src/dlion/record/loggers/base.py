@@ -1,6 +1,5 @@
 """What a logger is, what it is told of a run, and why none can end one."""
 
-import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -83,9 +82,8 @@ class Careful(Logger):
 
 
 def warn(sentence: str) -> None:
-    """Print a warning where there is still somebody to read it."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    """Print a warning."""
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:

@@ -10,12 +10,12 @@ from urllib.request import ProxyHandler, build_opener, getproxies
 _PATIENCE = 2.0  # seconds for which the server may be silent
 
 
-def can_sync() -> bool:
-    """Whether there is a key for the server, and the server answers; not while a run is shown."""
+def why_not_sync() -> str | None:
+    """Say why nothing can be sent, with the settings of the moment; not while a run is shown."""
     import wandb
 
     wandb.teardown()  # it reads settings once, and they may be others now
-    return obstacle(wandb.setup().settings) is None
+    return obstacle(wandb.setup().settings)
 
 
 def obstacle(settings: Any) -> str | None:
@@ -24,7 +24,7 @@ def obstacle(settings: Any) -> str | None:
     Whether the server takes the key is not asked: only wandb itself shows it the key.
     """
     if not has_key(settings):
-        return f"there is no key for {settings.base_url}, type `wandb login`"
+        return f"there is no key for {settings.base_url}: type `wandb login`"
     if not _answers(settings):
         return f"{settings.base_url} does not answer"
     return None
