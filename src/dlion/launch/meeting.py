@@ -30,7 +30,13 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
         method = env["DLION_RENDEZVOUS"]
         store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
     else:
-        store = _meet(env, rank, processes, limit)
+        try:
+            store = _meet(env, rank, processes, limit)
+        except dist.DistNetworkError as error:
+            raise TrainingFailed(
+                f"the processes cannot meet at MASTER_ADDR={env['MASTER_ADDR']}: set it to a name"
+                " or address of the first process's machine that all of them know"
+            ) from error
     store.set_timeout(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
 
@@ -74,6 +80,8 @@ def _listen(host: str, ports: range) -> socket.socket:
         try:
             if host in ("127.0.0.1", "localhost"):
                 return socket.create_server(("127.0.0.1", port), backlog=1024)
+            if host == "::1":
+                return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
             return socket.create_server(

@@ -26,7 +26,7 @@ from dlion import data as datasets
 from dlion import models
 from dlion.data import Data
 from dlion.errors import TrainingFailed, UserError
-from dlion.record.runs import CONFIG, load_run
+from dlion.record.runs import CONFIG, SUMMARY, holds_run, load_run
 from dlion.training.precision import in_precision
 
 FILE, FOLDER = "model.safetensors", "model"
@@ -268,9 +268,11 @@ def _files(source: str | Path) -> list[Path]:
     """Return the files that hold weights.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are none, or they are those that a run had before it got more steps.
     """
     path = Path(source).expanduser()
+    if holds_run(path) and not (path / SUMMARY).exists():
+        raise UserError(f"{source} is not finished: its model comes with its last step")
     if path.is_file():
         return [path]
     for folder in (path, path / FOLDER):
