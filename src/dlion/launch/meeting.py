@@ -30,13 +30,7 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
         method = env["DLION_RENDEZVOUS"]
         store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
     else:
-        try:
-            store = _meet(env, rank, processes, limit)
-        except dist.DistNetworkError as error:
-            raise TrainingFailed(
-                f"the processes cannot meet at MASTER_ADDR={env['MASTER_ADDR']}: set it to a name"
-                " or address of the first process's machine that all of them know"
-            ) from error
+        store = _meet(env, rank, processes, limit)
     store.set_timeout(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
 
@@ -57,7 +51,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
         guide, listener = _listen(host, ports), _listen(host, range(1))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            host,
+            "::1" if host == "::1" else "127.0.0.1",  # the others' name for it may mean nothing here
             port,
             is_master=True,
             timeout=limit,
