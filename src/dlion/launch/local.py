@@ -7,7 +7,6 @@ hosts such a server and forks beside it: now and then a child inherits a held lo
 starts.)
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.locks import acquire
+from dlion.machine import die_with
 from dlion.training.signals import SIGNALS, SignalNotice
 
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
@@ -224,7 +224,7 @@ def _work(
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _die_with(parent)
+    die_with(parent)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
@@ -285,13 +285,3 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, _SENTENCES):
         return str(error)
     return traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process if the launcher is killed."""
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # the launcher died before the line above
-        os._exit(1)

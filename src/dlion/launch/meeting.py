@@ -51,9 +51,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
         guide, listener = _listen(host, ports), _listen(host, range(1))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            "::1"
-            if host == "::1"
-            else "127.0.0.1",  # the others' name for it may mean nothing here
+            "::1" if host == "::1" else "127.0.0.1",  # others may know it by another name
             port,
             is_master=True,
             timeout=limit,
