@@ -17,7 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dlion import terminal
-from dlion.errors import Stopped, TrainingFailed, UserError
+from dlion.errors import Finished, Stopped, TrainingFailed, UserError
 from dlion.launch.local import run_processes
 from dlion.launch.resume import alone_in, checkpoint_to_resume, finished_run
 from dlion.locks import acquire, holding
@@ -209,13 +209,13 @@ def test_ctrl_c_while_python_imports_is_one_line():
     assert (run.returncode, said) == (130, "error: interrupted\n")
 
 
-def _interrupt_launcher(times):
-    if times == 2:
+def _interrupt_launcher(times, finish=False):
+    if times == 2 or finish:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for _ in range(times):
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(0.2)
-    time.sleep(60)
+    return "finished" if finish else time.sleep(60)
 
 
 def test_a_second_ctrl_c_does_not_wait():
@@ -224,6 +224,12 @@ def test_a_second_ctrl_c_does_not_wait():
     assert (stop.value.step, stop.value.signal) == (None, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_processes(1, _interrupt_launcher, 2)
+
+
+def test_no_run_follows_one_that_finishes_after_ctrl_c():
+    with pytest.raises(Finished, match="stopped as this run has finished") as end:
+        run_processes(1, _interrupt_launcher, 1, True)
+    assert (end.value.result, end.value.signal) == ("finished", signal.SIGINT)
 
 
 def test_a_signal_that_is_ignored_stays_so():
@@ -318,6 +324,8 @@ def test_a_record_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "failure.txt").mkdir()
     record_failure(tmp_path, "boom")
     assert load_run(tmp_path).failure is None
+    record_failure(tmp_path / "nothing", "interrupted")
+    assert not (tmp_path / "nothing").exists()
     with pytest.raises(UserError, match="cannot be written"), alone_in(Path("/proc/run")):
         pass
 

@@ -1,5 +1,7 @@
 """The exceptions that are written for the user."""
 
+from typing import Any
+
 
 class UserError(ValueError):
     """A wrong value that the user can correct.
@@ -36,5 +38,19 @@ class Stopped(RuntimeError):
         super().__init__(step, signal)
 
     def __str__(self) -> str:
-        when = "before its first step" if self.step is None else f"after step {self.step}"
-        return f"stopped {when}{f'; to go on: {self.command}' if self.command else ''}"
+        return f"stopped {self._when()}{f'; to go on: {self.command}' if self.command else ''}"
+
+    def _when(self) -> str:
+        return "before its first step" if self.step is None else f"after step {self.step}"
+
+
+class Finished(Stopped):
+    """A run has taken its last step, though a signal asked it to end: no other may follow it."""
+
+    def __init__(self, result: Any, signal: int):
+        """The run returned ``result``; ``signal`` came too late for it."""
+        super().__init__(None, signal)
+        self.result = result
+
+    def _when(self) -> str:
+        return "as this run has finished"

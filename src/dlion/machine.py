@@ -1,7 +1,10 @@
 """The machine that this process runs on."""
 
+import ctypes
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -27,3 +30,13 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel end this process if its parent is killed, where the kernel is Linux."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

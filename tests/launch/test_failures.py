@@ -102,7 +102,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(whole, tmp_path, f
 
 
 def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
-    train(
+    done = train(
         *FAULTY,
         "checkpoint_every=2",
         f"output_dir={tmp_path / 'cut'}",
@@ -111,6 +111,7 @@ def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
         code=0,
     )
     assert (tmp_path / "marker").exists()
+    assert "Traceback" not in done.stderr
     assert record(tmp_path / "cut") == whole
 
 

@@ -83,7 +83,7 @@ def test_without_a_free_port_it_says_so_and_who_waits_in_vain_does_in_time():
     last = "65535"
     with silent(int(last)):
         taken, lost = join(task(0, MASTER_PORT=last)), join(task(1, MASTER_PORT=last), timeout=1)
-        alone = join(task(0), timeout=1)
+        alone = join(task(0, MASTER_ADDR="nowhere.invalid"), timeout=1)
         assert taken() == (
             f"process 0 cannot listen at port {last} (Address already in use): set MASTER_PORT to"
             " a free one"
@@ -100,6 +100,7 @@ def test_without_a_free_port_it_says_so_and_who_waits_in_vain_does_in_time():
         ({}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and not MASTER_PORT: start"),
         ({"MASTER_ADDR": "127.0.0.1"}, "RANK and WORLD_SIZE are set, but not MASTER_PORT: start"),
         ({"MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT=y, which must be a number"),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: set it to"),
     ],
 )
 def test_ranks_without_a_place_to_meet_are_refused(monkeypatch, env, sentence):

@@ -133,6 +133,10 @@ def test_what_cannot_be_had_is_one_sentence(root, tmp_path):
         refused = train(*words, out, code=2) if "init" in words[-1] else train(*words, code=2)
         assert sentence in refused.stderr and refused.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    (tmp_path / "metrics.jsonl").touch()  # of a run that got more steps, and was killed
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match="is not finished: its model comes with its last step"):
+        check_weights(torch.nn.Linear(1, 1), tmp_path)
 
 
 def images(size: int = 8) -> ImageData:

@@ -1,7 +1,9 @@
 """Images that stay in their files and are decoded by helper processes: ImageNet and its like."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +17,7 @@ from dlion.data.parquet import content, keep_encoded, load_parquet
 from dlion.data.pictures import read_picture
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import TrainingFailed, UserError
-from dlion.machine import cores
+from dlion.machine import cores, die_with
 from dlion.values import Count, Folder, NotNegative, Whole
 
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
@@ -96,9 +98,15 @@ class ImageFiles(Images):
             sampler=requests,
             num_workers=loaders,
             persistent_workers=loaders > 0,
+            worker_init_fn=partial(_begin, os.getpid()),
             timeout=_PATIENCE if loaders else 0,
             pin_memory=device == "cuda",
         )
+
+
+def _begin(parent: int, _: int) -> None:
+    """Let a helper process end with its parent, whose lock on the run's directory it shares."""
+    die_with(parent)
 
 
 class _Batches(Dataset):

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlion import __version__
 from dlion.config import explain, settle, unlisted_method
-from dlion.errors import RunFailed, Stopped, UserError
+from dlion.errors import Finished, RunFailed, Stopped, UserError
 from dlion.launch.arguments import Arguments
 from dlion.launch.environment import is_first
 from dlion.launch.help import help_text
@@ -63,6 +63,8 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         if from_hydra and not isinstance(error, OSError):
             _leave(UserError(f"Hydra cannot read the command line: {_sentence(error)}"))
         raise
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python would end with a traceback
 
 
 def guarded(config: DictConfig) -> Any:
@@ -93,7 +95,12 @@ def guarded(config: DictConfig) -> Any:
         from dlion.launch.resume import command_to_go_on
 
         stop.command = command_to_go_on(output_dir, sweep)
-        if stop.signal not in (None, signal.SIGINT) and callable(signal.getsignal(stop.signal)):
+        handled = stop.signal not in (None, signal.SIGINT) and callable(
+            signal.getsignal(stop.signal)
+        )
+        if isinstance(stop, Finished) and (handled or not multirun):
+            return stop.result
+        if handled:
             print(stop, file=sys.stderr)
             signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
             sys.exit(75)

@@ -25,7 +25,8 @@ class RankInfo:
         local_processes: number of processes on this machine (SLURM: on the step's first machine).
         one_machine: whether all processes are on one machine.
         run: its name; another run that looks for its processes at the same port has another.
-        address, port: where the processes meet; None: MASTER_ADDR and MASTER_PORT say it.
+        port: where the processes meet.
+        address: of the machine where they do; None: MASTER_ADDR says it.
     """
 
     source: str
@@ -35,8 +36,8 @@ class RankInfo:
     local_processes: int
     one_machine: bool
     run: str
+    port: int
     address: str | None = None
-    port: int | None = None
 
     def export(self) -> None:
         """Set the variables that :mod:`dlion.launch.meeting` reads, as torchrun would.
@@ -56,8 +57,7 @@ class RankInfo:
         env["LOCAL_RANK"], env["DLION_RUN"] = str(self.local_rank), self.run
         if self.address is not None:
             env.setdefault("MASTER_ADDR", self.address)
-        if self.port is not None:
-            env.setdefault("MASTER_PORT", str(self.port))
+        env["MASTER_PORT"] = str(self.port)
         if self.one_machine:
             env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
@@ -66,7 +66,7 @@ def detect() -> RankInfo | None:
     """Return this process's number if torchrun or SLURM started it, else None.
 
     Raises:
-        UserError: if a variable is missing or is not a number.
+        UserError: if a variable is missing, or is not a number or port.
     """
     return _torchrun(os.environ) or _slurm(os.environ)
 
@@ -96,7 +96,7 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
             f"RANK and WORLD_SIZE are set, but not {' and not '.join(missing)}: start the processes"
             " with torchrun, or unset RANK and WORLD_SIZE"
         )
-    rank, processes, _ = (_number(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, processes = (_number(env, name) for name in ("RANK", "WORLD_SIZE"))
     return RankInfo(
         source="torchrun",
         rank=rank,
@@ -106,6 +106,7 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
         one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
         # torchrun keeps its store for the next attempt, with the addresses of processes that died
         run=f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}",
+        port=_port(env),
     )
 
 
@@ -130,7 +131,7 @@ def _slurm(env: Mapping[str, str]) -> RankInfo | None:
         one_machine=one_machine,
         run=run,
         address="127.0.0.1" if one_machine else _first_host(env.get("SLURM_STEP_NODELIST", "")),
-        port=_PORTS[zlib.crc32(run.encode()) % len(_PORTS)],
+        port=_port(env, _PORTS[zlib.crc32(run.encode()) % len(_PORTS)]),
     )
 
 
@@ -140,12 +141,22 @@ def _first_host(hosts: str) -> str | None:
     return first[1] + (first[2] or "") if first else None
 
 
+def _port(env: Mapping[str, str], default: int | None = None) -> int:
+    """Return MASTER_PORT, or the default if it is not set."""
+    port = _number(env, "MASTER_PORT", default)
+    if not 0 < port < 1 << 16:
+        raise UserError(f"MASTER_PORT={port} is no port: set it to one from 1 to 65535")
+    return port
+
+
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return a variable as a number, or the default if it is not set."""
-    value = env.get(name) or default
+    value = env.get(name, "")
+    if not value and default is not None:
+        return default
     try:
-        return int(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return int(value)
+    except ValueError:
         raise UserError(
             f"the environment says {name}={value}, which must be a number: start the processes with"
             " torchrun or srun, or unset it"

@@ -7,7 +7,6 @@ hosts such a server and forks beside it: now and then a child inherits a held lo
 starts.)
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -29,10 +28,11 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessContext, start_processes
 from torch.multiprocessing.spawn import ProcessException
 
-from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
+from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.locks import acquire
+from dlion.machine import die_with
 from dlion.training.signals import SIGNALS, SignalNotice
 
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
@@ -63,6 +63,7 @@ def run_processes(
         RunFailed: naming the process that failed first and its error, when all have ended.
         Stopped: if ``work`` raised it. Any of SIGNALS is passed on to the processes as SIGTERM,
             after which they may do so.
+        Finished: if it returned a result after such a signal.
         KeyboardInterrupt: on a second SIGINT or SIGTERM, when all have ended.
     """
     children: list[BaseProcess] = []
@@ -99,6 +100,8 @@ def run_processes(
         outcome = json.loads(_outcome_file(directory, 0).read_text())
     if "stopped_after" in outcome:
         raise Stopped(outcome["stopped_after"], notice.first)
+    if notice.first is not None:
+        raise Finished(outcome["result"], notice.first)
     return outcome["result"]
 
 
@@ -221,7 +224,7 @@ def _work(
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _die_with(parent)
+    die_with(parent)
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
@@ -233,7 +236,7 @@ def _work(
         network.enter(rank)
     file = _outcome_file(directory, rank)
     try:
-        result = report_failure(work, *args)
+        result = _report_failure(work, *args)
         file.write_text(json.dumps({"result": result if rank == 0 else None}))
     except Stopped as stop:
         file.write_text(json.dumps({"stopped_after": stop.step}))
@@ -243,7 +246,21 @@ def _work(
         raise
 
 
-def report_failure(work: Callable[..., Any], *args: Any) -> Any:
+def run_one_process(work: Callable[..., Any], *args: Any) -> Any:
+    """Run ``work(*args)`` as one of the processes that torchrun or SLURM has started.
+
+    Raises:
+        RunFailed: naming this process and its error, which was printed if it is worth that.
+    """
+    try:
+        return _report_failure(work, *args)
+    except (Stopped, *_SENTENCES):
+        raise
+    except Exception as error:
+        raise RunFailed(f"process {os.environ['RANK']} failed: {_sentence(error)}") from error
+
+
+def _report_failure(work: Callable[..., Any], *args: Any) -> Any:
     """Run ``work(*args)``; print the traceback of an error, unless it is that of a lost peer."""
     try:
         return work(*args)
@@ -268,13 +285,3 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, _SENTENCES):
         return str(error)
     return traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process if the launcher is killed."""
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # the launcher died before the line above
-        os._exit(1)

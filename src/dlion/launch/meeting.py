@@ -51,7 +51,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
         guide, listener = _listen(host, ports), _listen(host, range(1))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            host,
+            "::1" if host == "::1" else "127.0.0.1",  # others may know it by another name
             port,
             is_master=True,
             timeout=limit,
@@ -74,6 +74,8 @@ def _listen(host: str, ports: range) -> socket.socket:
         try:
             if host in ("127.0.0.1", "localhost"):
                 return socket.create_server(("127.0.0.1", port), backlog=1024)
+            if host == "::1":
+                return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
             return socket.create_server(

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from dlion.errors import RunFailed, TrainingFailed
 from dlion.launch.check import check
 from dlion.launch.environment import RankInfo, detect
-from dlion.launch.local import interruptible, report_failure, run_processes
+from dlion.launch.local import interruptible, run_one_process, run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.launch.network import Network
 from dlion.launch.resume import (
@@ -63,7 +63,7 @@ def _start(job: Job, started: RankInfo | None) -> float | None:
     """Run all processes, or this one of those that torchrun or SLURM started."""
     if started is not None:
         started.export()
-        return report_failure(work, job)
+        return run_one_process(work, job)
     return _run_with_restarts(job)
 
 
@@ -116,7 +116,8 @@ def _check_same(job: Job) -> None:
     Raises:
         TrainingFailed: naming the settings that differ from those of process 0.
     """
-    settings = {**identity(job.config), "steps": job.steps}
+    begins = {"checkpoint": job.resume.progress.step if job.resume else None}
+    settings = {**identity(job.config), "steps": job.steps, **begins}
     first = json.loads(_from_first(json.dumps(settings), job.device))
     different = [name for name, value in settings.items() if first.get(name) != value]
     if different:

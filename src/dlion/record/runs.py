@@ -150,8 +150,7 @@ def record_failure(directory: Path, reason: str) -> None:
 
     Several processes may fail one after the other; the first one knows the cause.
     """
-    with contextlib.suppress(OSError):  # a full disk, which is then the reason
-        directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # a full disk, which is then the reason, or no run is there
         if not (directory / FAILURE).exists():
             write_atomically(directory / FAILURE, reason.strip() + "\n")
 

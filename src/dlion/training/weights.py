@@ -26,7 +26,7 @@ from dlion import models
 from dlion.data import Data
 from dlion.errors import TrainingFailed, UserError
 from dlion.files import whole_file
-from dlion.record.runs import CONFIG, MODEL, PRETRAINED, load_run
+from dlion.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, holds_run, load_run
 from dlion.settings import SPECIAL
 from dlion.training.precision import in_precision
 
@@ -265,9 +265,11 @@ def _files(source: str | Path) -> list[Path]:
     """Return the files that hold weights.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are none, or they are those that a run had before it got more steps.
     """
     path = Path(source).expanduser()
+    if holds_run(path) and not (path / SUMMARY).exists():
+        raise UserError(f"{source} is not finished: its model comes with its last step")
     if path.is_file():
         return [path]
     for folder in (path, path / PRETRAINED):
