@@ -70,9 +70,10 @@ def sync(folders: list[Path]) -> None:
 
 def _send(folders: list[Path]) -> str | None:
     """Send the folders of one run; return why they were not sent, None if they were."""
-    command = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
+    folders = [folder.resolve() for folder in folders]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "wandb", "sync", *map(str, folders)],
+        cwd=folders[0].parents[1],  # where it writes its own log, in wandb/
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
