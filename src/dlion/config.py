@@ -71,7 +71,12 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     _check_added(settings, hydra_node.overrides.task)
     method = hydra_node.runtime.choices.optimizer
     try:
-        for key, value in ((settings.methods or {}).get(method) or {}).items():
+        own = OmegaConf.select(settings, f"methods.{method}")
+        if not all(isinstance(table, DictConfig | None) for table in (settings.methods, own)):
+            raise UserError(
+                f"methods.{method} is a table of settings: type methods.{method}.KEY=VALUE"
+            )
+        for key, value in (own or {}).items():
             if key not in settings.optimizer:
                 raise UserError(
                     f"methods.{method}.{key} is not a setting of optimizer={method}"

@@ -45,6 +45,7 @@ from dlion.values import (
 )
 
 SPECIAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")
+_TARGET = "give a class or function as MODULE.NAME"
 
 
 @dataclass
@@ -263,7 +264,7 @@ def component_of(hint: Any) -> Component | None:
     return next((mark for mark in marks if isinstance(mark, Component)), None)
 
 
-def locate(path: str, group: str) -> Any:
+def locate(path: Any, group: str) -> Any:
     """Import the class or function that a component's ``_target_`` names.
 
     Raises:
@@ -271,15 +272,20 @@ def locate(path: str, group: str) -> Any:
     """
     from hydra._internal.utils import _locate
 
+    if not isinstance(path, str):
+        raise UserError(f"{group}._target_={show(path)} is not possible: {_TARGET}")
     try:
-        return _locate(path)
+        target = _locate(path)
     except Exception as error:
         cause = root_cause(error)
         reason = " ".join(str(cause).split())
         raise UserError(
-            f"{group}._target_={path} cannot be imported ({type(cause).__name__}: {reason}): give a"
-            " class or function as MODULE.NAME"
+            f"{group}._target_={path} cannot be imported ({type(cause).__name__}: {reason}):"
+            f" {_TARGET}"
         ) from error
+    if not callable(target):
+        raise UserError(f"{group}._target_={path} is no class or function: {_TARGET}")
+    return target
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -313,6 +319,8 @@ def _check_component(group: str, node: Any, component: Component) -> None:
     """Check the values of a group that chose a file of conf/."""
     if not isinstance(node, dict):
         raise UserError(f"{group}={show(node)} is not possible: choose a file of conf/{group}")
+    if "name" not in node:
+        raise UserError(f"{group} has no name: write name: NAME in its file of conf/{group}")
     values = {key: value for key, value in node.items() if key not in SPECIAL}
     if component.shared is not None:
         known = parameters(component.shared)
@@ -324,7 +332,7 @@ def _check_component(group: str, node: Any, component: Component) -> None:
     elif component.own is not None:
         _check_keys(group, values, component.own)
     else:
-        raise UserError(f"{group} has no _target_: give a class or function as MODULE.NAME")
+        raise UserError(f"{group} has no _target_: {_TARGET}")
 
 
 def _check_keys(where: str, values: dict[str, Any], target: Any, shared: Any = None) -> None:

@@ -167,6 +167,11 @@ WRONG = {
     "~logger": "type logger=NAME",
     "~seed": "type seed=VALUE",
     "model._target_=dlion.models.vitt": "No module named 'dlion.models.vitt'",
+    "model._target_=null": "model._target_=null is not possible",
+    "optimizer._target_=dlion.optim": "optimizer._target_=dlion.optim is no class or function",
+    "~model.name": "model has no name",
+    "methods=3": "methods.dlion_mavo is a table of settings",
+    "+methods.dlion_mavo=3": "type methods.dlion_mavo.KEY=VALUE",
     "model._target_=nosuch.Model": "No module named 'nosuch'",
     "hydra/launcher=nosuch": "choose one of basic, slurm, submitit_local, submitit_slurm",
     # the command line itself

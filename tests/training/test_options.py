@@ -39,6 +39,12 @@ def test_rows_have_the_rate_of_their_step_and_the_norm_of_what_is_sent(tmp_path)
 
 
 @pytest.mark.slow
+def test_a_process_may_compute_with_several_threads(tmp_path):
+    summary, _ = trained(tmp_path, "model=linear", "steps=1", "threads=2")
+    assert summary["sent_bytes_per_step"] > 0
+
+
+@pytest.mark.slow
 def test_precisions_learn_alike(tmp_path):
     settings = ["optimizer=dlion_mavo", "optimizer.lr=3e-3", "steps=40", "model=vit_tiny"]
     summaries = [

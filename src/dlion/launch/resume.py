@@ -122,7 +122,7 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
         UserError: if there is no such run, or its processes could find different ones.
     """
     template = OmegaConf.to_container(config, resolve=False)["output_dir"]
-    if settings.resume != "auto" or "${now:" not in template:
+    if settings.resume != "auto" or settings.evaluate is not None or "${now:" not in template:
         return Path(settings.output_dir)
     if detect() is not None:
         raise UserError(

@@ -43,7 +43,7 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     """
     started = detect()
     first = started is None or started.rank == 0
-    torch.set_num_threads(config.threads if isinstance(config.threads, int) else 1)
+    torch.set_num_threads(1)  # after a fork no process can use the threads of its parent
     if config.evaluate is not None:
         recorded = settings_of_run(config, HydraConfig.get().overrides.task)
         return _start(check(recorded, output_dir, started), started)

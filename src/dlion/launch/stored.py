@@ -33,7 +33,7 @@ def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:
         UserError: if there is no such run or model, or a typed setting belongs to the run.
     """
     keys = [override.lstrip("+~").partition("=")[0] for override in typed]
-    keys.remove("evaluate")
+    keys = [key for key in keys if key != "evaluate"]
     if foreign := [key for key in keys if key not in _ALLOWED]:
         raise UserError(
             f"evaluate={config.evaluate} takes {', '.join(foreign)} from the run: beside it only"

@@ -1,6 +1,7 @@
 """Where a run goes: terminal, records and the logger; only the first process writes."""
 
 import json
+import shlex
 import zlib
 from typing import Any
 
@@ -91,9 +92,8 @@ class Output:
             summary = finite(self._summary(parameters_sha256))
             self.record.finish(summary)
             self.logger.finish(summary)
-            self.console.finish(
-                f"after {self.row['seconds']:.1f} s; dlion plot {self.job.output_dir}"
-            )
+            directory = shlex.quote(str(self.job.output_dir))
+            self.console.finish(f"after {self.row['seconds']:.1f} s; dlion plot {directory}")
         return self.row.get("test_accuracy", self.row["test_loss"])
 
     def close(self) -> None:
