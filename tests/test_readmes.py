@@ -361,7 +361,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     if "experiment" in first or first.get("hydra/launcher") == "slurm":
         settings = settle(config, config.hydra)
         if "path" in settings.dataset:
-            settings.dataset.path = None  # it is elsewhere
+            settings.dataset.path = str(ROOT)  # what it holds is not looked at
         check_settings(settings)
         return None
     swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}

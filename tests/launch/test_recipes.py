@@ -156,7 +156,7 @@ SIZES = {  # the papers', but for what their models are known to have
 def test_every_full_run_can_be_built(recipe):
     built_models, built_optimizers = {}, set()
     for settings in full_runs(recipe):
-        settings.dataset.path = None  # it is elsewhere
+        settings.dataset.path = str(ROOT)  # what it holds is not looked at
         check_settings(settings)
         name, kind = settings.model.name, str((settings.model, settings.optimizer))
         with torch.device("meta"):

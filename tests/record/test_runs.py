@@ -33,6 +33,7 @@ def test_the_status_of_a_run(tmp_path):
     record_failure(tmp_path / "a", "an echo of it")
     run = load_run(tmp_path / "a")
     assert run.status == "failed" and run.failure == "boom"
+    (tmp_path / "b").mkdir()
     record_failure(tmp_path / "b", "before the first line")
     assert [run.status for run in find_runs([tmp_path])] == ["failed", "failed"]
     record.finish({})
