@@ -13,7 +13,12 @@ from tests.markers import (  # noqa: F401 - pytest finds them here
 
 os.environ.setdefault("WANDB_MODE", "offline")
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what ends in &
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # children would ignore Ctrl-C too
+# a shell ignores the one in what ends in &, nohup the other, and children would ignore them too
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 ROOT = Path(__file__).resolve().parents[1]
