@@ -28,4 +28,7 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    cli.run(main, CONF)
+    try:
+        cli.run(main, CONF)
+    finally:
+        terminal.ignore_interrupts()

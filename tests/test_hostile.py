@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shutil
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -102,6 +103,16 @@ def test_values_of_any_kind(name, value):
         assert accepted == (type(value) is int and value >= WHOLE_NUMBERS[name])
 
 
+@contextlib.contextmanager
+def _interrupts_as_before():
+    """Undo what train.py, which thinks that this process is its own, does to Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @settings(parent=fuzzed, max_examples=10)
 @given(
     key=st.sampled_from(["workers", "optimizer.lr", "optimizer", "x.y", "+z"])
@@ -113,6 +124,7 @@ def test_values_of_any_kind(name, value):
 def test_whatever_is_typed(key, value):
     refused_anyway = "seed=-1"
     with (
+        _interrupts_as_before(),
         mock.patch.object(sys, "argv", ["train.py", f"{key}={value}", refused_anyway]),
         contextlib.redirect_stderr(io.StringIO()) as printed,
         pytest.raises(SystemExit) as ended,

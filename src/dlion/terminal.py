@@ -30,6 +30,11 @@ def raise_interrupts() -> None:
     _at_interrupt(signal.default_int_handler)
 
 
+def ignore_interrupts() -> None:
+    """Let Ctrl-C do nothing while Python ends, which would end it with a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class _Guarded:
     """A text stream that drops what cannot be written, and writes again as soon as it can."""
 

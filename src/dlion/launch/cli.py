@@ -63,8 +63,6 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         if from_hydra and not isinstance(error, OSError):
             _leave(UserError(f"Hydra cannot read the command line: {_sentence(error)}"))
         raise
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python would end with a traceback
 
 
 def guarded(config: DictConfig) -> Any:
