@@ -10,6 +10,7 @@ import numpy as np
 
 from dlion.errors import UserError
 from dlion.record.runs import Run
+from dlion.values import show
 
 Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
 
@@ -77,7 +78,7 @@ class Curve:
             hidden: a setting to leave out, because an axis or a panel shows it.
         """
         shown = {key: value for key, value in self.differing.items() if key != hidden}
-        return " ".join(f"{short_name(key)}={in_words(value)}" for key, value in shown.items())
+        return " ".join(f"{short_name(key)}={show(value)}" for key, value in shown.items())
 
     @property
     def final(self) -> np.ndarray:
@@ -128,12 +129,6 @@ def metric_key(metric: str) -> str:
 def short_name(key: str) -> str:
     """Return the name of a setting without its group."""
     return key.rpartition(".")[2]
-
-
-def in_words(value: Any) -> str:
-    """Return a setting's value as it is typed: true, false and null, and numbers as they are."""
-    words = {True: "true", False: "false", None: "null"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def sort_key(value: Any) -> tuple[float, str]:

@@ -6,7 +6,7 @@ import numpy as np
 from markupsafe import Markup
 from plotly.graph_objects import Figure
 
-from dlion.compare.curves import Curve, in_words
+from dlion.compare.curves import Curve
 from dlion.compare.style import (
     AXES,
     MOST_LABELS,
@@ -26,6 +26,7 @@ from dlion.compare.style import (
     styles_of,
     tick_label,
 )
+from dlion.values import show
 
 CONFIG = {
     "responsive": True,
@@ -66,7 +67,7 @@ METHOD = "method"  # what a curve is chosen by on the page, beside its settings
 
 def tags(curve: Curve, hidden: str | None = None) -> dict[str, str]:
     """Return what a curve can be chosen by on the page, without a setting that an axis shows."""
-    settings = {key: in_words(value) for key, value in curve.differing.items() if key != hidden}
+    settings = {key: show(value) for key, value in curve.differing.items() if key != hidden}
     return {METHOD: curve.method, **settings}
 
 

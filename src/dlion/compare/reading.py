@@ -76,12 +76,10 @@ def check(run: Run) -> None:
         _expect(run, METRICS, row, dict.fromkeys(_LOSSES, float))
 
 
-def _expect(run: Run, file: str, part: Any, kinds: dict[str, type], needed: bool = False) -> None:
+def _expect(
+    run: Run, file: str, part: dict[str, Any], kinds: dict[str, type], needed: bool = False
+) -> None:
     """Check the kinds of values, which may be missing or null unless they are needed."""
-    if not isinstance(part, dict):
-        raise UserError(
-            f"{run.directory / file} is odd: it holds {reprlib.repr(part)}, not keys with values"
-        )
     for key, kind in kinds.items():
         value = part.get(key)
         allowed = (int, float) if kind is float else kind

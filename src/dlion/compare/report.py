@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from dlion.arguments import add_runs, beside, make_parser, output_file
-from dlion.compare.curves import Curve, group_runs, in_words, make_curves, short_name
+from dlion.compare.curves import Curve, group_runs, make_curves, short_name
 from dlion.compare.plotly_figures import (
     METHOD,
     figure_along_setting,
@@ -40,6 +40,7 @@ from dlion.compare.style import (
 from dlion.files import write_atomically
 from dlion.record.runs import METRICS, Run
 from dlion.record.studies import PACKED
+from dlion.values import show
 
 PROVENANCE = "provenance.txt"  # beside packed runs
 # how the page's filters and key show matplotlib's markers and lines
@@ -136,9 +137,7 @@ class Section:
             values = setting_values(self.curves, key)
             off = values[:-1] if many and key == "workers" else []
             filters[key] = [
-                Choice(
-                    in_words(value), f"{short_name(key)} {in_words(value)}", None, value not in off
-                )
+                Choice(show(value), f"{short_name(key)} {show(value)}", None, value not in off)
                 for value in values
             ]
         return filters
@@ -197,7 +196,7 @@ def breakable(text: str) -> Markup:
 
 
 def _setting(curve: Curve, key: str) -> str:
-    return in_words(curve.settings[key]) if key in curve.settings else ""
+    return show(curve.settings[key]) if key in curve.settings else ""
 
 
 def _measured(values: np.ndarray, form: str, high: bool) -> Cell:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlion.compare.curves import Curve, in_words, sort_key
+from dlion.compare.curves import Curve, sort_key
 from dlion.errors import UserError
+from dlion.values import show
 
 
 class Style(NamedTuple):
@@ -153,7 +154,7 @@ def axis_title(x: str, curves: list[Curve]) -> str:
 
 def tick_label(setting: str, value: Any) -> str:
     """Return a setting's value in words, for an axis of it."""
-    text = in_words(value)
+    text = show(value)
     return _VALUES.get((setting, text), text)
 
 

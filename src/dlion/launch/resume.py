@@ -130,11 +130,9 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
             " type output_dir=DIR"
         )
     top, _, below = template.partition("${now:")
-    runs = [
-        path
-        for path in Path(top).glob("/".join("*" for _ in below.split("/")))
-        if saved_identity(path) == identity(settings)
-    ]
+    wanted = identity(settings)
+    places = Path(top).glob("/".join("*" for _ in below.split("/")))
+    runs = [path for path in places if saved_identity(path) == wanted]
     runs.sort(key=last_saved)
     for path in reversed(runs):
         if not (path / SUMMARY).exists() and not is_held(path / _LOCK):

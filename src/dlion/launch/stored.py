@@ -40,9 +40,9 @@ def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:
             f" {', '.join(_ALLOWED)} may be typed"
         )
     given = [key.partition(".")[0] for key in keys if key.endswith("._target_")]
-    run = Path(config.evaluate).expanduser()
+    run = load_run(Path(config.evaluate).expanduser())
     recorded = recorded_settings(run, _RECORDED, given)
-    recorded["device"] = (load_run(run).summary or {}).get("device")
+    recorded["device"] = run.summary.get("device")
     settings = OmegaConf.create(OmegaConf.to_container(config) | recorded)
     for key in keys:
         OmegaConf.update(settings, key, OmegaConf.select(config, key))

@@ -37,7 +37,11 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunRecord:
-    """Writes the record of one run. The one place where a run is recorded."""
+    """Writes the record of one run. The one place where a run is recorded.
+
+    Attributes:
+        rows: those that were there and are kept, oldest first.
+    """
 
     def __init__(self, directory: Path, resumed_at: int | None = None):
         """Open the record.
@@ -51,15 +55,16 @@ class RunRecord:
             TrainingFailed: if it cannot be written, as all methods do.
         """
         self.directory, self._file = directory, directory / METRICS
+        self.rows: list[dict[str, Any]] = []
         with _written(self._file):
             directory.mkdir(parents=True, exist_ok=True)
             if (directory / FAILURE).is_file():
                 (directory / FAILURE).unlink()
             if self._file.is_file():
                 rows, damaged = read_rows(directory)
-                rows = [row for row in rows if row["step"] <= (resumed_at or 0)]
+                self.rows = [row for row in rows if row["step"] <= (resumed_at or 0)]
                 _set_aside(self._file, damaged)
-                write_atomically(self._file, "".join(map(_line, rows)))
+                write_atomically(self._file, "".join(map(_line, self.rows)))
             self._metrics = self._file.open("a+", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dlion.machine import cores
 from dlion.optim import DistributedOptimizer
 from dlion.record.loggers import Recording, make_logger
 from dlion.record.provenance import provenance
-from dlion.record.runs import RunRecord, finite, read_rows
+from dlion.record.runs import RunRecord, finite
 from dlion.timer import Timer
 from dlion.training.checkpoint import Progress, identity
 from dlion.training.console import RunConsole
@@ -46,7 +46,7 @@ class Output:
             recording = Recording(
                 config=resolved,
                 directory=job.output_dir,
-                rows=read_rows(job.output_dir)[0],
+                rows=self.record.rows,
                 group=_group(job),
                 online=job.rate is None,
             )

@@ -26,7 +26,7 @@ from dlion import models
 from dlion.data import Data
 from dlion.errors import TrainingFailed, UserError
 from dlion.files import whole_file
-from dlion.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, holds_run, load_run
+from dlion.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, Run, holds_run, load_run
 from dlion.settings import SPECIAL
 from dlion.training.precision import in_precision
 
@@ -81,7 +81,8 @@ def load_model(
         UserError: if the run is not finished, or has left no model that this can read.
     """
     directory = Path(run).expanduser()
-    settings = recorded_settings(directory, ("model", "precision"), ("model",) if build else ())
+    given = ("model",) if build else ()
+    settings = recorded_settings(load_run(directory), ("model", "precision"), given)
     if (directory / PRETRAINED).is_dir():
         model = models.saved_causal_lm(directory / PRETRAINED)
     else:
@@ -153,22 +154,20 @@ def weights_sha256(source: str) -> str:
     return digest.hexdigest()
 
 
-def recorded_settings(
-    directory: Path, keys: Iterable[str], given: Collection[str] = ()
-) -> dict[str, Any]:
+def recorded_settings(run: Run, keys: Iterable[str], given: Collection[str] = ()) -> dict[str, Any]:
     """Return settings of a finished run that has left a model.
 
     They may be anybody's, so they may build only what is dlion's own, and look nothing up.
 
     Args:
-        directory: of the run.
+        run: as it was read from its directory.
         keys: which settings; those that an older run did not have are left out.
         given: the groups (``model``, ``dataset``) whose function the user names.
 
     Raises:
         UserError: if the run is not finished or has no model, or if its settings cannot be trusted.
     """
-    run = load_run(directory)
+    directory = run.directory
     if run.summary is None or run.config is None:
         raise UserError(f"{directory} holds no finished run: give the directory of one")
     _files(directory)
