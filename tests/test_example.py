@@ -10,6 +10,12 @@ from tests.runs import python
 pytestmark = pytest.mark.slow
 
 
+def test_plain_loop_says_what_starts_it():
+    run = python("examples/plain_loop.py")
+    command = "torchrun --nproc_per_node=4 examples/plain_loop.py"
+    assert (run.returncode, run.stderr) == (2, f"error: type {command}\n")
+
+
 def test_plain_loop_under_torchrun():
     (typed,) = [words(c.text) for c in commands() if c.page == "examples/plain_loop.py"]
     assert typed[0] == "torchrun"

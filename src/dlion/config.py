@@ -71,8 +71,9 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     _check_added(settings, hydra_node.overrides.task)
     method = hydra_node.runtime.choices.optimizer
     try:
+        tables = OmegaConf.select(settings, "methods")  # None after ~methods
         own = OmegaConf.select(settings, f"methods.{method}")
-        if not all(isinstance(table, DictConfig | None) for table in (settings.methods, own)):
+        if not all(isinstance(table, DictConfig | None) for table in (tables, own)):
             raise UserError(
                 f"methods.{method} is a table of settings: type methods.{method}.KEY=VALUE"
             )
@@ -87,7 +88,7 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         plain = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    del plain["methods"]  # those of the chosen method are in optimizer now
+    plain.pop("methods", None)  # those of the chosen method are in optimizer now
     if str(plain["output_dir"]).startswith("~"):
         plain["output_dir"] = expand_home("output_dir", plain["output_dir"])
     return OmegaConf.create(plain, flags={"struct": True})
@@ -125,7 +126,7 @@ def _check_added(settings: DictConfig, typed: list[str]) -> None:
 
 def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
     """Return the chosen method's name if the recipe has a table of methods without it."""
-    method, table = hydra_node.runtime.choices.optimizer, config.methods
+    method, table = hydra_node.runtime.choices.optimizer, config.get("methods")
     return method if table is None or (table and method not in table) else None
 
 
@@ -168,6 +169,8 @@ def _unknown_choice(file: str, options: Collection[str]) -> str:
     beginnings = sorted(option for option in options if option.startswith(name))
     preferred = _PREFERRED.get(f"{group}={name}")
     guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
+    if not name:
+        return f"{group}= names nothing: type a name behind it, or leave it out"
     if not group:
         return f"--config-name {name} is not a file of conf/: leave it out"
     few = len(options) <= 20

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,39 @@ def whole_file(path: Path) -> Iterator[Path]:
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give the path of a folder to fill, which gets its own name once it is whole and on the disk.
+
+    Its files lie in it directly. A folder that had the name is replaced.
+    """
+    part = path.with_name(f"{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        for file in part.iterdir():
+            sync(file)
+        sync(part)
+        shutil.rmtree(path, ignore_errors=True)
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Put a file's bytes, or a folder's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:

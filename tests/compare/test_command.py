@@ -77,6 +77,7 @@ def test_version(typed):
         (["table", "outputs", "-o", "/proc/x"], "/proc/x"),
         (["publish", "outputs"], "required: -o"),
         (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),
+        (["export", "outputs", "-o", "m.safetensors"], "-o m.safetensors is a folder"),
         (["sync", "outputs"], "outputs holds no run that was recorded offline"),
         (["prepare", "nowhere.txt", "-o", "x", "--held-out", "1"], "give 2 or more"),
     ],

@@ -23,6 +23,7 @@ def page(tmp_path_factory) -> Path:
         write_run(root / "runs", "g_lion", seed)
     write_run(root / "runs" / "other", "dlion_mavo", 0, method_name=HOSTILE)
     write_run(root / "runs", "dgc", 0)
+    (root / "runs" / "curves.png").write_bytes(b"a picture")
     (root / "runs" / "dgc-0-0.001" / "metrics.jsonl").write_text('{"step": 1, "seconds": 0.1}\n')
     file = root / "page" / "report.html"
     main([str(root / "runs"), "-o", str(file), "--title", "Two & two"])
@@ -43,6 +44,7 @@ def test_the_page_stands_alone(page):
     folders = re.findall('<a href="([^#"]+)">', text)
     assert folders == ["../runs/", "../runs/other/"]
     assert all((page.parent / folder).is_dir() for folder in folders)
+    assert re.findall('<noscript><img src="([^"]+)" alt=', text) == ["../runs/curves.png"]
     assert re.search(r'"hovertext":\["[\d.]+, 71\.00 \(\+1\.00 \\u002f -1\.00\) g_lion"\]', text)
 
 

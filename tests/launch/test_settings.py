@@ -207,7 +207,12 @@ WRONG = {
     "-m hydra.sweep.dir= seed=0,1": "hydra.sweep.dir= is not possible",
     "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope cannot be written",
     "-m experiment=vote_attack,vote_local": "one recipe at a time",
+    "-m evaluate=nowhere,elsewhere": "evaluate=nowhere takes steps",
+    "evaluate=nowhere experiment=vote_attack": "takes optimizer, faults.byzantine, seed",
     "hydra/launcher=slurm": "add -m",
+    "experiment=": "experiment= names nothing",
+    # what the data and the model allow together
+    "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
     "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
     "--config-dir own model=typed model.width=wide": "model.width=wide is not possible",
@@ -275,6 +280,12 @@ def test_a_sample_in_processes_of_its_own():
         run = train(*shlex.split(line), code=2)
         assert run.stderr.startswith("error: ") and len(run.stderr.splitlines()) == 1
         assert WRONG.get(line, "seed=x is not possible") in run.stderr
+
+
+def test_where_slurm_is_not_installed_it_is_said(tmp_path):
+    run = train("-m", "hydra/launcher=slurm", "seed=0,1", env={"PATH": str(tmp_path)}, code=2)
+    assert "needs SLURM, but there is no sbatch and no srun on this machine" in run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_a_sweep_is_not_started_by_torchrun():

@@ -126,6 +126,7 @@ def test_what_cannot_be_had_is_one_sentence(root, tmp_path):
     for words, sentence in (
         ([*DIGITS, f"init_from={root / 'gpt'}"], "holds the weights of another model (missing "),
         ([*DIGITS, f"init_from={tmp_path}"], "holds no weights: give the directory of a finished"),
+        (["-m", f"evaluate={tmp_path},{root / 'vit'}"], f"{tmp_path} holds no finished run"),
         ([f"evaluate={tmp_path}"], f"{tmp_path} holds no finished run"),
         ([f"evaluate={root / 'net'}"], f"type model._target_={NET}"),
         ([f"evaluate={root / 'vit'}", "workers=4"], "takes workers from the run"),

@@ -16,6 +16,7 @@ from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
 from dlion.compare.curves import Curve, short_name
 from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
+    CURVES,
     MOST_LABELS,
     SIDES,
     Style,
@@ -355,7 +356,7 @@ def main(arguments: list[str]) -> None:
         "--output",
         type=picture,
         metavar="FILE",
-        help=f"a picture, {', '.join(PICTURES)}; default: curves.png in the first of RUNS",
+        help=f"a picture, {', '.join(PICTURES)}; default: {CURVES} in the first of RUNS",
     )
     parser.add_argument(
         "--x",
@@ -368,6 +369,6 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     curves, metric = curves_of(options, options.panels, options.x)
     print_table(curves, metric)
-    path = output_file(options.output, beside(options.runs, "curves.png"))
+    path = output_file(options.output, beside(options.runs, CURVES))
     draw(curves, Figure(metric, options.x, options.panels, options.best), path)
     print(path)

@@ -15,6 +15,7 @@ from dlion.arguments import add_runs, make_parser
 from dlion.compare import plot
 from dlion.compare.commands import command
 from dlion.compare.reading import read_runs
+from dlion.compare.style import CURVES
 from dlion.errors import UserError
 from dlion.record.runs import Run
 from dlion.record.studies import PACKED, add_to_packed
@@ -87,4 +88,4 @@ def main(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     publish(read_runs(options.runs, left_out=_refuse), options.output)
-    plot.main([str(options.output), "-o", str(options.output / "curves")])
+    plot.main([str(options.output), "-o", str(options.output / CURVES)])

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 import jinja2
@@ -26,6 +27,7 @@ from dlion.compare.plotly_figures import (
 )
 from dlion.compare.reading import read_runs
 from dlion.compare.style import (
+    CURVES,
     MOST_LABELS,
     TITLES,
     Style,
@@ -93,6 +95,20 @@ class Drawing:
     html: Markup
 
 
+class Folder(NamedTuple):
+    """Where runs are.
+
+    Attributes:
+        address: as seen from the page's folder.
+        name: for people.
+        picture: the address of a picture of all their curves, if there is one.
+    """
+
+    address: str
+    name: str
+    picture: str | None
+
+
 @dataclass(frozen=True)
 class Section:
     """What the page shows of the runs of one model on one data set, in one study."""
@@ -102,7 +118,7 @@ class Section:
     curves: list[Curve]
     unevaluated: list[str]
     provenance: list[tuple[str, str]]
-    folders: list[tuple[str, str]]
+    folders: list[Folder]
 
     def rows(self) -> list[Row]:
         """Return the rows of the table, the best at the end first."""
@@ -257,14 +273,15 @@ def _dates(runs: list[Run]) -> str:
     return min(dates) if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
 
 
-def _folders(runs: list[Run], folder: Path) -> list[tuple[str, str]]:
-    """Return address, as seen from the page's folder, and name of where the runs are."""
+def _folders(runs: list[Run], folder: Path) -> list[Folder]:
+    """Return where the runs are, for a page in ``folder``."""
     files = {run.directory.parent for run in runs}
-    places = {file.parent if file.name == PACKED else file for file in files}
-    return [
-        (quote(Path(os.path.relpath(place, folder)).as_posix()) + "/", place.name or str(place))
-        for place in sorted(places)
-    ]
+    folders = []
+    for place in sorted({file.parent if file.name == PACKED else file for file in files}):
+        address = quote(Path(os.path.relpath(place, folder)).as_posix()) + "/"
+        picture = address + CURVES if (place / CURVES).exists() else None
+        folders.append(Folder(address, place.name or str(place), picture))
+    return folders
 
 
 def make_sections(runs: list[Run], folder: Path) -> list[Section]:

@@ -71,6 +71,7 @@ _VALUES = {
     ("optimizer.momentum_sync", "0"): "never",
     ("optimizer.sync_pattern", "null"): "all",
 }
+CURVES = "curves.png"  # all curves of a folder of runs, beside them
 MOST_LABELS = 14  # up to so many points have their names beside them, more have a legend
 SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
 

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlion import data as datasets
 from dlion import models
 from dlion.config import instantiate
-from dlion.data import Data, Sharding
+from dlion.data import Data, Images, Sharding
 from dlion.data.layouts import folder_with
 from dlion.errors import UserError
 from dlion.launch.environment import RankInfo, is_first
@@ -54,8 +56,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    with _one_line(f"dataset={config.dataset.name}"):
-        data = datasets.load(config.dataset)
+    data = load_data(config.dataset)
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -78,7 +79,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
             f"{config.schedule.warmup_steps} are not fewer than the {steps} steps of the run",
             file=sys.stderr,
         )
-    _check_method(config, data, device)
+    _check_method(config, data, sharding.smallest_batch // config.accumulate, device)
     return Job(
         config=config,
         workers=Workers(processes=processes, local=config.workers // processes),
@@ -91,6 +92,16 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         rate=_rate(config, backend, started),
         resume=checkpoint_to_resume(config, output_dir, steps),
     )
+
+
+def load_data(dataset: DictConfig) -> Data:
+    """Load a data set.
+
+    Raises:
+        UserError: one sentence about why it cannot be had.
+    """
+    with _one_line(f"dataset={dataset.name}"):
+        return datasets.load(dataset)
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
@@ -209,10 +220,19 @@ def _one_line(choice: str) -> Iterator[None]:
         ) from error
 
 
-def _check_method(config: DictConfig, data: Data, device: str) -> None:
-    """Build model and optimizer without memory, so that they refuse wrong settings here."""
+def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> None:
+    """Build model and optimizer without memory, so that they refuse wrong settings here.
+
+    Args:
+        config: the settings.
+        data: the data set.
+        samples: fewest that go through the model at once.
+        device: of the run.
+    """
     with torch.device("meta"), _one_line(f"model={config.model.name}"):
         model = models.build(config.model, data)
+    if samples == 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
+        _check_single_sample(model, config, data)
     if config.init_from is not None:
         check_weights(model, config.init_from)
     try:
@@ -227,3 +247,18 @@ def _check_method(config: DictConfig, data: Data, device: str) -> None:
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
     if device == "cpu":
         optimizer.prepare()  # compiled once, before the fork, not by every process
+
+
+def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> None:
+    """Refuse to train on samples one by one what normalises over batches, if it cannot do that."""
+    if not isinstance(data, Images):
+        return
+    images = torch.empty(1, data.channels, data.image_size, data.image_size, device="meta")
+    try:
+        model.train()(images)
+    except ValueError as error:  # torch's, of BatchNorm over a single value
+        raise UserError(
+            f"model={config.model.name} normalises over the samples of a batch, but"
+            f" batch_size={config.batch_size} and accumulate={config.accumulate} leave a worker"
+            f" batches of one: type a larger batch_size ({error})"
+        ) from error

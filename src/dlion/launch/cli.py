@@ -119,14 +119,21 @@ def guarded(config: DictConfig) -> Any:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
         from dlion.launch.resume import command_to_go_on
 
-        record_failure(output_dir, _sentence(error))
+        _record(output_dir, error)
         _leave(error, command_to_go_on(output_dir, sweep))
     except Exception as error:
-        if output_dir is not None:
-            record_failure(output_dir, _sentence(error))
+        _record(output_dir, error)
         if isinstance(error, RunFailed) and not multirun:
             _leave(error)
         raise
+
+
+def _record(output_dir: Path | None, error: BaseException) -> None:
+    """Record why a run failed, unless another run is in its directory."""
+    from dlion.launch.resume import in_use
+
+    if output_dir is not None and not in_use(output_dir):
+        record_failure(output_dir, _sentence(error))
 
 
 def _check_single(hydra: DictConfig) -> None:

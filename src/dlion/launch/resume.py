@@ -98,7 +98,12 @@ def holds_another(config: DictConfig, output_dir: Path) -> bool:
         another = (output_dir / SUMMARY).exists()
     else:
         another = holds_run(output_dir)
-    return another or is_held(output_dir / _LOCK)
+    return another or in_use(output_dir)
+
+
+def in_use(output_dir: Path) -> bool:
+    """Whether a run is in a directory now."""
+    return is_held(output_dir / _LOCK)
 
 
 def resuming(config: DictConfig, output_dir: Path) -> str | None:
@@ -135,12 +140,12 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
     runs = [path for path in places if saved_identity(path) == wanted]
     runs.sort(key=last_saved)
     for path in reversed(runs):
-        if not (path / SUMMARY).exists() and not is_held(path / _LOCK):
+        if not (path / SUMMARY).exists() and not in_use(path):
             print(f"going on with {path}, the newest unfinished run of these settings")
             return path
     others = ""
     if runs:
-        others = f" ({runs[-1]} {'is in use' if is_held(runs[-1] / _LOCK) else 'is finished'})"
+        others = f" ({runs[-1]} {'is in use' if in_use(runs[-1]) else 'is finished'})"
     raise UserError(
         f"resume=auto finds no unfinished run of these settings with a checkpoint in {top}{others}:"
         " type output_dir=DIR for a run elsewhere, or start anew without resume=auto"

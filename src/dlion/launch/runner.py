@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,11 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
     torch.set_num_threads(1)  # after a fork no process can use the threads of its parent
     if config.evaluate is not None:
         recorded = settings_of_run(config, HydraConfig.get().overrides.task)
-        return _start(check(recorded, output_dir, started), started)
+        try:
+            return _start(check(recorded, output_dir, started), started)
+        finally:
+            with suppress(OSError):
+                output_dir.rmdir()  # which Hydra makes for each run of a sweep
     with alone_in(output_dir) if first else nullcontext():
         if resuming(config, output_dir) == "auto":
             run = finished_run(config, output_dir)

@@ -89,6 +89,8 @@ def main(arguments: list[str]) -> None:
         "--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
+    if options.output and options.output.suffix in (".safetensors", ".pt"):
+        raise UserError(f"-o {options.output} is a folder, for several files: type one")
     run, *others = find_runs([options.run])
     if others:
         raise UserError(

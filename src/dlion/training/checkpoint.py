@@ -17,7 +17,6 @@ alone: there is no generator to save.
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
-from dlion.files import write_atomically
+from dlion.files import sync, write_atomically
 from dlion.training.weights import weights_sha256
 
 # what must be equal in two runs for their bits to be; where they run may differ
@@ -211,11 +210,11 @@ class Checkpoints:
         }
         state["sha256"] = _digest(state)
         write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
-        _sync(part)
+        sync(part)
         _remove(final)
         part.rename(final)
-        _sync(self.directory)
-        _sync(self.directory.parent)
+        sync(self.directory)
+        sync(self.directory.parent)
         # later ones were of no use when this run went on, and must not count in place of good ones
         done = [path for path in _directories(self.directory) if _step_of(path) <= progress.step]
         for old in done[self.keep :]:
@@ -375,7 +374,7 @@ def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
     save_file(contiguous, file, _metadata(file.name, step))
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        os.fsync(stream.fileno())
+    sync(file)
     write_atomically(file.with_name(f"{file.name}.json"), json.dumps([file.stat().st_size, digest]))
 
 
@@ -384,15 +383,6 @@ def _run(result: Future[None], work: Callable[..., None], *args: Any) -> None:
         result.set_result(work(*args))
     except BaseException as error:
         result.set_exception(error)
-
-
-def _sync(directory: Path) -> None:
-    """Put the entries of a directory on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _copy(saved: dict[str, Tensor], views: dict[str, Tensor]) -> None:

@@ -9,7 +9,6 @@ Weights are read as numbers alone: nothing that a file says is executed.
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from dlion import data as datasets
 from dlion import models
 from dlion.data import Data
 from dlion.errors import TrainingFailed, UserError
-from dlion.files import whole_file
+from dlion.files import whole_file, whole_folder
 from dlion.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, Run, holds_run, load_run
 from dlion.settings import SPECIAL
 from dlion.training.precision import in_precision
@@ -239,13 +238,10 @@ def _save_folder(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of one file
-    part, final = directory / f"{PRETRAINED}.part", directory / PRETRAINED
-    shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part, state_dict=tensors)
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(part)
-    shutil.rmtree(final, ignore_errors=True)
-    part.rename(final)
+    with whole_folder(directory / PRETRAINED) as part:
+        model.save_pretrained(part, state_dict=tensors)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(part)
 
 
 def _recorded_shape(file: Path) -> models.Shape:

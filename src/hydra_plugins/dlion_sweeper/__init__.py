@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 
 class QuickSweeper(BasicSweeper):
@@ -69,7 +69,8 @@ class QuickSweeper(BasicSweeper):
         """Check every value of the sweep, each in a combination that will be run."""
         from dlion.config import settle
         from dlion.errors import UserError
-        from dlion.launch.check import check_settings
+        from dlion.launch.check import check_settings, load_data
+        from dlion.launch.stored import settings_of_run
 
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader
@@ -81,7 +82,7 @@ class QuickSweeper(BasicSweeper):
             if loader.get_group_options(value.key_or_group)
         }
         sweep_dir = OmegaConf.to_container(self.config.hydra.sweep, resolve=False)["dir"]
-        settings, checked = None, set[str]()
+        settings, checked, downloaded = None, set[str](), dict[str, DictConfig]()
         for overrides in batch:
             values = parse([override for override in overrides if override not in checked])
             if checked and any(value.key_or_group == "experiment" for value in values):
@@ -94,6 +95,12 @@ class QuickSweeper(BasicSweeper):
                     OmegaConf.update(settings, value.key_or_group, value.value(), force_add=True)
             if settings.resume == "auto" and "${now:" in sweep_dir:
                 raise UserError("resume=auto needs the sweep's folder: type hydra.sweep.dir=DIR")
-            if values:
+            if settings.evaluate is not None:
+                settings_of_run(settings, overrides)
+            elif values:
                 check_settings(settings, data_is_here=runs_here)
+                if settings.dataset.get("path", "") is None:
+                    downloaded[settings.dataset.name] = settings.dataset.copy()
             checked.update(overrides)
+        for dataset in downloaded.values() if runs_here else ():
+            load_data(dataset)
