@@ -6,6 +6,7 @@ from dlion.optim.dense import GAdamW, GLion
 from dlion.optim.dlion import DLion, Signum
 from dlion.optim.ef_sign import EF21Sign, EFSignSGD
 from dlion.optim.lion_cub import LionCub
+from dlion.optim.local import DiLoCo, LocalUpdate
 from dlion.optim.sparse import DGC, GradDrop
 from dlion.optim.terngrad import TernGrad
 
@@ -13,6 +14,7 @@ __all__ = [
     "DGC",
     "DLion",
     "DLionADM",
+    "DiLoCo",
     "DistributedOptimizer",
     "EF21Sign",
     "EFSignSGD",
@@ -20,6 +22,7 @@ __all__ = [
     "GLion",
     "GradDrop",
     "LionCub",
+    "LocalUpdate",
     "Signum",
     "TernGrad",
 ]
