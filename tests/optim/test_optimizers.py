@@ -14,6 +14,7 @@ from dlion.config import instantiate
 from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
+    DiLoCo,
     DLion,
     DLionADM,
     EF21Sign,
@@ -46,6 +47,8 @@ ALL = [
     (DLionADM, {"limit": 2.0, "weighted": True}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
+    (DiLoCo, {"local_steps": 2}),
+    (DiLoCo, {"local_steps": 2, "inner": "lion", "wire": "sign"}),
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, kw.values()))}" for cls, kw in ALL]
 
@@ -234,10 +237,14 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
     unused = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
     train(model, optimizer, 3)
-    state = {name: value for name, value in optimizer.state[unused].items() if name != "worker"}
+    state = dict(optimizer.state[unused])
+    for name in ("worker", "local", "outer"):  # the last are parameters themselves
+        state.pop(name, None)
     assert state and all(not value.any() for value in state.values())
     decayed = 1.0
-    if not optimizer.skips_missing:  # it may have had something left to send, so it decays
+    if (
+        not optimizer.skips_missing and cls is not DiLoCo
+    ):  # it may have had something left to send, so it decays
         decayed = (1 - 0.1 * optimizer.param_groups[0]["lr"]) ** 3
     torch.testing.assert_close(unused.detach(), torch.full((3,), decayed))
 
@@ -480,6 +487,10 @@ def test_exponential_synchronisation_steps():
         (lambda p: LionCub(p, momentum_sync="exponential", sync_rate=0), "sync_rate=0 is out of"),
         (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
         (lambda p: DGC(p, clip_norm=1.0, bucket_cap_mb=1e-3), "needs the whole gradient"),
+        (lambda p: DiLoCo(p, inner="adam"), "inner=adam is unknown: choose adamw, lion, muon, sgd"),
+        (lambda p: DiLoCo(p, wire="fp8"), "wire=fp8 is unknown: choose float32, bf16, int8, sign"),
+        (lambda p: DiLoCo(p, local_steps=0), "local_steps=0 is not possible: give 1 or more"),
+        (lambda p: DiLoCo(p, outer_momentum=1), "outer_momentum=1 is out of range"),
         (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
     ],
 )
@@ -518,10 +529,10 @@ def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
                 optimizer.collect(i)
             optimizer.step()
     # scales are of pieces, weights and limits of slices, which four cut otherwise
-    if cls not in (EFSignSGD, EF21Sign) and "limit" not in kwargs:
+    if cls not in (EFSignSGD, EF21Sign) and not {"limit", "wire"} & kwargs.keys():
         torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
     for param in some.parameters():
-        for name in four.own_state:
+        for name in set(four.own_state) - {"local"}:
             rows = four.state[param][name]
             assert rows[1].any() and rows[3].any()
             assert not rows[0].any() and not rows[2].any()

@@ -1,7 +1,7 @@
 """Local updates: workers take steps on their own and exchange what they have moved by."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Annotated, Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.inner import INNER, Maker, OfTorch
 from dlion.optim.updates import nesterov
-from dlion.values import Betas, Count, NotNegative, Probability
+from dlion.values import Betas, Called, Count, NotNegative, Probability
 from dlion.wire import BFloat16
 
 
@@ -195,7 +195,8 @@ class DiLoCo(LocalUpdate):
         self,
         params: Iterable[Any],
         lr: NotNegative = 1e-3,
-        inner: Literal["adamw", "lion", "muon", "sgd"] | Maker = "adamw",
+        inner: Literal["adamw", "lion", "muon", "sgd"]
+        | Annotated[Maker, Called("in Python a function")] = "adamw",
         betas: Betas = (0.9, 0.999),
         weight_decay: NotNegative = 0.0,
         local_steps: Count = 30,
