@@ -16,6 +16,7 @@ from dlion.data import Data, Images, Text
 from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.models.residual import SmallResNet
 from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
 from dlion.values import Count, Name, Positive, Probability
@@ -113,6 +114,18 @@ def gpt(
         init_std=init_std,
         modern=modern,
     )
+
+
+def small_resnet(data: Data, blocks: Count = 1, width: Count = 16) -> SmallResNet:
+    """Build the residual network of 6 * blocks + 2 layers; see :class:`SmallResNet`.
+
+    Args:
+        data: images.
+        blocks: residual blocks in each of three stages.
+        width: channels of the first stage; the others have twice and four times as many.
+    """
+    images = _images(data)
+    return SmallResNet(images.channels, images.classes, blocks, width)
 
 
 def resnet(data: Data, architecture: ResNet = "resnet18") -> nn.Module:
