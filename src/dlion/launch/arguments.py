@@ -69,7 +69,7 @@ def _with_quotes(word: str) -> str:
     is_plain = re.fullmatch(r"[\w/.:+$%*@?|\\ -]*", value, re.ASCII)
     if is_plain or "/" not in value or "${" in value or not re.fullmatch(r"\+*[\w.]+", key):
         return word
-    if not os.path.exists(value):  # which raises nothing, whatever the value
+    if not os.path.exists(value):  # noqa: PTH110 - raises nothing, whatever the value
         return word
     escaped = value.replace('"', '\\"')
     return f'{key}="{escaped}"'

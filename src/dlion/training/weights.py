@@ -307,7 +307,7 @@ def _files(source: str | Path) -> list[Path]:
                 return [folder / Path(part).name for part in sorted(parts)]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{index} is damaged: copy it again") from error
-    if path.suffix == ".bin" or any(path.glob("*.bin")):
+    if any(path.glob("*.bin")):
         raise UserError(
             f"{source} holds pickled weights, which could run anything when they are read: load the"
             " model where you trust it, and give the folder of its save_pretrained"
