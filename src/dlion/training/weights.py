@@ -120,11 +120,15 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
         UserError: naming what is missing, unexpected, or of another shape.
     """
     found: dict[str, list[int]] = {}
+    real = set()
     for file in _files(source):
         with _opened(file) as weights:
             for name in weights.keys():  # noqa: SIM118
-                found[name] = weights.get_slice(name).get_shape()
-    missing, misshapen = [], []
+                stored_tensor = weights.get_slice(name)
+                found[name] = stored_tensor.get_shape()
+                if stored_tensor.get_dtype().startswith(("F", "BF")):
+                    real.add(name)
+    missing, misshapen, mistyped = [], [], []
     unexpected = dict.fromkeys(found)
     for names, tensor in _tensors(model):
         stored = next((name for name in names if name in found), None)
@@ -134,7 +138,10 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
         del unexpected[stored]
         if found[stored] != list(tensor.shape):
             misshapen.append(f"{stored} {found[stored]} instead of {list(tensor.shape)}")
+        elif tensor.is_floating_point() and stored not in real:
+            mistyped.append(stored)
     complaints = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    complaints["not of real numbers"] = mistyped
     lists = [f"{what} {_several(list(names))}" for what, names in complaints.items() if names]
     if lists:
         raise UserError(
