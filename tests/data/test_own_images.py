@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from omegaconf import OmegaConf
 from PIL import Image
 
-from dlion.data import imagenet, images
+from dlion.data import imagenet, images, load
 from dlion.errors import TrainingFailed, UserError
 from tests.data.formats import (
     picture,
@@ -223,9 +224,19 @@ def test_idx_files_of_which_some_are_missing_or_too_many(tmp_path):
         images(str(tmp_path))
     with pytest.raises(UserError, match="lies there without files to train on"):
         images(str(tmp_path / "a"))
-    write_idx(tmp_path / "a" / "t10k-images-idx3-ubyte", pixels[:0])
-    with pytest.raises(UserError, match="do not belong together"):
-        images(str(tmp_path / "a"))
+    write_idx(tmp_path / "b" / "train-images-idx3-ubyte", pixels[:0])
+    write_idx(tmp_path / "b" / "train-labels-idx1-ubyte", np.arange(0))
+    with pytest.raises(UserError, match="holds no pictures: copy it again"):
+        images(str(tmp_path / "b"))
+
+
+def test_too_few_pictures_to_hold_some_out_are_refused(tmp_path):
+    write_classes(tmp_path)
+    for file in tmp_path.glob("train/*/[2-9].PNG"):
+        file.unlink()
+    node = {"_target_": "dlion.data.images", "path": str(tmp_path), "validation": True}
+    with pytest.raises(UserError, match="holds out a tenth of the 4 training samples"):
+        load(OmegaConf.create(node))
 
 
 def test_tables_lie_in_folders_of_any_name(tmp_path, capfd):
