@@ -264,6 +264,13 @@ def causal_lm(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
             " prepare it with the tokenizer of the model"
         )
+    most = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) is not None  # which have no last position
+    if most is not None and not rotary and text.context > most:
+        raise UserError(
+            f"{setting} sees {most} tokens at once, fewer than dataset.context={text.context}: type"
+            f" dataset.context={most} or less"
+        )
     with _model_errors_named(setting):
         if path is None or torch.get_default_device().type == "meta":
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
