@@ -187,6 +187,12 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 views[f"{bucket.index}.{name}"] = values
         return views
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state that a worker keeps beside parameters and gradients, padding included."""
+        common = {k: v for k, v in self.common_state().items() if not k.endswith(".parameters")}
+        return sum(tensor.nbytes for tensor in (*self.worker_state(0).values(), *common.values()))
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with a leading dimension, the local workers, for per-worker state."""
         state = super().state_dict()
