@@ -14,9 +14,9 @@ from dlion.optim.dense import MeanGradientOptimizer
 from dlion.optim.updates import adamw_descent, wide
 from dlion.values import Betas, Count, Name, NotNegative, Probability
 
-# what ViT, GPT, torchvision, timm and transformers call them; "fc" is no head inside a block
+# what ViT and GPT here, torchvision, timm and transformers call them
 EMBEDDINGS_AND_HEADS = (
-    r"embed|(^|[._])(tokens?|positions?|wte|wpe|heads?|classifier)(\.|$)|(^|\.)fc\."
+    r"embed|(^|\.)(tokens|positions|wte|wpe|\w+_token|fc|heads?|lm_head|classifier)(\.|$)"
 )
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 SMALLEST_NORM = 1e-7
