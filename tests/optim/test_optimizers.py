@@ -488,6 +488,10 @@ def test_exponential_synchronisation_steps():
         (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
         (lambda p: DGC(p, clip_norm=1.0, bucket_cap_mb=1e-3), "needs the whole gradient"),
         (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
+        (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
+        (lambda p: GMuon(p, ns_precision="fp16"), "choose bf16 or float32"),
+        (lambda p: PowerSGD(p, rank=0), "rank=0 is not possible: give a whole number"),
+        (lambda p: OneBitAdam(p, warmup_steps=0), "nothing moves without a variance"),
     ],
 )
 def test_wrong_values_are_named(make, sentence):

@@ -35,11 +35,11 @@ class LowRankMean(Exchange):
     message of the second round depends on the answer of the first. A matrix whose P and Q are not
     smaller than itself is averaged as it is, in the first round.
 
-    P^ is computed by all processes, so they need the same kind of machine and number of threads.
+    Every process computes P^ by itself, so all need the same kind of machine and number of threads.
+    A matrix is read row by row as it lies in memory.
 
     Args:
-        tensors: in ``numel``; the others than compressed ones are averaged as they are, what lies
-            between them is 0.
+        tensors: in ``numel``, a vector is one row; what lies between them is 0.
         rank: columns of P and Q.
         seed: of the first Q.
 
@@ -73,8 +73,8 @@ class LowRankMean(Exchange):
         self._bases: list[Tensor] = []
         if queries:
             self._second = DenseMean(channel, queries, device=self.device)
+            # made in main memory: the same on every kind of device
             draws = torch.randn(queries, generator=stream(seed, "query"), device="cpu")
-            # equal on all workers, so on one kind of device
             self.state["query"] = draws.to(self.device).repeat(channel.workers.local, 1)
 
     def encode_header(self, local: int, header: Tensor) -> None:
@@ -83,7 +83,7 @@ class LowRankMean(Exchange):
     def encode(self, local: int, values: Tensor) -> None:
         """Send ``[numel]`` values of a local worker; :meth:`run` leaves in them what was not sent.
 
-        They are kept until the next ones.
+        They are kept until :meth:`unsent` asks for them.
         """
         self._unsent[local] = values
         products = [
@@ -94,14 +94,14 @@ class LowRankMean(Exchange):
         _encode(self._first, local, [*products, *vectors])
 
     def unsent(self, local: int) -> Tensor:
-        """What the latest message of a local worker left out, ``[numel]``: its M - P^ Q_i^T."""
-        return self._unsent[local]
+        """Give back what the latest message of a local worker left out: M_i - P^ Q_i^T, flat."""
+        return self._unsent.pop(local)
 
     def run(self, step: int) -> None:
         self._first.run(step)
         self.headers = self._first.headers
         products = self._first.decode().split(self._split_of_first())[: len(self.matrices)]
-        # Q of an LAPACK or cuSOLVER QR is orthonormal for any P, a zero one too
+        # orthonormal for any P; of zeros, too, which have left a zero Q and must not stay there
         self._bases = [torch.linalg.qr(p.view(-1, self.rank)).Q for p in products]
         for local in self.channel.local_participants:
             self._project(local)

@@ -36,23 +36,24 @@ class MatrixState:
 class GMuon(MeanGradientOptimizer):
     """Global Muon: torch.optim.Muon on the mean gradient of all workers, AdamW where it is no use.
 
-    For matrices ``m <- mu m + (1 - mu) g``, ``O = NS(mu m + (1 - mu) g)``, ``x <- (1 - lr wd) x - c
-    lr O``. NS makes all singular values about 1 (0.7 to 1.2): ``X = G / |G|``, then ``ns_steps``
-    times ``X <- a X + (b A + c A A) X`` with ``A = X X^T`` and (a, b, c) = (3.4445, -4.775,
-    2.0315). More than two dimensions (convolutions) are flattened to [out, rest]. Of a matrix of A
-    rows and B columns c is ``0.2 sqrt(max(A, B))`` (``match_rms_adamw``: an entry moves as far as
-    under AdamW, so both take the same rate and decay) or ``sqrt(max(1, A / B))`` (``original``).
-    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), Liu et al. 2025, Muon is
-    scalable (arXiv 2502.16982), for ``match_rms_adamw``. The first authors' code takes A and B of a
-    convolution from its kernel's height and width, and adds to the norm what is its least value
-    here, as in torch.
+    For matrices, g the mean gradient: ``m <- mu m + (1 - mu) g``, ``O = NS(mu m + (1 - mu) g)``,
+    ``x <- (1 - lr wd) x - lr s O``. NS brings all singular values near 1 (0.7 to 1.2):
+    ``X = G / |G|``, then ``ns_steps`` times ``X <- a X + (b A + c A A) X`` with ``A = X X^T`` and
+    (a, b, c) = (3.4445, -4.775, 2.0315). With R rows and C columns s is ``0.2 sqrt(max(R, C))``
+    (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
+    decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
+    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); ``match_rms_adamw`` is of Liu et
+    al. 2025 (arXiv 2502.16982). It is torch.optim.Muon to the bit. The first authors' code adds to
+    the norm 1e-7, which is its least value here, and takes R and C of a convolution from the height
+    and width of its kernel.
 
-    Muon is for hidden layers. What has fewer than two dimensions is AdamW's, as in :class:`GAdamW`,
-    and so is what is an embedding or an output head by its name, so give ``named_parameters()``:
-    names that match EMBEDDINGS_AND_HEADS, of tokens, of positions and of patches; a ResNet's first
-    convolution is Muon's. Without names all matrices are. A parameter group with ``use_muon`` says
-    it itself: with True all its matrices are Muon's, with False none. Each group is split into one
-    of both kinds, so that ``param_groups`` show who is whose, and where rates can differ.
+    Muon is for hidden layers. Parameters of fewer than two dimensions are AdamW's, as in
+    :class:`GAdamW`, and so are embeddings (of tokens, positions, patches) and output heads. They
+    are known by their names (EMBEDDINGS_AND_HEADS), so give ``named_parameters()``: without names
+    all matrices are Muon's. The first convolution of a ResNet is Muon's, too. A parameter group
+    with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none. Every
+    group is split into one of each kind, so ``param_groups`` shows who is whose, and rates may
+    differ.
 
     Memory: 4 bytes of state a parameter of a matrix, 8 of the others.
 

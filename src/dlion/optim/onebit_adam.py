@@ -16,19 +16,20 @@ from dlion.values import Betas, Count, NotNegative
 class OneBitAdam(DistributedOptimizer):
     """1-bit Adam: AdamW on float32 means for a while, then its momentum alone, in one bit.
 
-    The first ``warmup_steps``: with the mean gradient g ``m <- b1 m + (1 - b1) g``, ``v <- b2 v +
-    (1 - b2) g^2``. Then v stays. Worker i: ``m_i = b1 m + (1 - b1) g_i``, ``r_i <- r_i + m_i``,
-    sends ``c_i = mean|r_i| sign(r_i)``, ``r_i <- r_i - c_i``. The owner of a slice: ``e <- e + mean
-    c_i``, answers ``m = mean|e| sign(e)``, ``e <- e - m``. Everyone, in both phases: ``x <- (1 - lr
-    wd) x - lr m / (sqrt(v) + eps)``. The scales of messages and answers are those of
-    :class:`EFSignSGD`: means over pieces, so results depend on the number of workers and on the
-    buckets. Source: Tang et al. 2021 (arXiv 2102.02888), Algorithm 1. As in it, and in DeepSpeed's
-    public code, nothing corrects the bias of m and v: a short warm-up freezes a v that is small by
-    ``1 - b2^warmup_steps``, and steps are large by its root. Weight decay is decoupled, as in
-    DeepSpeed. Its scale is the root of the mean square and one for a whole tensor on a worker; the
-    mean of sizes here is what leaves least behind. And where v is 0, as no gradient came in the
-    warm-up, nothing is moved later: one bit has no zero, and a scale over eps would be huge.
-    DeepSpeed's users give a mask for that.
+    The first ``warmup_steps``, with the mean gradient g: ``m <- b1 m + (1 - b1) g``, ``v <- b2 v +
+    (1 - b2) g^2``. Then v stays as it is. Worker i: ``m_i = b1 m + (1 - b1) g_i``,
+    ``r_i <- r_i + m_i``, sends ``c_i = mean|r_i| sign(r_i)``, ``r_i <- r_i - c_i``. The owner of a
+    slice: ``e <- e + mean c_i``, answers ``m = mean|e| sign(e)``, ``e <- e - m``. Everyone, in both
+    phases: ``x <- (1 - lr wd) x - lr m / (sqrt(v) + eps)``. Scales are means over pieces, as in
+    :class:`EFSignSGD`, so results depend on the number of workers and on the buckets.
+    Source: Tang et al. 2021 (arXiv 2102.02888), Algorithm 1.
+
+    As in the paper and in DeepSpeed's OnebitAdam nothing corrects the bias of m and v: a short
+    warm-up leaves a v that is too small by ``1 - b2^warmup_steps``, and all later steps too large
+    by its root. Weight decay is decoupled, as DeepSpeed has it. Its scales differ: the root of the
+    mean square, for a whole tensor on a worker, where the mean of sizes leaves less behind. And
+    where v is 0, as no gradient came during the warm-up, nothing moves later: one bit has no zero,
+    and a scale over eps is huge. DeepSpeed asks its users for a mask of such entries.
 
     Parameters that join later, unfrozen or in another group, warm up by themselves.
 

@@ -12,29 +12,35 @@ from dlion.values import Count, NotNegative, Probability
 
 
 class PowerSGD(DistributedOptimizer):
-    """PowerSGD with momentum SGD.
+    """PowerSGD: low-rank gradients with error feedback, and momentum SGD on the answer.
 
     Worker i, of each parameter as a matrix [out, rest]: ``M_i = r_i + g_i``, sends ``P_i = M_i Q``,
-    gets the mean P of all, makes its columns orthonormal (P^), sends ``Q_i = M_i^T P^``, gets the
-    mean Q, which is also the Q of the next step, ``r_i <- M_i - P^ Q_i^T``. Everyone: ``a = P^
-    Q^T``, ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Vectors, and matrices that are not
-    larger than their P and Q together, are sent as they are. See
-    :class:`dlion.exchange.LowRankMean`. Source: Vogels et al. 2019 (arXiv 1905.13727), Algorithms 1
-    and 2, with rank 1 to 4 and the momentum and rate of SGD. Where they, or their public code and
-    torch's powerSGD_hook, differ: Both codes keep ``M_i - P^ Q^T`` with the mean Q: of all workers
-    together that is the same, and so are the steps, but a worker that is absent or sees other data
-    keeps only what is its own here. Both send all in full for the first steps (torch 1,000), and
-    matrices that shrink less than 2 times always; here compression starts at once. The paper
-    orthogonalises by Gram-Schmidt, torch too up to rank 2 (and Q besides, which changes nothing but
-    rounding); here it is a QR decomposition, which has a basis even of zeros. The paper adds ``a``
-    to the descent once more, and its decay goes through the momentum. Matrices are read in the
-    order of memory, so with channels_last the random first Q belongs to other columns.
+    gets the mean P of all and makes its columns orthonormal (P^), sends ``Q_i = M_i^T P^`` and gets
+    the mean Q, which it also starts from in the next step; ``r_i <- M_i - P^ Q_i^T``. Everyone:
+    ``a = P^ Q^T``, ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Vectors, and matrices that are
+    not larger than their P and Q together, are sent as they are.
+    Source: Vogels et al. 2019 (arXiv 1905.13727), Algorithms 1 and 2; ranks of 1 to 4, momentum
+    0.9, and the rate of SGD.
+
+    What differs in the paper (1), its authors' code (2) and torch's powerSGD_hook (3):
+
+    - 2 and 3 leave out the mean Q instead of a worker's own, ``r_i <- M_i - P^ Q^T``. The mean of
+      all r_i is the same, and so are the steps, but here nobody keeps what others have sent.
+    - 2 and 3 send everything in full for the first 100 or 1,000 steps, and always what shrinks to
+      no less than half. 2 sends only one of P and Q in a step, in turn.
+    - 1 and, up to rank 2, 3 orthogonalise by Gram-Schmidt, which has no basis of zeros; 2 and this
+      by QR. 3 does so with Q, too, which changes nothing but rounding.
+    - 1 descends along ``a + b``, and its weight decay goes through the momentum.
+
+    Matrices are read in the order of memory: a channels_last layout permutes columns, and so gives
+    them other rows of the random first Q.
 
     Memory: 8 bytes of state a parameter (residual and momentum), and 4 r / rows of a matrix (Q).
 
-    When not to use it: where a step waits for latency, as it has two rounds, or where gradients
-    have no few large directions. NaN in a gradient spoils Q for ever: use ``nonfinite``. As all
-    processes compute P^ by themselves, they need the same kind of machine and number of threads.
+    When not to use it: where a step waits for latency, as it has two rounds. Where gradients have
+    more than a few large directions, residuals grow old. NaN in a gradient spoils Q for ever: use
+    ``nonfinite``. As every process computes P^ by itself, all need the same kind of machine and
+    number of threads.
 
     Args:
         lr: learning rate of SGD.
