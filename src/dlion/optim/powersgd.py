@@ -60,7 +60,7 @@ class PowerSGD(DistributedOptimizer):
         lr: NotNegative = 1e-1,
         momentum: Probability = 0.9,
         weight_decay: NotNegative = 0.0,
-        rank: Count = 2,
+        rank: Count = 4,
         **common: Unpack[Common],
     ):
         if not isinstance(rank, int) or rank < 1:
