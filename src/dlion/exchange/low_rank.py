@@ -59,16 +59,14 @@ class LowRankMean(Exchange):
     ) -> None:
         super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)
         self.rank = rank
-        sizes = {t: (rank * t.rows, rank * t.columns, t.rows * t.columns) for t in tensors}
-        self.matrices = [t for t, (p, q, whole) in sizes.items() if p + q < whole]
+        self.matrices = [t for t in tensors if rank * (t.rows + t.columns) < t.rows * t.columns]
         self._vectors = [tensor for tensor in tensors if tensor not in self.matrices]
-        self._bases_sizes = [sizes[matrix][0] for matrix in self.matrices]
-        self._query_sizes = [sizes[matrix][1] for matrix in self.matrices]
-        self._vector_sizes = [sizes[vector][2] for vector in self._vectors]
+        self._first_sizes = [rank * matrix.rows for matrix in self.matrices]
+        self._first_sizes += [vector.stop - vector.start for vector in self._vectors]
+        self._query_sizes = [rank * matrix.columns for matrix in self.matrices]
         queries = sum(self._query_sizes)
-        first = sum(self._bases_sizes) + sum(self._vector_sizes)
-        self.values = first + queries
-        self._first = DenseMean(channel, first, **buffers)
+        self.values = sum(self._first_sizes) + queries
+        self._first = DenseMean(channel, sum(self._first_sizes), **buffers)
         self._unsent: dict[int, Tensor] = {}
         self._bases: list[Tensor] = []
         if queries:
@@ -100,7 +98,7 @@ class LowRankMean(Exchange):
     def run(self, step: int) -> None:
         self._first.run(step)
         self.headers = self._first.headers
-        products = self._first.decode().split(self._split_of_first())[: len(self.matrices)]
+        products = self._means()[: len(self.matrices)]
         # orthonormal for any P; of zeros, too, which have left a zero Q and must not stay there
         self._bases = [torch.linalg.qr(p.view(-1, self.rank)).Q for p in products]
         for local in self.channel.local_participants:
@@ -108,14 +106,13 @@ class LowRankMean(Exchange):
         if self.matrices:
             self._second.run(step)
             self.state["query"].copy_(self._second.decode()[: sum(self._query_sizes)])
-        self.answer = [self._first.answer, *self._bases]
+        self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
 
     def decode(self) -> Tensor:
         mean = torch.zeros(self.numel, device=self.device)
         for matrix, basis, query in zip(self.matrices, self._bases, self._queries(), strict=True):
             torch.mm(basis, query.T, out=matrix.view(mean))
-        parts = self._first.decode().split(self._split_of_first())[len(self.matrices) :]
-        for vector, part in zip(self._vectors, parts, strict=False):
+        for vector, part in zip(self._vectors, self._means()[len(self.matrices) :], strict=True):
             mean[vector.start : vector.stop] = part
         return mean
 
@@ -140,10 +137,9 @@ class LowRankMean(Exchange):
         parts = self.state["query"][0].split(self._query_sizes)
         return [part.view(-1, self.rank) for part in parts]
 
-    def _split_of_first(self) -> list[int]:
-        """How many values of the first round each tensor has, and padding."""
-        sizes = [*self._bases_sizes, *self._vector_sizes]
-        return [*sizes, self._first.numel - sum(sizes)]
+    def _means(self) -> tuple[Tensor, ...]:
+        """The answers of the first round: P of each matrix, and each vector."""
+        return self._first.decode()[: sum(self._first_sizes)].split(self._first_sizes)
 
 
 def _encode(exchange: DenseMean, local: int, parts: list[Tensor]) -> None:
