@@ -490,6 +490,7 @@ def test_exponential_synchronisation_steps():
         (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
         (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
         (lambda p: GMuon(p, ns_precision="fp16"), "choose bf16 or float32"),
+        (lambda p: GMuon(p, adamw_names="["), "is no regular expression: unterminated"),
         (lambda p: PowerSGD(p, rank=0), "rank=0 is not possible: give a whole number"),
         (lambda p: OneBitAdam(p, warmup_steps=0), "nothing moves without a variance"),
     ],

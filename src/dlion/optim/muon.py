@@ -68,9 +68,10 @@ class GMuon(MeanGradientOptimizer):
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: decoupled.
-        adjust_lr: c: match_rms_adamw or original.
+        adjust_lr: s, the scale of a matrix: with match_rms_adamw AdamW's rates and decay fit.
         ns_steps: Newton-Schulz iterations.
-        ns_precision: what they are computed in; torch.optim.Muon has bf16.
+        ns_precision: what they are computed in; torch.optim.Muon has bf16, on a CPU float32 is
+            faster.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
             embeddings and heads by their usual names.
     """
@@ -98,6 +99,12 @@ class GMuon(MeanGradientOptimizer):
             )
         if ns_precision not in get_args(Precision):
             raise ValueError(f"ns_precision={ns_precision} is unknown: choose bf16 or float32")
+        try:
+            re.compile(adamw_names or "")
+        except re.error as error:
+            raise ValueError(
+                f"adamw_names={adamw_names} is no regular expression: {error}"
+            ) from error
         self.adjust_lr, self.ns_steps, self.ns_precision = adjust_lr, ns_steps, ns_precision
         self.adamw_names = adamw_names
         defaults = {

@@ -46,7 +46,7 @@ class OneBitAdam(DistributedOptimizer):
         betas: of m and v.
         eps: added to the root of v.
         weight_decay: decoupled.
-        warmup_steps: with float32 means, 64 bits a parameter.
+        warmup_steps: at first, with float32 means, 64 bits a parameter.
     """
 
     own_state = ["residual"]

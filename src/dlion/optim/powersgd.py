@@ -46,7 +46,7 @@ class PowerSGD(DistributedOptimizer):
         lr: learning rate of SGD.
         momentum: of SGD.
         weight_decay: decoupled.
-        rank: r.
+        rank: r, the columns of P and Q; bits grow with it.
         seed: of the first Q, which is the same on all workers.
     """
 
