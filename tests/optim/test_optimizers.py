@@ -20,8 +20,11 @@ from dlion.optim import (
     EFSignSGD,
     GAdamW,
     GLion,
+    GMuon,
     GradDrop,
     LionCub,
+    OneBitAdam,
+    PowerSGD,
     Signum,
     TernGrad,
 )
@@ -46,6 +49,9 @@ ALL = [
     (DLionADM, {"limit": 2.0, "weighted": True}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
+    (GMuon, {}),
+    (PowerSGD, {"rank": 2}),
+    (OneBitAdam, {"warmup_steps": 2}),
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, kw.values()))}" for cls, kw in ALL]
 
@@ -119,7 +125,8 @@ def test_one_bit_lion_cub_is_distributed_lion():
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
 def test_every_method_learns(cls, options):
     model = net()
-    lr = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2, EFSignSGD: 3e-1}.get(cls, 3e-3)
+    rates = {GAdamW: 1e-2, TernGrad: 3e-2, GradDrop: 3e-2, DGC: 3e-2, EFSignSGD: 3e-1}
+    lr = (rates | {GMuon: 1e-2, PowerSGD: 3e-2, OneBitAdam: 1e-4}).get(cls, 3e-3)
     optimizer = cls(model.parameters(), lr=lr, workers=Workers(local=4), **options)
     x, y = samples()
     before = loss_of(model, x, y).item()
@@ -481,6 +488,11 @@ def test_exponential_synchronisation_steps():
         (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
         (lambda p: DGC(p, clip_norm=1.0, bucket_cap_mb=1e-3), "needs the whole gradient"),
         (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
+        (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
+        (lambda p: GMuon(p, ns_precision="fp16"), "choose bf16 or float32"),
+        (lambda p: GMuon(p, adamw_names="["), "is no regular expression: unterminated"),
+        (lambda p: PowerSGD(p, rank=0), "rank=0 is not possible: give a whole number"),
+        (lambda p: OneBitAdam(p, warmup_steps=0), "nothing moves without a variance"),
     ],
 )
 def test_wrong_values_are_named(make, sentence):
@@ -518,12 +530,13 @@ def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
                 optimizer.collect(i)
             optimizer.step()
     # scales are of pieces, weights and limits of slices, which four cut otherwise
-    if cls not in (EFSignSGD, EF21Sign) and "limit" not in kwargs:
+    if cls not in (EFSignSGD, EF21Sign, OneBitAdam) and "limit" not in kwargs:
         torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
     for param in some.parameters():
         for name in four.own_state:
             rows = four.state[param][name]
-            assert rows[1].any() and rows[3].any()
+            if cls is not PowerSGD or param.dim() > 1:  # it sends vectors whole
+                assert rows[1].any() and rows[3].any()
             assert not rows[0].any() and not rows[2].any()
 
 

@@ -6,6 +6,9 @@ from dlion.optim.dense import GAdamW, GLion
 from dlion.optim.dlion import DLion, Signum
 from dlion.optim.ef_sign import EF21Sign, EFSignSGD
 from dlion.optim.lion_cub import LionCub
+from dlion.optim.muon import GMuon
+from dlion.optim.onebit_adam import OneBitAdam
+from dlion.optim.powersgd import PowerSGD
 from dlion.optim.sparse import DGC, GradDrop
 from dlion.optim.terngrad import TernGrad
 
@@ -18,8 +21,11 @@ __all__ = [
     "EFSignSGD",
     "GAdamW",
     "GLion",
+    "GMuon",
     "GradDrop",
     "LionCub",
+    "OneBitAdam",
+    "PowerSGD",
     "Signum",
     "TernGrad",
 ]

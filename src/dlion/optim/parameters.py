@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlion.exchange import Channel, Exchange, Traffic
-from dlion.optim.bucket import Bucket
+from dlion.optim.bucket import Bucket, StateNames
 from dlion.optim.checks import (
     check_alike,
     check_bare,
@@ -65,6 +65,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def make_exchange(self, bucket: Bucket) -> Exchange:
         """Make the exchange for a bucket of ``bucket.numel`` parameters."""
 
+    def state_names(self, bucket: Bucket) -> StateNames:
+        """Return what the state of a bucket's parameters is called."""
+        return self
+
     def _watch(self, bucket: Bucket) -> None:
         """Do what a new bucket needs besides."""
 
@@ -114,7 +118,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 bucket = Bucket(
                     len(self.buckets), part, [named.get(tensor, "") for tensor in part], group
                 )
-                bucket.allocate(self.make_exchange(bucket), self)
+                bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
                 self.buckets.append(bucket)
                 self._publish_state(bucket)
                 self._watch(bucket)
