@@ -74,6 +74,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ef_signsgd": ("EFSignSGD", _SGD),
     "ef21_sign": ("EF21Sign", _LION),
     "dlion_adm": ("DLionADM", _LION),
+    "g_muon": ("GMuon", {"lr": 3e-2, "weight_decay": 0.1}),
+    "powersgd": ("PowerSGD", {**_SGD, "rank": 2}),
+    "onebit_adam": ("OneBitAdam", {"lr": 3e-2, "weight_decay": 0.1, "warmup_steps": 2}),
     "diloco": ("DiLoCo", {**_LION, "local_steps": 1}),  # then all agree after every step
 }
 

@@ -318,6 +318,13 @@ def run_pytest(place: Place, typed: list[str]) -> None:
             assert set(re.findall(r"\w+", value)) - {"not", "and", "or"} <= set(markers)
 
 
+def draw_pictures(place: Place, typed: list[str]) -> None:
+    """Draw the one that takes least, and photograph a page if there is a browser."""
+    wanted = ["help", *(["page"] if shutil.which("chromedriver") else [])]
+    small = ["--results", "results/dlion_theory", "--study", "dlion_theory"]
+    place.run(*typed[1:], *small, "--only", *wanted, "-o", OUT)
+
+
 def run_elsewhere(place: Place, typed: list[str]) -> None:
     """Check that there is the script."""
     assert (ROOT / next(word for word in typed if word.endswith(".py"))).exists()
@@ -326,6 +333,7 @@ def run_elsewhere(place: Place, typed: list[str]) -> None:
 RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"python train\.py": train,
     r"PYTHONPATH=\S+ python train\.py": train_own,
+    r"python results/pictures/draw\.py": draw_pictures,
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
     r"python -m dlion\.compare\.readme": write_tables,

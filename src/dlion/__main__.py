@@ -14,6 +14,7 @@ COMMANDS = {
     "plot": ("dlion.compare.plot", "draw accuracy against bandwidth, or against a setting"),
     "report": ("dlion.compare.report", "write an HTML page to look around in"),
     "table": ("dlion.compare.table", "print a Markdown table for a README"),
+    "board": ("dlion.compare.board", "print where methods end, what they cost, what is noise"),
     "publish": ("dlion.compare.publish", "pack finished runs, with figure and origin"),
     "export": ("dlion.record.export", "take the trained model out of a run"),
     "sync": ("dlion.record.sync", "send runs that were recorded offline to Weights & Biases"),

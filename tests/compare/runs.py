@@ -13,8 +13,9 @@ def write_run(
     accuracy: bool = True,
     lr: float = 1e-3,
     method_name: str | None = None,
+    better: float = 0.0,
 ) -> None:
-    """A finished run with two evaluations, in ``root/METHOD-SEED-LR``."""
+    """A finished run with two evaluations, in ``root/METHOD-SEED-LR``, ``better`` than others."""
     directory = root / f"{method}-{seed}-{lr}"
     (directory / ".hydra").mkdir(parents=True)
     method = method_name or method
@@ -25,8 +26,11 @@ def write_run(
     rows = []
     for step in (10, 20):
         row = {"step": step, "seconds": step / 10, "sent_bytes": step * per_step, "test_loss": 1.0}
+        row["received_bytes"] = 2 * row["sent_bytes"]
         row["sent_bits_per_parameter"] = 8 * row["sent_bytes"] / 72_000
-        rows.append(row | ({"test_accuracy": 0.5 + step / 100 + seed / 100} if accuracy else {}))
+        rows.append(
+            row | ({"test_accuracy": 0.5 + step / 100 + seed / 100 + better} if accuracy else {})
+        )
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"optimizer": method, "model": "m", "dataset": "d", "workers": 8}
     summary |= {"parameters": 72_000, "paper_bits_up": 1, "paper_bits_down": 1}

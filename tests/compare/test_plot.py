@@ -99,6 +99,7 @@ def test_a_method_keeps_its_colour_and_settings_have_lines(tmp_path):
         (["--x", "workers", "--best"], ["best test_loss", "workers"]),
         (["--x", "optimizer.lr"], ["learning rate", "0.01"]),
         (["--x", "paper_bits"], ["bits per parameter and step, both ways"]),
+        (["--x", "sent_bits"], ["bits that a worker sends, per parameter and step"]),
         (["--x", "step", "--panels", "optimizer.lr"], ["lr = 0.001", "lr = 0.01"]),
         (["--panels", "workers"], ["workers = 8", "bits sent per parameter"]),
         (["--x", "bits", "--only", "optimizer.lr=0.001"], ["bands: worst to best of 2 seeds"]),
@@ -139,7 +140,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, plot):
         ([tmp_path, "--metric", "accuracy"], "type --metric loss"),
         (
             [tmp_path, "--metric", "kkt"],
-            "no run has kkt: choose accuracy, loss, seconds, sent_bits",
+            "no run has kkt: choose accuracy, loss, received_bytes, seconds, sent_bits",
         ),
         (
             [tmp_path, "--metric", "loss", "--x", "n"],

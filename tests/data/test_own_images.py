@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from omegaconf import OmegaConf
 from PIL import Image
 
-from dlion.data import imagenet, images
+from dlion.data import imagenet, images, load
 from dlion.errors import TrainingFailed, UserError
 from tests.data.formats import (
     picture,
@@ -173,6 +174,83 @@ def test_a_damaged_picture_that_is_decoded_later_is_named_too(tmp_path, loaders)
     with pytest.raises(TrainingFailed, match=r"n00000001/2.JPEG is not a picture.*bomb") as failed:
         list(data.batches([(torch.tensor([10]), 0)]))
     assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize("names", [("Train", "Test"), ("training", "testing"), ("train", "valid")])
+def test_parts_have_the_names_that_people_give_them(tmp_path, names):
+    write_classes(tmp_path, names)
+    data = images(str(tmp_path))
+    assert (data.train_size, data.test_size, data.classes) == (16, 16, 2)
+
+
+def test_a_class_may_be_called_like_a_part(tmp_path):
+    write_classes(tmp_path, ("",))
+    (tmp_path / "cats").rename(tmp_path / "train")
+    assert images(str(tmp_path)).classes == 2
+    (tmp_path / "dogs").rename(tmp_path / "test")  # now both are parts, without classes
+    with pytest.raises(UserError, match="holds no folders of classes: give a folder"):
+        images(str(tmp_path))
+
+
+def test_test_pictures_without_classes_are_not_left_out_in_silence(tmp_path):
+    write_classes(tmp_path, ("train",))
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "0.png").write_bytes(picture(16, 0))
+    with pytest.raises(UserError, match=r"test holds pictures, but no folders of classes"):
+        images(str(tmp_path))
+
+
+def test_a_size_that_no_memory_has_is_refused_before_a_picture_is_scaled(tmp_path):
+    write_classes(tmp_path)
+    with pytest.raises(UserError, match=r"pixels take .* GB in memory"):
+        images(str(tmp_path), image_size=10**6)
+
+
+def test_transparent_palettes_are_read_without_a_warning(tmp_path, recwarn):
+    write_classes(tmp_path)
+    clear = Image.open(tmp_path / "train/cats/0.PNG").quantize(8)
+    clear.save(tmp_path / "train/cats/0.PNG", transparency=bytes(4) + b"\xff" * 4)
+    shades = np.asarray(clear.convert("RGB")).copy()
+    assert torch.equal(images(str(tmp_path)).train_x[0], torch.from_numpy(shades).permute(2, 0, 1))
+    assert not recwarn
+
+
+def test_idx_files_of_which_some_are_missing_or_too_many(tmp_path):
+    pixels = np.zeros((20, 8, 8))
+    for name in ("a", "b"):
+        write_idx(tmp_path / name / "t10k-images-idx3-ubyte", pixels)
+        write_idx(tmp_path / name / "t10k-labels-idx1-ubyte", np.arange(20) % 2)
+    with pytest.raises(UserError, match="both there: give the folder of one set"):
+        images(str(tmp_path))
+    with pytest.raises(UserError, match="lies there without files to train on"):
+        images(str(tmp_path / "a"))
+    write_idx(tmp_path / "b" / "train-images-idx3-ubyte", pixels[:0])
+    write_idx(tmp_path / "b" / "train-labels-idx1-ubyte", np.arange(0))
+    with pytest.raises(UserError, match="holds no pictures: copy it again"):
+        images(str(tmp_path / "b"))
+
+
+def test_too_few_pictures_to_hold_some_out_are_refused(tmp_path):
+    write_classes(tmp_path)
+    for file in tmp_path.glob("train/*/[2-9].PNG"):
+        file.unlink()
+    node = {"_target_": "dlion.data.images", "path": str(tmp_path), "validation": True}
+    with pytest.raises(UserError, match="holds out a tenth of the 4 training samples"):
+        load(OmegaConf.create(node))
+
+
+def test_tables_lie_in_folders_of_any_name(tmp_path, capfd):
+    cells = [{"bytes": picture(8, i % 3), "path": None} for i in range(20)]
+    folder = tmp_path / "a [1]*"
+    folder.mkdir()
+    table = Dataset.from_dict({"image": cells, "label": [i % 3 for i in range(20)]})
+    table.to_parquet(folder / "train-0.parquet")
+    assert images(str(tmp_path)).train_size == 18
+    table.add_column("more", list(range(20))).to_parquet(folder / "test-0.parquet")
+    capfd.readouterr()
+    with pytest.raises(UserError, match=r"cannot be read together \(.* column names don't match"):
+        images(str(tmp_path))
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("label", [-1, 10**9, 0.5, None])

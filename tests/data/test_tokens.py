@@ -199,6 +199,27 @@ def test_documents_of_a_text_file_are_cut_at_a_marker(tmp_path, capsys):
         assert tokens.tolist() == [b for text in chosen for b in [*text.encode(), 256]]
 
 
+def test_files_of_others_are_not_replaced_and_a_text_that_changed_is_noticed(tmp_path, capsys):
+    book, out = tmp_path / "book.txt", tmp_path / "out"
+    book.write_text("a")
+    assert say(capsys, book, "-o", out)[0] == 2 and not out.exists()  # too little
+    book.write_text("abc " * 1000)
+    out.mkdir()
+    (out / "train.bin").write_bytes(b"another's")
+    code, last = say(capsys, book, "-o", out)
+    assert code == 2 and "train.bin is there already, without tokens.json" in last
+    assert (out / "train.bin").read_bytes() == b"another's"
+    (out / "train.bin").unlink()
+    assert say(capsys, book, "-o", out)[0] == 0
+    with pytest.raises(UserError, match=rf"is a file: type dataset.path={out}$"):
+        prepared_text(str(out / "train.bin"))
+    book.write_text("abc " * 1001)
+    code, last = say(capsys, book, "-o", out)
+    assert code == 2 and "was made of 4000 bytes of text, of which there are 4004 now" in last
+    code, last = say(capsys, book, "-o", tmp_path / "new", "--separator", "<|end|>")
+    assert code == 2 and "stands between no documents" in last and not (tmp_path / "new").exists()
+
+
 def test_a_short_text_still_has_a_test_of_some_size(tmp_path):
     prepare(Texts(["abc " * 1000]), load_tokenizer("bytes", ""), tmp_path)
     data = prepared_text(str(tmp_path), context=1024)

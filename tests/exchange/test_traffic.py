@@ -17,8 +17,11 @@ from dlion.optim import (
     EFSignSGD,
     GAdamW,
     GLion,
+    GMuon,
     GradDrop,
     LionCub,
+    OneBitAdam,
+    PowerSGD,
     Signum,
     TernGrad,
 )
@@ -63,6 +66,9 @@ METHODS = {
     "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
     "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),
+    "g_muon": (GMuon, {}, bits(32, 32)),
+    "powersgd of a vector": (PowerSGD, {}, bits(32, 32)),
+    "onebit_adam, first step": (OneBitAdam, {}, bits(32, 32)),
     **{
         f"diloco_{wire}": (DiLoCo, {"local_steps": 1, "wire": wire}, bits(size, size))
         for wire, size in (("float32", 32), ("bf16", 16), ("int8", 8), ("sign", 1))
@@ -89,6 +95,35 @@ def test_sent_bytes_are_the_formula_within_one_percent(name, n):
     assert traffic.sent_bytes / n == pytest.approx(formula(n) + (n - 1) * HEADER, rel=0.01)
     assert traffic.received_bytes == traffic.sent_bytes
     assert traffic.process_sent_bytes == 0
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_powersgd_sends_two_thin_matrices_and_says_so(n):
+    """Of a convolution as [out, rest]; a matrix that is not larger than both goes as it is."""
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((60, 50, 3, 3), (3, 40), (60,))]
+    optimizer = PowerSGD(params, rank=3, workers=Workers(local=n))
+    values = 3 * (60 + 450) + 120 + 60
+    for worker in range(n):
+        for param in params:
+            param.grad = torch.randn(param.shape)
+        optimizer.collect(worker)
+    optimizer.step()
+    sent = optimizer.channel.traffic.sent_bytes / n
+    assert sent == pytest.approx(2 * (n - 1) * 4 * values / n + (n - 1) * HEADER, rel=0.02)
+    assert optimizer.paper_bits == pytest.approx((32 * values / 27180,) * 2)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_one_bit_adam_sends_one_bit_after_the_warm_up(n):
+    optimizer = one_step(OneBitAdam, {"warmup_steps": 1}, Workers(local=n))
+    traffic, param = optimizer.channel.traffic, optimizer.param_groups[0]["params"][0]
+    before = traffic.sent_bytes
+    for worker in range(n):
+        param.grad = torch.randn(D)
+        optimizer.collect(worker)
+    optimizer.step()
+    expected = bits(1, 1)(n) + (n - 1) * (HEADER + 8)
+    assert (traffic.sent_bytes - before) / n == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])

@@ -33,6 +33,7 @@ CASES = [
     ("vit_tiny", images(28, 1), {}),
     ("linear", images(28, 1), {}),
     ("vit_tiny", images(8, 1), {}),
+    ("resnet8", images(), {}),
     ("vit_cifar", images(), {"depth": 1}),
     ("resnet18", images(28, 1), {}),
     ("resnet50", images(), {}),

@@ -1,19 +1,22 @@
 """Optimizers of several processes that were made, loaded or called differently say so."""
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
-from dlion.optim import DLion, GradDrop, LionCub
+from dlion.optim import DLion, GradDrop, LionCub, PowerSGD
 
 pytestmark = pytest.mark.slow
 
@@ -288,6 +291,28 @@ def dropped(r: int) -> tuple[int, int]:
     return counts[1], counts[-1]
 
 
+@case
+def powersgd(r: int) -> tuple[list[float], list[float]]:
+    """Parameters after some steps, with ours and with torch's hook, from the same first Q."""
+    torch.manual_seed(0)
+    ours = torch.nn.Linear(20, 30, bias=False)
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+    state.iter = 2  # the steps before are dense
+    theirs.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    reference = torch.optim.SGD(theirs.parameters(), lr=1.0, momentum=0.9)
+    optimizer = PowerSGD(ours.parameters(), lr=1.0, rank=2)
+    torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))  # as the hook
+    query = optimizer.buckets[0].exchange.state["query"]
+    query.copy_(torch.randn(20, 2).flatten())
+    for t in range(6):
+        for model, each in ((ours, optimizer), (theirs, reference)):
+            each.zero_grad()
+            backward(model, 10 * t + r)
+            each.step()
+    return flat(ours), flat(theirs)
+
+
 def run_cases(folder: str) -> dict[str, list[Any]]:
     join_process_group("gloo", 60)
     torch.set_num_threads(1)
@@ -357,6 +382,11 @@ def test_a_step_that_was_left_out_shows_in_the_next_one(seen):
 def test_unfreezing_on_one_process_only_is_named(seen):
     for message in seen["unfrozen_here"] + seen["unfrozen_here_overlap"]:
         assert "in step 2 worker 1 has other hyperparameters or frozen parameters" in message
+
+
+def test_powersgd_is_that_of_torch(seen):
+    for ours, theirs in seen["powersgd"]:
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def test_an_optimizer_that_is_dropped_on_one_process_first_makes_way_for_another(seen):

@@ -1,6 +1,7 @@
 """The library equals its specification, dlion.optim.simple, to the bit, for every method."""
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -17,8 +18,11 @@ from dlion.optim import (
     EFSignSGD,
     GAdamW,
     GLion,
+    GMuon,
     GradDrop,
     LionCub,
+    OneBitAdam,
+    PowerSGD,
     Signum,
     TernGrad,
     simple,
@@ -48,6 +52,7 @@ class Spec:
         self.level = torch.zeros(n, D, dtype=torch.int64)
         self.last, self.repeated = torch.zeros(2, n, D, dtype=torch.bool)
         self.agreement = torch.full((n, n), 0.75)
+        self.queries: list[Tensor] = []
 
     def compact(self, padded: Tensor) -> Tensor:
         """``[..., padded]`` in the layout of the bucket -> ``[..., d]``."""
@@ -163,6 +168,28 @@ def dlion_adm(rise: int, lookahead: float):
     return step
 
 
+def g_muon(adjust: str, steps: int, dtype: torch.dtype):
+    """The second tensor is the one matrix."""
+    scales = {
+        "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+        "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    }
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    fixed = (LR, 0.95, (0.9, 0.999), 1e-8, WD, (steps, dtype), scales[adjust], matrices, others)
+    return lambda s, x, g, t: simple.g_muon(x, s.b, s.b2, g, t, *fixed)
+
+
+def powersgd(rank: int):
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        matrices = [(*SPANS[1], 33)] if rank * (33 + 20) < 33 * 20 else []
+        if t == 0 and matrices:
+            seed = stream_seed(SEED, "powersgd", 0)
+            s.queries = [torch.randn(20, rank, generator=stream(seed, "query"))]
+        simple.powersgd(x, s.u, s.b, s.queries, g, LR, 0.9, WD, matrices)
+
+    return step
+
+
 def diloco(inner: str = "adamw", wire: str = "float32"):
     rates = LR, (0.9, 0.99), WD
     means = {
@@ -187,6 +214,11 @@ def diloco(inner: str = "adamw", wire: str = "float32"):
         simple.diloco(x, s.y, s.b, t, 3, 0.7, 0.9, lambda v: means[wire](s, v))
 
     return step
+
+
+def onebit_adam(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    settings = (LR, (0.9, 0.999), 1e-8, WD, 3, s.pieces())
+    simple.onebit_adam(x, s.b, s.b2, s.u, s.m[0], g, t, *settings)
 
 
 # how far apart they may be: sums of one tensor that the library adds in another order
@@ -227,6 +259,15 @@ METHODS = {
         cub(4, "l1", "zero", 3, SPANS[1:2]),
         0,
     ),
+    "g_muon": (GMuon, {}, g_muon("match_rms_adamw", 5, torch.bfloat16), 0),
+    "g_muon original": (
+        GMuon,
+        {"adjust_lr": "original", "ns_steps": 3, "ns_precision": "float32"},
+        g_muon("original", 3, torch.float32),
+        0,
+    ),
+    **{f"powersgd {r}": (PowerSGD, {"rank": r}, powersgd(r), 0) for r in (1, 2, 4, 13)},
+    "onebit_adam": (OneBitAdam, {"warmup_steps": 3}, onebit_adam, 0),
     **{
         f"diloco {inner} {wire}": (
             DiLoCo,

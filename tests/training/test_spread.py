@@ -60,6 +60,8 @@ def _optimizer(method: str):
     node = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
     if method == "lion_cub":
         node.momentum_sync = 2
+    if method == "onebit_adam":
+        node.warmup_steps = 3
     if method == "diloco":
         node.local_steps = 4  # the last round is cut off
     return node

@@ -18,7 +18,7 @@ from dlion.errors import UserError
 from dlion.exchange import Channel
 from dlion.launch.arguments import Arguments
 from dlion.training.evaluation import evaluate
-from dlion.training.weights import check_weights, load_weights, save_model
+from dlion.training.weights import check_pretrained, check_weights, load_weights, save_model
 from dlion.workers import Workers
 from tests.data.formats import write_llama, write_tasks, write_tokenizer
 from tests.runs import record, train
@@ -195,6 +195,48 @@ def test_parts_of_a_folder_are_read_together_and_nothing_is_unpickled(tmp_path):
     torch.save(state, file)
     with pytest.raises(UserError, match="no file of safetensors"):
         check_weights(model, file)
+
+
+def test_integers_are_no_weights(tmp_path):
+    model, file = models.linear(images()), tmp_path / "model.safetensors"
+    save_file({name: t.double() for name, t in model.state_dict().items()}, file)
+    check_weights(model, file)
+    save_file({name: t.to(torch.int8) for name, t in model.state_dict().items()}, file)
+    with pytest.raises(UserError, match=r"not of real numbers 1.weight, 1.bias\)"):
+        check_weights(model, file)
+
+
+def test_a_pretrained_folder_is_compared_before_it_is_loaded(tmp_path):
+    text = TextData(torch.zeros(99), torch.zeros(99), vocabulary=11, context=4)
+    model = models.gpt2(text, n_layer=1, n_embd=8, n_head=2)
+    save_model(model, text, tmp_path)
+    folder, file = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    whole, name = load_file(file), "transformer.h.0.mlp.c_fc.bias"
+    check_pretrained(model, folder)
+    save_file({key.removeprefix("transformer."): tensor for key, tensor in whole.items()}, file)
+    check_pretrained(model, folder)  # as the body alone is saved
+    save_file(whole | {name: torch.zeros(3)}, file)
+    with pytest.raises(UserError, match=rf"{name} is \[3\] instead of \[32\]"):
+        check_pretrained(model, folder)
+    del whole[name]
+    save_file(whole, file)
+    with pytest.raises(UserError, match=f"{name} is missing"):
+        check_pretrained(model, folder)
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="holds pickled weights, which could run anything"):
+        check_pretrained(model, folder)
+    longer = TextData(torch.zeros(99), torch.zeros(99), vocabulary=11, context=8)
+    with pytest.raises(UserError, match=r"sees 4 tokens at once, .* type dataset.context=4"):
+        models.causal_lm(longer, path=str(folder))
+
+
+def test_paths_that_are_there_need_no_quotes(tmp_path):
+    for name in ("it's (1)", "a,b", "日本", 'q"q'):
+        word = f"dataset.path={tmp_path / name}"
+        assert Arguments([word]).ordered() == [word]
+        (tmp_path / name).mkdir()
+        escaped = str(tmp_path / name).replace('"', '\\"')
+        assert Arguments([word]).ordered() == [f'dataset.path="{escaped}"']
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ class Curve:
         values: ``[runs, T]``, the metric.
         paper_bits: bits per parameter and step, both directions, as the papers count; None if no
             run is finished.
-        sent_bytes: a worker's, per step.
+        sent_bytes, received_bytes: a worker's, per step.
+        state_bytes: of the optimizer, on a worker and per parameter; None if it is not known.
         saving: how many times fewer bytes than a float32 ring all-reduce; None for one worker.
         seconds: per step.
         finished: whether all runs are.
@@ -62,6 +63,8 @@ class Curve:
     values: np.ndarray
     paper_bits: float | None
     sent_bytes: float
+    received_bytes: float
+    state_bytes: float | None
     saving: float | None
     seconds: float
     finished: bool
@@ -79,6 +82,11 @@ class Curve:
         """
         shown = {key: value for key, value in self.differing.items() if key != hidden}
         return " ".join(f"{short_name(key)}={show(value)}" for key, value in shown.items())
+
+    @property
+    def sent_bits(self) -> float:
+        """Bits that a worker sends, per parameter and step."""
+        return float(self.bits[-1] / self.steps[-1])
 
     @property
     def final(self) -> np.ndarray:
@@ -261,11 +269,20 @@ def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Set
         bits=bits,
         values=np.array([[row[key] for row in line] for line in rows]),
         paper_bits=_paper_bits(runs),
-        sent_bytes=float(np.mean([row["sent_bytes"] for row in last_rows]) / steps[-1]),
+        sent_bytes=_a_step(last_rows, "sent_bytes", common),
+        received_bytes=_a_step(last_rows, "received_bytes", common),
+        state_bytes=next(
+            (run.summary.get("state_bytes_per_parameter") for run in runs if run.summary), None
+        ),
         saving=_saving(settings.get("workers", 1), steps[-1], bits[-1]),
         seconds=float(np.mean([row["seconds"] for row in last_rows]) / steps[-1]),
         finished=all(run.finished for run in runs),
     )
+
+
+def _a_step(rows: list[dict[str, Any]], key: str, steps: list[int]) -> float:
+    """Return the mean over runs of what was counted until the last step, a step."""
+    return float(np.mean([row.get(key, math.nan) for row in rows]) / steps[-1])
 
 
 def _paper_bits(runs: list[Run]) -> float | None:

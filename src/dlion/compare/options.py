@@ -13,6 +13,16 @@ def add_curve_options(parser: argparse.ArgumentParser) -> None:
     """Add RUNS, the options of :func:`curves_of`, and ``--best``."""
     add_runs(parser)
     parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
+    add_only(parser)
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
+    )
+
+
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """Add ``--only``, which leaves out runs."""
     parser.add_argument(
         "--only",
         action="append",
@@ -20,11 +30,21 @@ def add_curve_options(parser: argparse.ArgumentParser) -> None:
         metavar="SETTING=VALUE",
         help="leave out runs with another value of a setting, such as workers=32; may be repeated",
     )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
-    )
+
+
+def conditions_of(options: argparse.Namespace) -> dict[str, str]:
+    """Return the settings that ``--only`` asks for, with their values.
+
+    Raises:
+        UserError: if one has no value.
+    """
+    conditions = {}
+    for condition in options.only:
+        key, equals, value = condition.partition("=")
+        if not equals:
+            raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
+        conditions[key] = value
+    return conditions
 
 
 def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[Curve], str]:
@@ -37,13 +57,7 @@ def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[
     Raises:
         UserError: if there are no such runs, or they cannot be compared so.
     """
-    conditions = {}
-    for condition in options.only:
-        key, equals, value = condition.partition("=")
-        if not equals:
-            raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
-        conditions[key] = value
-    runs = select_runs(read_runs(options.runs), conditions)
+    runs = select_runs(read_runs(options.runs), conditions_of(options))
     metric = choose_metric(runs, options.metric)
     first = [setting for setting in settings if setting and setting not in AXES]
     curves = make_curves(runs, metric, first)

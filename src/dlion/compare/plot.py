@@ -38,6 +38,7 @@ from dlion.compare.table import overview
 from dlion.files import whole_file
 
 REFERENCE = "g_lion"  # the method whose bits the others save
+A_STEP = ("paper_bits", "sent_bits")  # axes of bits a step, which have a point for each method
 LABEL_DISTANCE = 9  # points between a marker and its name
 
 
@@ -47,7 +48,8 @@ class Figure:
 
     Attributes:
         metric: as :func:`choose_metric` gives it.
-        x: bits | paper_bits | step | a setting; None: a panel over bits, one over paper_bits.
+        x: bits | paper_bits | sent_bits | step | a setting; None: a panel over bits, one over
+            paper_bits.
         panels: a setting that has a panel for each of its values.
         best: over paper_bits or a setting, each run's best evaluation instead of its last.
     """
@@ -168,7 +170,7 @@ def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     """Draw into one panel and return what the legend has to show, by name."""
     if panel.x in ("bits", "step"):
         return _draw_courses(axes, panel, figure)
-    if panel.x == "paper_bits":
+    if panel.x in A_STEP:
         return _draw_points(axes, panel, figure)
     return _draw_along_setting(axes, panel, figure)
 
@@ -238,15 +240,16 @@ def _scale_bits(axes: Any, bits: list[float]) -> None:
 
 
 def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
-    """Draw a point for each curve over its paper bits, named beside it where there is room."""
+    """Draw a point for each curve over its bits a step, named beside it where there is room."""
     styles, handles, points = styles_of(panel.curves, figure.panels), {}, {}
     for curve in panel.curves:
-        if curve.paper_bits is None:
+        bits = getattr(curve, panel.x)
+        if not bits:
             continue
         ends = end_values(curve, figure.metric, figure.best)
-        points[curve.label] = (curve.paper_bits, ends.mean())
+        points[curve.label] = (bits, ends.mean())
         handles[display_name(curve, figure.panels)] = axes.errorbar(
-            curve.paper_bits,
+            bits,
             ends.mean(),
             error_bar(ends)[:, None],
             **_look(styles[curve.label]),
@@ -254,19 +257,33 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
             ms=9,
             capsize=3,
         )
-    alone = figure.x == "paper_bits" and figure.panels is None
-    if alone and len(panel.curves) <= MOST_LABELS:
+    alone = figure.x in A_STEP and figure.panels is None
+    if alone and (len(panel.curves) <= MOST_LABELS or panel.x == "sent_bits"):
         _label_points(axes, points, styles)
         handles = {}
         _draw_reference(axes, panel.curves, figure)
-    axes.set_xscale("log")
-    axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
-    axes.minorticks_off()
+    if panel.x == "sent_bits":
+        _draw_front(axes, list(points.values()), figure.metric)
+        _scale_bits(axes, [x for x, _ in points.values()])
+    else:
+        axes.set_xscale("log")
+        axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
+        axes.minorticks_off()
     axes.margins(x=0.1)
     if len({x for x, _ in points.values()}) == 1:  # an axis of one point would have no ticks
         (x, _), *_ = points.values()
         axes.set_xlim(x / 2, x * 2)
     return handles
+
+
+def _draw_front(axes: Any, points: list[tuple[float, float]], metric: str) -> None:
+    """Draw a line along what no other point beats, with fewer bits or as many."""
+    sign = 1 if "accuracy" in metric else -1
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -sign * point[1])):
+        if not front or sign * y > sign * front[-1][1]:
+            front.append((x, y))
+    axes.plot(*zip(*front, strict=True), color="#999999", lw=1, zorder=0, drawstyle="steps-post")
 
 
 def _draw_reference(axes: Any, curves: list[Curve], figure: Figure) -> None:
@@ -360,8 +377,8 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--x",
-        help="bits (sent so far), paper_bits (a step), step, or a setting such as workers; without:"
-        " a panel over bits and one over paper_bits",
+        help="bits (sent so far), paper_bits or sent_bits (a step), step, or a setting such as"
+        " workers; without: a panel over bits and one over paper_bits",
     )
     parser.add_argument(
         "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"

@@ -18,7 +18,7 @@ _COUNTS = {"workers": int, "seed": int}
 _SUMMARY = {"optimizer": str, "model": str, "dataset": str, "workers": int}
 _SUMMARY |= {"paper_bits_up": float, "paper_bits_down": float}
 _MEASURED = {"seconds": float, "sent_bytes": float, "sent_bits_per_parameter": float}
-_LOSSES = ("train_loss", "test_loss", "test_accuracy")
+_NUMBERS = ("train_loss", "test_loss", "test_accuracy", "received_bytes")
 
 
 def read_runs(
@@ -67,13 +67,13 @@ def check(run: Run) -> None:
         _expect(run, CONFIG, config.get(group) or {}, {"name": str})
     if summary is not None:
         _expect(run, SUMMARY, summary, _SUMMARY, needed=True)
-        _expect(run, SUMMARY, summary, _COUNTS)
+        _expect(run, SUMMARY, summary, _COUNTS | {"state_bytes_per_parameter": float})
     for row in run.metrics:
         _expect(run, METRICS, row, {"step": float}, needed=True)
         if not row["step"] > 0:
             raise UserError(f"{run.directory / METRICS} is odd: step is {row['step']}")
         _expect(run, METRICS, row, _MEASURED, needed="test_loss" in row)
-        _expect(run, METRICS, row, dict.fromkeys(_LOSSES, float))
+        _expect(run, METRICS, row, dict.fromkeys(_NUMBERS, float))
 
 
 def _expect(

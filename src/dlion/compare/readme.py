@@ -5,8 +5,8 @@ A README names the command in a comment on a line of its own, and the table stan
     <!-- table: dlion table results/mnist5k -->
     | ... |
 
-All such tables are replaced by what their commands print now. No other command than that one is
-run, and paths are those of the working directory.
+All such tables are replaced by what their commands print now. Only ``dlion table`` and
+``dlion board`` are run, and paths are those of the working directory.
 """
 
 import re
@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 from dlion.arguments import Parser, errors_end_the_command
-from dlion.compare.table import make_table
+from dlion.compare import board, table
 from dlion.errors import UserError
 from dlion.files import write_atomically
 
 MARK = re.compile(r"^<!-- table: (?P<command>.*) -->\n(?P<table>(?:\|.*\n)*)", re.MULTILINE)
-COMMAND = ["dlion", "table"]
+COMMANDS = {"table": table.make_table, "board": board.make_table}
 
 
 def refresh(text: str) -> str:
@@ -42,9 +42,11 @@ def _run(command: str) -> str:
         words = shlex.split(command)
     except ValueError as error:
         raise UserError(f"{command}: {error}") from error
-    if words[: len(COMMAND)] != COMMAND:
-        raise UserError(f"{command} prints no table: only {shlex.join(COMMAND)} may be named")
-    return make_table(words[len(COMMAND) :])
+    match words:
+        case ["dlion", name, *arguments] if name in COMMANDS:
+            return COMMANDS[name](arguments)
+    allowed = " and ".join(f"dlion {name}" for name in COMMANDS)
+    raise UserError(f"{command} prints no table: only {allowed} may be named")
 
 
 def main(arguments: list[str] | None = None) -> None:

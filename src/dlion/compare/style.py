@@ -35,6 +35,9 @@ _METHODS = {
     "dlion_adm": ("#117733", "X"),
     "ef_signsgd": ("#332288", "<"),
     "ef21_sign": ("#999933", ">"),
+    "g_muon": ("#661100", "s"),
+    "powersgd": ("#44AA99", "P"),
+    "onebit_adam": ("#AA4499", "d"),
     "diloco": ("#882255", "h"),
 }
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
@@ -51,6 +54,7 @@ TITLES = {
 AXES = {
     "bits": "bits sent per parameter and worker, so far",
     "paper_bits": "bits per parameter and step, both ways (papers' count)",
+    "sent_bits": "bits that a worker sends, per parameter and step",
     "step": "step",
 }
 # axes of settings: what they are in words; {n} is the number of workers

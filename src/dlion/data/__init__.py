@@ -15,6 +15,7 @@ from dlion.data.own_images import images
 from dlion.data.sharding import Sharding
 from dlion.data.text import TextData, stdlib_text
 from dlion.data.tokens import prepared_text
+from dlion.errors import UserError
 from dlion.settings import Use, parameters
 
 __all__ = [
@@ -43,4 +44,12 @@ __all__ = [
 def load(node: Any) -> Data:
     """Load the data set of a config node; ``validation`` replaces its test set by training data."""
     data = instantiate({key: value for key, value in node.items() if key not in parameters(Use)})
-    return data.hold_out() if node.validation else data
+    if not node.validation:
+        return data
+    held_out = data.hold_out()
+    if held_out.test_size < 1:
+        raise UserError(
+            f"dataset.validation=true holds out a tenth of the {data.train_size} training samples,"
+            " which is too little to test on: give more, or leave it out"
+        )
+    return held_out

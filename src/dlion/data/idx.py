@@ -19,10 +19,18 @@ def find_idx(folder: Path, part: str, kind: str) -> Path | None:
 
     The names are those of MNIST and its like: ``train-images-idx3-ubyte``, also with a dot before
     ``idx``, words in front, and ``.gz`` behind.
+
+    Raises:
+        UserError: if there are those of several sets.
     """
     what = {"idx3": "images", "idx1": "labels"}[kind]
     found = sorted(folder.rglob(f"*{part}-{what}[-.]{kind}-ubyte*"), key=lambda p: (p.suffix, p))
-    return next((path for path in found if path.suffix in ("", ".gz", f".{kind}-ubyte")), None)
+    found = [path for path in found if path.suffix in ("", ".gz", f".{kind}-ubyte")]
+    if len({path.with_suffix("") if path.suffix == ".gz" else path for path in found}) > 1:
+        raise UserError(
+            f"{found[0]} and {found[-1]} are both there: give the folder of one set as dataset.path"
+        )
+    return found[0] if found else None
 
 
 def read_idx(path: Path) -> np.ndarray:

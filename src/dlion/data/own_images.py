@@ -1,6 +1,6 @@
 """Anybody's pictures, in the layouts that are usual: folders of classes, parquet, IDX files."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from dlion.data.pictures import SUFFIXES, Source, decode
 from dlion.errors import UserError
 from dlion.values import Count, Folder, Name
 
-_TEST_NAMES = ("test", "val", "validation")
+_TRAIN_NAMES = ("train", "training")
+_TEST_NAMES = ("test", "testing", "val", "valid", "validation")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
 _FEWEST = 10  # pictures that a tenth can be taken of
 
@@ -60,7 +61,8 @@ def images(
     parts = _find_idx(root) or _find_folders(root)
     parts = parts or _find_tables(root, image_column, label_column)
     if parts is None:
-        raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('images')}")
+        lacking = "folders of classes" if any(_pictures_in(root)) else "pictures"
+        raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
     numbers = {label: i for i, label in enumerate(sorted(set(parts[0].labels)))}
     if len(numbers) < 2:
         raise UserError(
@@ -112,11 +114,13 @@ def _alike(
 
 def _find_idx(root: Path) -> list[Part] | None:
     """Return the parts that lie in MNIST's IDX files, if there are any."""
-    parts = []
+    parts: list[Part] = []
     for names in (("train",), ("t10k", "test")):
         for name in names:
             pictures, labels = (find_idx(root, name, kind) for kind in ("idx3", "idx1"))
             if pictures and labels:
+                if names != ("train",) and not parts:
+                    raise UserError(f"{pictures} lies there without files to train on: add them")
                 parts.append(_read_part(pictures, labels))
                 break
             if pictures or labels:
@@ -134,33 +138,43 @@ def _read_part(pictures: Path, labels: Path) -> Part:
             f"{pictures} and {labels} do not belong together: their shapes are"
             f" {pixels.shape} and {numbers.shape}"
         )
+    if not pixels.size:
+        raise UserError(f"{pictures} holds no pictures: copy it again")
     return Part([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
 
 
 def _find_folders(root: Path) -> list[Part] | None:
     """Return the parts that lie in folders of classes, if there are any."""
-    if not (root / "train").is_dir():
-        train = _read_classes(root)
-        return train and [train]
-    train = _read_classes(root / "train")
-    if train is None:
-        return None
-    folders = [root / name for name in _TEST_NAMES if (root / name).is_dir()]
-    test = _read_classes(folders[0]) if folders else None
-    return [train, test] if test else [train]
+    folders = {p.name.lower(): p for p in root.iterdir() if p.is_dir() and p.name[0] != "."}
+    train_folder, test_folder = (
+        next((folders[name] for name in names if name in folders), None)
+        for names in (_TRAIN_NAMES, _TEST_NAMES)
+    )
+    train = _read_classes(train_folder) if train_folder else None
+    if train is None:  # a class may be called train
+        if folders.keys() <= {*_TRAIN_NAMES, *_TEST_NAMES}:
+            return None
+        train, test_folder = _read_classes(root), None
+    test = _read_classes(test_folder) if test_folder else None
+    if test_folder and not test and any(_pictures_in(test_folder)):
+        raise UserError(
+            f"{test_folder} holds pictures, but no folders of classes: sort them into such, or move"
+            " it away to test on a tenth of the training pictures"
+        )
+    return [part for part in (train, test) if part] or None
+
+
+def _pictures_in(folder: Path) -> Iterator[Path]:
+    """Yield the pictures below a folder."""
+    for file in folder.rglob("*"):
+        if file.suffix.lower() in SUFFIXES and file.name[0] != ".":
+            yield file
 
 
 def _read_classes(folder: Path) -> Part | None:
     """Return the pictures below a folder by class, if there are any."""
     classes = sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
-    files = {
-        each.name: sorted(
-            file
-            for file in each.rglob("*")
-            if file.suffix.lower() in SUFFIXES and file.name[0] != "."
-        )
-        for each in classes
-    }
+    files = {each.name: sorted(_pictures_in(each)) for each in classes}
     if not any(files.values()):
         return None
     for name, found in files.items():

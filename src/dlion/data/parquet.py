@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +64,27 @@ def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, A
     Raises:
         UserError: naming the folder ``path`` if one cannot be read.
     """
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import load_dataset
 
-    disable_progress_bars()
-    names = {table: [str(file) for file in parts] for table, parts in files.items()}
+    be_quiet()
+    names = {table: [escape(str(file)) for file in parts] for table, parts in files.items()}
     try:
         return load_dataset("parquet", data_files=names)
     except Exception as error:  # pyarrow and datasets have many, all about the files
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        first, *_, last = 2 * str(error.__cause__ or error).strip().splitlines()
+        reason = first if first == last else f"{first} ... {last}"
         raise UserError(
-            f"dataset.path={path} holds parquet files that cannot be read ({reason}): copy them"
-            " again"
+            f"dataset.path={path} holds parquet files that cannot be read together ({reason}): copy"
+            " them again, or leave those of one kind there"
         ) from error
+
+
+def be_quiet() -> None:
+    """Let ``datasets`` show no progress, and log nothing that its errors say anyhow."""
+    from datasets import disable_progress_bars, logging
+
+    disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)
 
 
 def open_hub(name: str, config: str | None = None, **options: Any) -> Any:

@@ -37,6 +37,8 @@ def read_picture(source: Source, name: str, keep_grey: bool = False) -> Image.Im
         with image:
             if image.mode.startswith("I;16"):  # Pillow would make all but the darkest white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode == "P" and "transparency" in image.info:  # Pillow would warn
+                image = image.convert("RGBA")
             if image.mode in ("I", "F"):
                 raise ValueError("it has 32 bits a pixel, 8 or 16 are possible")
             return image.convert("L" if keep_grey and image.mode in _GREY else "RGB")
@@ -84,13 +86,16 @@ def _squares(
 ) -> Iterator[np.ndarray]:
     """Yield the pixels of pictures of one size, ``[S, S]`` or ``[S, S, 3]``."""
     first, side = "", 0
+    if size is not None:
+        _check_memory(count, size)
     for name, source in pictures:
         image = read_picture(source, name, keep_grey)
         if size is not None and image.size != (size, size):
             image = ImageOps.fit(image, (size, size))
         if not first:
             first, side = name, image.width
-            _check_memory(count, side)
+            if size is None:
+                _check_memory(count, side)
         if image.size != (side, side):
             width, height = image.size
             raise UserError(

@@ -12,14 +12,15 @@ continues.
 import json
 import os
 import shlex
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from dlion.arguments import make_parser, whole
-from dlion.data.parquet import open_hub
+from dlion.data.parquet import be_quiet, open_hub
 from dlion.data.tokens import (
     BYTES,
     FACTS,
@@ -63,6 +64,7 @@ def prepare(
     column: str = "text",
     held_out: int | None = None,
     origin: str = "",
+    size: int = 0,
 ) -> None:
     """Write the tokens of all documents, each followed by the end-of-text token.
 
@@ -75,10 +77,11 @@ def prepare(
             of a short text; None: 0 for few documents, else 10 to 2000, which makes about a
             thousand for the test.
         origin: the typed names of table, column and tokenizer; only the same can continue a folder.
+        size: bytes of the source files, which must still be the same, too; 0: of the hub.
 
     Raises:
         UserError: if the tokenizer has no such token, a document is not text, or the folder was
-            begun with something else or is damaged.
+            begun with something else, is damaged, or holds files of these names from elsewhere.
     """
     from rich.progress import Progress
 
@@ -96,20 +99,49 @@ def prepare(
         "dtype": dtype_of(len(tokenizer)),
         "held_out": held_out,
         "origin": origin,
+        "size": size,
     }
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / FACTS).exists():
         facts = _continued(read_facts(folder), facts, folder)
+    else:
+        _check_not_foreign(folder)
+        _write_facts(folder, facts)
     with Progress() as progress, ExitStack() as stack:
         bar = progress.add_task("documents", total=facts["of"], completed=facts["documents"])
         files = {part: stack.enter_context(_open_part(folder, part, facts)) for part in PARTS}
         while facts["documents"] < facts["of"]:
             start = facts["documents"]
             texts = table[start : start + _BATCH][column]
-            _check_texts(texts, start, column)
+            try:
+                _check_texts(texts, start, column)
+            except UserError:
+                if not start:
+                    _remove(folder)
+                raise
             _append(tokenizer(texts)["input_ids"], tokenizer.eos_token_id, files, facts)
-            write_atomically(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+            _write_facts(folder, facts)
             progress.update(bar, completed=facts["documents"])
+
+
+def _write_facts(folder: Path, facts: dict[str, Any]) -> None:
+    write_atomically(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+
+
+def _check_not_foreign(folder: Path) -> None:
+    """Refuse to replace files of the same names that others wrote; ours never lack their facts."""
+    for part in PARTS:
+        file = folder / f"{part}.bin"
+        if file.exists() and file.stat().st_size:
+            raise UserError(f"{file} is there already, without {FACTS}: choose another folder")
+
+
+def _remove(folder: Path) -> None:
+    """Delete what was written into a folder, and the folder if it holds nothing else."""
+    for name in (FACTS, *(f"{part}.bin" for part in PARTS)):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
@@ -155,6 +187,13 @@ def _continued(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[s
     Raises:
         UserError: if it was begun with others, or lacks tokens that were counted.
     """
+    if not old["documents"]:
+        return new
+    if old.get("size", new["size"]) != new["size"]:
+        raise UserError(
+            f"{folder} was made of {old['size']} bytes of text, of which there are {new['size']}"
+            " now: delete it, or choose another folder"
+        )
     for key in ("origin", "of", "vocabulary", "dtype", "held_out"):
         if old[key] != new[key]:
             raise UserError(
@@ -196,7 +235,7 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
-    kinds = {_TABLES.get(Path(source).suffix, "text") for source in sources}
+    kinds = {_TABLES.get(Path(source).suffix.lower(), "text") for source in sources}
     if len(kinds) != 1:
         raise UserError(
             f"{', '.join(sources)}: give files of one kind, {', '.join(_TABLES)} or text, or one"
@@ -204,11 +243,18 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
         )
     (kind,) = kinds
     if kind == "text":
-        return Texts([text for source in sources for text in _read_text(source, separator)])
+        texts = [text for source in sources for text in _read_text(source, separator)]
+        if separator and len(texts) == len(sources):
+            raise UserError(
+                f"--separator={separator} stands between no documents of {', '.join(sources)}:"
+                " look how they are written there, or leave it out"
+            )
+        return Texts(texts)
     if separator:
         raise UserError(f"--separator={separator} cuts text files only: leave it out")
+    be_quiet()
     try:
-        return load_dataset(kind, data_files=sources, split="train")
+        return load_dataset(kind, data_files=[*map(escape, sources)], split="train")
     except Exception as error:  # pyarrow and datasets have many, all about the files
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(
@@ -224,7 +270,7 @@ def _read_text(source: str, separator: str | None) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(
             f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
-            " `iconv -f latin1 -t utf-8` for instance"
+            f" `iconv -f {'utf-16' if error.start == 0 else 'latin1'} -t utf-8` for instance"
         ) from error
     marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
     documents = text.split(marker) if marker else [text]
@@ -290,6 +336,7 @@ def main(arguments: list[str]) -> None:
         " the number of documents",
     )
     options = parser.parse_args(arguments)
+    options.output = options.output.expanduser()
     if options.held_out == 1:
         raise UserError("--held-out 1 leaves nothing to train on: give 2 or more, or 0")
     if options.output.exists() and not options.output.is_dir():
@@ -311,10 +358,15 @@ def main(arguments: list[str]) -> None:
             options.column,
             options.held_out,
             origin=shlex.join(origin),
+            size=sum(p.stat().st_size for p in map(Path, options.sources) if p.is_file()),
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("type the same command again to go on") from None
-    command = how_to_train(options.output)
+    try:
+        command = how_to_train(options.output)
+    except UserError:
+        _remove(options.output)
+        raise
     facts = read_facts(options.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
     print(f"{options.output}: {counts} tokens; train on them with\n{command}")

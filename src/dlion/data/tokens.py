@@ -49,6 +49,8 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
             "the text must be prepared: type `dlion prepare FILE -o DIR`, then dataset.path=DIR"
         )
     folder = Path(path).expanduser()
+    if folder.is_file() and (folder.parent / FACTS).exists():
+        raise UserError(f"dataset.path={path} is a file: type dataset.path={folder.parent}")
     if folder.is_file():
         raise UserError(
             f"dataset.path={path} is a file: type `dlion prepare {path} -o DIR`,"

@@ -3,8 +3,9 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
+from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
-from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
+from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
@@ -19,6 +20,8 @@ __all__ = [
     "Exchange",
     "LevelExchange",
     "LevelMean",
+    "LowRankMean",
+    "Matrix",
     "RoundedMean",
     "ScaledInt8Mean",
     "ScaledSignMean",
@@ -29,6 +32,7 @@ __all__ = [
     "TrackingVote",
     "Traffic",
     "Vote",
+    "WarmedUpSignMean",
     "WeightedVote",
     "sum_in_order",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlion.exchange.channel import Channel, sums_of_rows
-from dlion.exchange.direct_send import Buffers, DirectSend
+from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend
 from dlion.wire import ScaledSign, Sign, Wire
 
 Spans = list[tuple[int, int]]
@@ -141,6 +141,66 @@ class ScaledSignMean(ScaledSignExchange):
     def decode(self) -> Tensor:
         answers = enumerate(self.answer)
         return torch.cat([self.unpack(answer, index) for index, answer in answers])
+
+
+class WarmedUpSignMean(ScaledSignMean):
+    """The mean of float32 values in the first ``warmup`` runs, of scaled signs in the later ones.
+
+    Attributes:
+        exact: whether the latest answer is of float32 values.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        spans: Spans | None = None,
+        warmup: int = 0,
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, spans, **buffers)
+        self.warmup, self.exact, self._buffers = warmup, False, buffers
+        # in main memory: it is asked at every step
+        self.state["runs"] = torch.zeros(channel.workers.local, 1, dtype=torch.int64, device="cpu")
+        self._dense: DenseMean | None = None
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the next messages are of float32 values."""
+        return int(self.state["runs"][0]) < self.warmup
+
+    @property
+    def dense(self) -> DenseMean:
+        """The exchange of the first runs; it has no memory in the later ones."""
+        if self._dense is None:
+            self._dense = DenseMean(self.channel, self.numel, **self._buffers)
+        return self._dense
+
+    def encode(self, local: int, values: Tensor) -> None:
+        """Write a local worker's message; of signs, leave in ``values`` what it does not say."""
+        if self.warming_up:
+            self.dense.encode(local, values)
+        else:
+            super().encode(local, values)
+
+    def encode_header(self, local: int, header: Tensor) -> None:
+        if self.warming_up:
+            self.dense.encode_header(local, header)
+        else:
+            super().encode_header(local, header)
+
+    def run(self, step: int) -> None:
+        self.exact = self.warming_up
+        if self.exact:
+            self.dense.run(step)
+            self.headers, self.answer = self.dense.headers, self.dense.answer
+        else:
+            self._dense = None
+            super().run(step)
+        self.state["runs"] += 1
+
+    def decode(self) -> Tensor:
+        return self.dense.decode() if self.exact else super().decode()
 
 
 class TrackingVote(ScaledSignExchange):

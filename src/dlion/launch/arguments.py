@@ -1,6 +1,7 @@
 """The words of the command line, before Hydra reads them."""
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +27,7 @@ class Arguments:
         Raises:
             UserError: what to type instead of a word that is neither.
         """
-        words = list(map(_with_home, words))
+        words = [_with_quotes(_with_home(word)) for word in words]
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
         self._words = words
@@ -60,6 +61,18 @@ class Arguments:
 def _with_home(word: str) -> str:
     key, _, value = word.partition("=")
     return f"{key}={expand_home(key, value)}" if value.startswith("~") else word
+
+
+def _with_quotes(word: str) -> str:
+    """Quote a value that is a path which is there, and that Hydra would read as something else."""
+    key, _, value = word.partition("=")
+    is_plain = re.fullmatch(r"[\w/.:+$%*@?|\\ -]*", value, re.ASCII)
+    if is_plain or "/" not in value or "${" in value or not re.fullmatch(r"\+*[\w.]+", key):
+        return word
+    if not os.path.exists(value):  # noqa: PTH110 - raises nothing, whatever the value
+        return word
+    escaped = value.replace('"', '\\"')
+    return f'{key}="{escaped}"'
 
 
 def _check_word(word: str, following: str) -> None:

@@ -27,7 +27,7 @@ from dlion.optim.inner import INNER
 from dlion.record.loggers import check_logger
 from dlion.settings import check as check_types
 from dlion.training.job import Job
-from dlion.training.weights import check_weights
+from dlion.training.weights import check_pretrained, check_weights
 from dlion.units import parse_rate
 from dlion.workers import Workers
 
@@ -235,6 +235,9 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         model = models.build(config.model, data)
     if samples == 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
         _check_single_sample(model, config, data)
+    path = config.model.get("path")
+    if isinstance(model, models.CausalLM) and path and Path(path).is_dir():
+        check_pretrained(model, path)
     if config.init_from is not None:
         check_weights(model, config.init_from)
     try:

@@ -14,6 +14,7 @@ from dlion.models.factories import (
     linear,
     resnet,
     saved_causal_lm,
+    small_resnet,
     timm_model,
     vit,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "saved_causal_lm",
     "shape_from",
     "shape_of",
+    "small_resnet",
     "timm_model",
     "vit",
 ]

@@ -16,6 +16,7 @@ from dlion.data import Data, Images, Text
 from dlion.data.hub import use_the_cache_if_offline
 from dlion.data.torchvision_ops import declare_missing_operators
 from dlion.errors import UserError
+from dlion.models.residual import SmallResNet
 from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
 from dlion.values import Count, Name, Positive, Probability
@@ -113,6 +114,18 @@ def gpt(
         init_std=init_std,
         modern=modern,
     )
+
+
+def small_resnet(data: Data, blocks: Count = 1, width: Count = 16) -> SmallResNet:
+    """Build the residual network of 6 * blocks + 2 layers; see :class:`SmallResNet`.
+
+    Args:
+        data: images.
+        blocks: residual blocks in each of three stages.
+        width: channels of the first stage; the others have twice and four times as many.
+    """
+    images = _images(data)
+    return SmallResNet(images.channels, images.classes, blocks, width)
 
 
 def resnet(data: Data, architecture: ResNet = "resnet18") -> nn.Module:
@@ -250,6 +263,13 @@ def causal_lm(
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
             " prepare it with the tokenizer of the model"
+        )
+    most = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) is not None  # which have no last position
+    if most is not None and not rotary and text.context > most:
+        raise UserError(
+            f"{setting} sees {most} tokens at once, fewer than dataset.context={text.context}: type"
+            f" dataset.context={most} or less"
         )
     with _model_errors_named(setting):
         if path is None or torch.get_default_device().type == "meta":

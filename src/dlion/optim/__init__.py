@@ -7,6 +7,9 @@ from dlion.optim.dlion import DLion, Signum
 from dlion.optim.ef_sign import EF21Sign, EFSignSGD
 from dlion.optim.lion_cub import LionCub
 from dlion.optim.local import DiLoCo, LocalUpdate
+from dlion.optim.muon import GMuon
+from dlion.optim.onebit_adam import OneBitAdam
+from dlion.optim.powersgd import PowerSGD
 from dlion.optim.sparse import DGC, GradDrop
 from dlion.optim.terngrad import TernGrad
 
@@ -20,9 +23,12 @@ __all__ = [
     "EFSignSGD",
     "GAdamW",
     "GLion",
+    "GMuon",
     "GradDrop",
     "LionCub",
     "LocalUpdate",
+    "OneBitAdam",
+    "PowerSGD",
     "Signum",
     "TernGrad",
 ]

@@ -7,7 +7,7 @@ from dlion import kernels
 from dlion.exchange import DenseMean
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
-from dlion.optim.updates import adamw
+from dlion.optim.updates import adamw_descent
 from dlion.values import Betas, NotNegative
 
 
@@ -56,17 +56,7 @@ class GAdamW(MeanGradientOptimizer):
         super().__init__(params, defaults, **common)
 
     def update(self, bucket: Bucket) -> None:
-        state, mean, group = bucket.shared, bucket.exchange.decode(), bucket.group
-        names = ("lr", "betas", "eps", "weight_decay")
-        for count, span in bucket.count("step"):
-            adamw(
-                bucket.params[span],
-                state["exp_avg"][span],
-                state["exp_avg_sq"][span],
-                mean[span],
-                count,
-                **{name: group[name] for name in names},
-            )
+        adamw_descent(bucket, bucket.exchange.decode())
 
 
 class GLion(MeanGradientOptimizer):

@@ -5,6 +5,7 @@ the bucket's group.
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.optim.bucket import Bucket
+from dlion.optim.muon import EMBEDDINGS_AND_HEADS, orthogonalise
 from dlion.optim.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _EPS = 1e-8
+_NS_STEPS = 5
 _RATES = ("lr", "betas", "weight_decay")
 
 
@@ -78,13 +81,11 @@ class AdamW(Inner):
 
 
 class Muon(Inner):
-    """Muon for parameters of two and more dimensions, flattened to matrices; AdamW for all others.
+    """Muon for matrices, AdamW for the rest, as :class:`dlion.optim.GMuon` tells them apart.
 
     ``m <- b1 m + (1 - b1) g``, ``y <- (1 - lr wd) y - 0.2 lr sqrt(max(rows, columns)) O`` with
-    ``O = orthogonalise((1 - b1) g + b1 m)``. The factor gives the steps the size that AdamW's have,
-    so that both take one rate. Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); the
-    factor from Liu et al. 2025 (arXiv 2502.16982), equation 4. Embeddings and last layers are
-    matrices here as all others. AdamW's second moment is kept for matrices too, and unused.
+    ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Sources and names are GMuon's.
+    AdamW's second moment is kept for matrices too, and unused.
     """
 
     own_state = AdamW.own_state
@@ -96,7 +97,7 @@ class Muon(Inner):
         counts = bucket.count_own("step", local)
         for slot in bucket.slots:
             part = slice(slot.start, slot.stop)
-            if slot.tensor.dim() < 2:
+            if slot.tensor.dim() < 2 or re.search(EMBEDDINGS_AND_HEADS, slot.name):
                 for count, span in counts:
                     if span in (slice(None), part):
                         _adamw(bucket, local, gradients, count, part)
@@ -105,8 +106,9 @@ class Muon(Inner):
             momentum.lerp_(gradients[part], 1 - beta)
             alone = slot._replace(start=0, stop=own.numel())
             matrix = alone.view(gradients[part].lerp(momentum, beta)).flatten(1)
-            step = orthogonalise(matrix) * (0.2 * math.sqrt(max(matrix.shape)))
-            flat = slot.flatten(step.view(slot.tensor.shape))
+            scale = 0.2 * math.sqrt(max(matrix.shape))
+            step = orthogonalise(matrix, _NS_STEPS, "float32") * scale
+            flat = slot.flatten(step.reshape(slot.tensor.shape))
             kernels.descend(own, flat, lr, group["weight_decay"])
 
 
@@ -149,20 +151,6 @@ class OfTorch(Inner):
 
 
 INNER: dict[str, type[Inner]] = {"adamw": AdamW, "lion": Lion, "muon": Muon, "sgd": SGD}
-
-
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """Bring the singular values of ``[r, c]`` near 1 by five Newton-Schulz steps, in float32.
-
-    Source: Jordan et al. 2024, whose coefficients leave them between about 0.7 and 1.2.
-    """
-    x = matrix / (matrix.norm() + 1e-7)
-    if x.shape[0] > x.shape[1]:
-        x = x.T
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 def _adamw(bucket: Bucket, local: int, gradients: Tensor, count: int, span: slice) -> None:

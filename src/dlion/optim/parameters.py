@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlion.exchange import Channel, Exchange, Traffic
-from dlion.optim.bucket import Bucket
+from dlion.optim.bucket import Bucket, StateNames
 from dlion.optim.checks import (
     check_alike,
     check_bare,
@@ -66,6 +66,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def make_exchange(self, bucket: Bucket) -> Exchange:
         """Make the exchange for a bucket of ``bucket.numel`` parameters."""
 
+    def state_names(self, bucket: Bucket) -> StateNames:
+        """Return what the state of a bucket's parameters is called."""
+        return self
+
     def _watch(self, bucket: Bucket) -> None:
         """Do what a new bucket needs besides."""
 
@@ -115,7 +119,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 bucket = Bucket(
                     len(self.buckets), part, [named.get(tensor, "") for tensor in part], group
                 )
-                bucket.allocate(self.make_exchange(bucket), self)
+                bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
                 self.buckets.append(bucket)
                 self._publish_state(bucket)
                 self._watch(bucket)
@@ -189,6 +193,12 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             for name, values in (bucket.shared | bucket.counters).items():
                 views[f"{bucket.index}.{name}"] = values
         return views
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state that a worker keeps beside parameters and gradients, padding included."""
+        common = {k: v for k, v in self.common_state().items() if not k.endswith(".parameters")}
+        return sum(tensor.nbytes for tensor in (*self.worker_state(0).values(), *common.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with a leading dimension, the local workers, for per-worker state."""

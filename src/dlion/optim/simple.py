@@ -366,6 +366,106 @@ def dlion_adm(
     descend(x, previous, lr, wd)
 
 
+# Muon: matrices are ``(start, stop, rows)`` in d, AdamW's are the ``spans``.
+
+Matrices = Sequence[tuple[int, int, int]]
+
+
+def orthogonalise(a: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    u = a.T if len(a) > len(a.T) else a
+    u = u.to(dtype)
+    u = u / u.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = u @ u.T
+        u = torch.addmm(u, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), u, beta=3.4445)
+    return u.T if len(a) > len(a.T) else u
+
+
+def g_muon(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    betas: Betas,
+    eps: float,
+    wd: float,
+    newton_schulz: tuple[int, torch.dtype],
+    scale: Callable[[int, int], float],
+    matrices: Matrices,
+    spans: Spans,
+) -> None:
+    for start, stop in spans:
+        part = slice(start, stop)
+        g_adamw(x[part], m[part], v[part], g[:, part], step, lr, betas, eps, wd)
+    for start, stop, rows in matrices:
+        a = mean(g[:, start:stop])
+        m[start:stop].lerp_(a, 1 - mu)
+        u = orthogonalise(a.lerp(m[start:stop], mu).view(rows, -1), *newton_schulz)
+        x[start:stop].mul_(1 - lr * wd).add_(u.flatten(), alpha=-lr * scale(*u.shape))
+
+
+# PowerSGD: a step of power iteration on each matrix; its Q, ``[columns, rank]``, is the next one's.
+
+
+def powersgd(
+    x: Tensor,
+    r: Tensor,
+    b: Tensor,
+    q: list[Tensor],
+    g: Tensor,
+    lr: float,
+    mu: float,
+    wd: float,
+    matrices: Matrices,
+) -> None:
+    r += g
+    a = mean(r)
+    left = torch.zeros_like(r)
+    for i, (start, stop, rows) in enumerate(matrices):
+        ms = [row[start:stop].clone().view(rows, -1) for row in r]
+        p = torch.linalg.qr(mean([matrix @ q[i] for matrix in ms])).Q
+        qs = [matrix.T @ p for matrix in ms]
+        q[i] = mean(qs)
+        a[start:stop] = (p @ q[i].T).flatten()
+        left[:, start:stop] = torch.stack(
+            [(matrix - p @ own.T).flatten() for matrix, own in zip(ms, qs, strict=True)]
+        )
+    r.copy_(left)
+    sgd(x, b, a, lr, mu, wd)
+
+
+# 1-bit Adam: the momentum in scaled signs, once the variance v stays as it is.
+
+
+def onebit_adam(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    r: Tensor,
+    e: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    betas: Betas,
+    eps: float,
+    wd: float,
+    warmup: int,
+    pieces: Spans,
+) -> None:
+    b1, b2 = betas
+    if step < warmup:
+        a = mean(g)
+        m.lerp_(a, 1 - b1)
+        v.mul_(b2).addcmul_(a, a, value=1 - b2)
+    else:
+        a = signs_both_ways(b1 * m + (1 - b1) * g, r, e, pieces)
+        m.copy_(a * (v > 0))
+    x.mul_(1 - lr * wd).addcdiv_(m, v.sqrt() + eps, value=-lr)
+
+
 # Local updates: workers move on their own, ``y [n, d]``, and exchange after every H steps.
 
 
@@ -389,18 +489,8 @@ def muon(
                 continue
             mi.lerp_(gi, 1 - betas[0])
             matrix = gi.lerp(mi, betas[0]).view(shape).flatten(1)
-            update = orthogonalise(matrix) * (0.2 * math.sqrt(max(matrix.shape)))
+            update = orthogonalise(matrix, 5, torch.float32) * (0.2 * math.sqrt(max(matrix.shape)))
             descend(yi, update.flatten(), lr, wd)
-
-
-def orthogonalise(matrix: Tensor) -> Tensor:
-    x = matrix / (matrix.norm() + 1e-7)
-    if x.shape[0] > x.shape[1]:
-        x = x.T
-    for _ in range(5):  # Newton-Schulz: every singular value comes near 1
-        gram = x @ x.T
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 def bfloat16(v: Tensor) -> Tensor:

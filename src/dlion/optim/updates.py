@@ -1,6 +1,8 @@
 """Updates: what everyone does with the combined answer, in place on flat vectors."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,19 +35,42 @@ def adamw(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     answer: Tensor,
-    step: int,
+    step: float,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW; steps count from 1."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW; steps count from 1.
+
+    With ``step=math.inf`` there is no bias correction.
+    """
     beta1, beta2 = betas
     exp_avg.lerp_(answer, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(answer, answer, value=1 - beta2)
     denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-    wide = params.dtype in (torch.float32, torch.float64)
-    x = params if wide else params.float()  # in bfloat16, 1 - lr wd would be 1
-    x.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    with wide(params) as x:
+        x.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+
+
+def adamw_descent(bucket: Bucket, answer: Tensor) -> None:
+    """:func:`adamw` on an answer, with the steps of each parameter."""
+    group, state = bucket.group, bucket.shared
+    for count, span in bucket.count("step"):
+        adamw(
+            bucket.params[span],
+            state["exp_avg"][span],
+            state["exp_avg_sq"][span],
+            answer[span],
+            count,
+            **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+        )
+
+
+@contextmanager
+def wide(params: Tensor) -> Iterator[Tensor]:
+    """Give parameters in float32 or better, to be changed: in bfloat16, 1 - lr wd would be 1."""
+    x = params if params.dtype in (torch.float32, torch.float64) else params.float()
+    yield x
     if x is not params:
         params.copy_(x)

@@ -120,6 +120,7 @@ class Output:
             "train_loss": row["train_loss"],
             "paper_bits_up": bits_up,
             "paper_bits_down": bits_down,
+            "state_bytes_per_parameter": self.optimizer.state_bytes / self.parameters,
             "sent_bytes_per_step": row["sent_bytes"] / job.steps,
             "seconds": row["seconds"],
             "seconds_per_step": row["seconds"] / job.steps,

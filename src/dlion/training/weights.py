@@ -120,11 +120,15 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
         UserError: naming what is missing, unexpected, or of another shape.
     """
     found: dict[str, list[int]] = {}
+    real = set()
     for file in _files(source):
         with _opened(file) as weights:
             for name in weights.keys():  # noqa: SIM118
-                found[name] = weights.get_slice(name).get_shape()
-    missing, misshapen = [], []
+                stored_tensor = weights.get_slice(name)
+                found[name] = stored_tensor.get_shape()
+                if stored_tensor.get_dtype().startswith(("F", "BF")):
+                    real.add(name)
+    missing, misshapen, mistyped = [], [], []
     unexpected = dict.fromkeys(found)
     for names, tensor in _tensors(model):
         stored = next((name for name in names if name in found), None)
@@ -134,12 +138,45 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
         del unexpected[stored]
         if found[stored] != list(tensor.shape):
             misshapen.append(f"{stored} {found[stored]} instead of {list(tensor.shape)}")
+        elif tensor.is_floating_point() and stored not in real:
+            mistyped.append(stored)
     complaints = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    complaints["not of real numbers"] = mistyped
     lists = [f"{what} {_several(list(names))}" for what, names in complaints.items() if names]
     if lists:
         raise UserError(
             f"{source} holds the weights of another model ({'; '.join(lists)}): give weights of"
             " this model, or the settings of the model and the data set that they are of"
+        )
+
+
+def check_pretrained(model: models.CausalLM, folder: str | Path) -> None:
+    """Compare a folder of ``save_pretrained`` with its model on meta, before it is loaded.
+
+    Names that the model does not have may be older ones, which transformers translates: then only
+    loading it shows what is missing.
+
+    Raises:
+        UserError: if its weights cannot be read, are missing, or of another shape.
+    """
+    found: dict[str, list[int]] = {}
+    for file in _files(folder):
+        with _opened(file) as weights:
+            for name in weights.keys():  # noqa: SIM118
+                found[name] = weights.get_slice(name).get_shape()
+    prefix = f"{model.model.base_model_prefix}."
+    wrong, unknown = [], set(found)
+    for names, tensor in _tensors(model):
+        stored = [x for name in names for x in (name, name.removeprefix(prefix)) if x in found]
+        unknown -= set(stored)
+        if not stored and isinstance(tensor, nn.Parameter):
+            wrong.append(f"{names[0]} is missing")
+        elif stored and found[stored[0]] != list(tensor.shape):
+            wrong.append(f"{stored[0]} is {found[stored[0]]} instead of {list(tensor.shape)}")
+    if wrong and not unknown:
+        raise UserError(
+            f"model.path={folder} does not hold the weights that its config.json describes"
+            f" ({_several(wrong)}): copy it again"
         )
 
 
@@ -277,6 +314,11 @@ def _files(source: str | Path) -> list[Path]:
                 return [folder / Path(part).name for part in sorted(parts)]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{index} is damaged: copy it again") from error
+    if any(path.glob("*.bin")):
+        raise UserError(
+            f"{source} holds pickled weights, which could run anything when they are read: load the"
+            " model where you trust it, and give the folder of its save_pretrained"
+        )
     raise UserError(
         f"{source} holds no weights: give the directory of a finished run, a .safetensors file, or"
         f" a folder with {MODEL}"

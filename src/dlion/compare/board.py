@@ -1,0 +1,212 @@
+"""Print the board: where every method ends, what it costs, and what of that is more than noise.
+
+A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
+many seeds (noise/), and short ones on an idle machine (compute/). results/board has the rules.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from dlion.arguments import add_printed_output, make_parser, print_or_write
+from dlion.compare.curves import Curve, make_curves, select_runs
+from dlion.compare.options import add_only, conditions_of
+from dlion.compare.reading import read_runs
+from dlion.compare.style import (
+    display_name,
+    end_values,
+    mean_and_deviation,
+    number_format,
+    title_of,
+)
+from dlion.compare.table import Table, to_markdown
+from dlion.errors import UserError
+from dlion.record.studies import PACKED
+
+RATES = (10, 100, 1000)  # Mbit/s
+DIFFERS = 2.576  # standard normal deviates: two-sided p < 0.01
+NEVER = "never"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What methods are compared on.
+
+    Attributes:
+        title: for people.
+        metric: ``accuracy`` or ``loss``.
+        target: a value of it, a share or nats.
+        curves: of the runs to their end.
+        noise: standard deviation over seeds, in the unit of tables; None if it was not measured.
+        compute: seconds of a worker and step without a network, by method.
+    """
+
+    title: str
+    metric: str
+    target: float
+    curves: list[Curve]
+    noise: float | None
+    compute: dict[str, float]
+
+    @property
+    def up(self) -> bool:
+        """Whether more is better."""
+        return self.metric == "accuracy"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method's line on the board.
+
+    Attributes:
+        curve: of its runs.
+        behind: how far its mean is behind the best, in the unit of tables.
+        level: whether noise could explain that; None if the noise is not known.
+        received_bits: by a worker, per parameter and step.
+        bits_to_target: sent per parameter until all seeds have reached the target, their mean.
+        steps_to_target: the same in steps; infinite if a seed never did.
+    """
+
+    curve: Curve
+    behind: float
+    level: bool | None
+    received_bits: float
+    bits_to_target: float
+    steps_to_target: float
+
+    def seconds(self, rate: float, compute: float | None) -> float | None:
+        """Return the time to the target over links of ``rate`` bits a second.
+
+        Messages travel during the backward pass of the next ones' making where the method can do
+        that, else after it.
+        """
+        if compute is None:
+            return None
+        wire = 8 * max(self.curve.sent_bytes, self.curve.received_bytes) / rate
+        overlaps = "optimizer.local_steps" not in self.curve.settings
+        return self.steps_to_target * (max(compute, wire) if overlaps else compute + wire)
+
+
+def read_task(folder: Path, conditions: dict[str, str]) -> Task:
+    """Read a task and its runs.
+
+    Raises:
+        UserError: if the folder holds none, or no run that meets the conditions.
+    """
+    try:
+        facts = yaml.safe_load((folder / "task.yaml").read_text("utf-8"))
+        title, metric, target = str(facts["title"]), facts["metric"], float(facts["target"])
+        if metric not in ("accuracy", "loss"):
+            raise ValueError
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder} holds no task: task.yaml has a title, a metric (accuracy or loss) and a"
+            " target"
+        ) from error
+
+    def curves(place: Path) -> list[Curve]:
+        if not (place / PACKED).exists():
+            return []
+        return make_curves(select_runs(read_runs([place / PACKED]), conditions), metric)
+
+    noise = [end_values(curve, metric).std(ddof=1) for curve in curves(folder / "noise")]
+    return Task(
+        title=title,
+        metric=metric,
+        target=target,
+        curves=curves(folder),
+        noise=max(noise, default=None),
+        compute={
+            curve.method: curve.seconds / curve.settings["workers"]
+            for curve in curves(folder / "compute")
+        },
+    )
+
+
+def standings(task: Task) -> list[Standing]:
+    """Return a line for every method, the best first."""
+    sign = 1 if task.up else -1
+    order = sorted(task.curves, key=lambda curve: -sign * curve.final.mean())
+    lines = []
+    for curve in order:
+        best = end_values(order[0], task.metric)
+        ends = end_values(curve, task.metric)
+        behind = sign * float(best.mean() - ends.mean())
+        level = None
+        if task.noise is not None:
+            level = behind <= DIFFERS * task.noise * math.sqrt(1 / len(best) + 1 / len(ends))
+        steps = np.array([_first_at(task, curve, values) for values in curve.values])
+        step = float(steps.mean())
+        lines.append(
+            Standing(
+                curve=curve,
+                behind=behind,
+                level=level,
+                received_bits=curve.sent_bits * curve.received_bytes / curve.sent_bytes,
+                bits_to_target=float(np.interp(step, curve.steps, curve.bits, right=math.inf)),
+                steps_to_target=step,
+            )
+        )
+    return lines
+
+
+def _first_at(task: Task, curve: Curve, values: np.ndarray) -> float:
+    """Return the first evaluated step at which a run has reached the target, or infinity."""
+    reached = values >= task.target if task.up else values <= task.target
+    return float(curve.steps[reached.argmax()]) if reached.any() else math.inf
+
+
+def to_table(task: Task, lines: list[Standing]) -> Table:
+    """Return the board as a table."""
+    form = number_format(task.metric)
+    times = [f"{rate:,} Mbit/s" for rate in RATES]
+    headings = ["seeds", "behind", "sent", "received", "sent to target", *times, "state"]
+    table = [[title_of(task.metric), "at the end", *headings]]
+    for line in lines:
+        curve = line.curve
+        verdict = "" if line.level is None else " (level)" if line.level else " (behind)"
+        seconds = [line.seconds(rate * 1e6, task.compute.get(curve.method)) for rate in RATES]
+        table.append(
+            [
+                display_name(curve),
+                mean_and_deviation(end_values(curve, task.metric), form),
+                str(len(curve.seeds)),
+                f"{line.behind:{form}}{verdict}",
+                *(f"{bits:.3g}" for bits in (curve.sent_bits, line.received_bits)),
+                NEVER if line.bits_to_target == math.inf else f"{line.bits_to_target:,.0f}",
+                *("" if s is None else NEVER if s == math.inf else f"{s:.3g} s" for s in seconds),
+                "" if curve.state_bytes is None else f"{curve.state_bytes:.3g}",
+            ]
+        )
+    return table
+
+
+def make_table(arguments: list[str]) -> str:
+    """Return the Markdown that the command prints with these arguments.
+
+    Raises:
+        UserError: if there is no such board.
+    """
+    return _board(_parse(arguments))
+
+
+def _board(options: argparse.Namespace) -> str:
+    task = read_task(options.task, conditions_of(options))
+    return to_markdown(to_table(task, standings(task)))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser("board", __doc__, "results/board/cifar10 --only workers=8")
+    parser.add_argument("task", type=Path, metavar="TASK", help="a folder with task.yaml and runs")
+    add_only(parser)
+    add_printed_output(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    options = _parse(arguments)
+    print_or_write(_board(options), options.output, "board.md")

@@ -1,0 +1,148 @@
+"""The mean of matrices, of which a low-rank approximation travels."""
+
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from dlion.exchange.channel import Channel
+from dlion.exchange.direct_send import Buffers, DenseMean, Exchange
+from dlion.streams import stream
+from dlion.wire import Float32
+
+
+class Matrix(NamedTuple):
+    """A matrix of so many rows, elements ``start`` to ``stop`` of a flat buffer, row by row."""
+
+    start: int
+    stop: int
+    rows: int
+
+    @property
+    def columns(self) -> int:
+        return (self.stop - self.start) // self.rows
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop].view(self.rows, -1)
+
+
+class LowRankMean(Exchange):
+    """The mean of matrices by a step of power iteration; what is no matrix is averaged as it is.
+
+    Worker i sends ``P_i = M_i Q`` with Q ``[columns, rank]`` of the run before, at first normal
+    random numbers. All make an orthonormal basis P^ of the mean of P_i, send ``Q_i = M_i^T P^``,
+    and the answer is ``P^ Q^T`` with the mean Q of Q_i. So there are two means of float32, and the
+    message of the second round depends on the answer of the first. A matrix whose P and Q are not
+    smaller than itself is averaged as it is, in the first round.
+
+    Every process computes P^ by itself, so all need the same kind of machine and number of threads.
+    A matrix is read row by row as it lies in memory.
+
+    Args:
+        tensors: in ``numel``, a vector is one row; what lies between them is 0.
+        rank: columns of P and Q.
+        seed: of the first Q.
+
+    Attributes:
+        matrices: those that are compressed.
+        values: float32 values that a worker sends in a step, padding left out; it receives as many.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        tensors: list[Matrix],
+        rank: int,
+        seed: int = 0,
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)
+        self.rank = rank
+        self.matrices = [t for t in tensors if rank * (t.rows + t.columns) < t.rows * t.columns]
+        self._vectors = [tensor for tensor in tensors if tensor not in self.matrices]
+        self._first_sizes = [rank * matrix.rows for matrix in self.matrices]
+        self._first_sizes += [vector.stop - vector.start for vector in self._vectors]
+        self._query_sizes = [rank * matrix.columns for matrix in self.matrices]
+        queries = sum(self._query_sizes)
+        self.values = sum(self._first_sizes) + queries
+        self._first = DenseMean(channel, sum(self._first_sizes), **buffers)
+        self._unsent: dict[int, Tensor] = {}
+        self._bases: list[Tensor] = []
+        if queries:
+            self._second = DenseMean(channel, queries, device=self.device)
+            # made in main memory: the same on every kind of device
+            draws = torch.randn(queries, generator=stream(seed, "query"), device="cpu")
+            self.state["query"] = draws.to(self.device).repeat(channel.workers.local, 1)
+
+    def encode_header(self, local: int, header: Tensor) -> None:
+        self._first.encode_header(local, header)
+
+    def encode(self, local: int, values: Tensor) -> None:
+        """Send ``[numel]`` values of a local worker; :meth:`run` leaves in them what was not sent.
+
+        They are kept until :meth:`unsent` asks for them.
+        """
+        self._unsent[local] = values
+        products = [
+            matrix.view(values) @ query
+            for matrix, query in zip(self.matrices, self._queries(), strict=True)
+        ]
+        vectors = [values[vector.start : vector.stop] for vector in self._vectors]
+        _encode(self._first, local, [*products, *vectors])
+
+    def unsent(self, local: int) -> Tensor:
+        """Give back what the latest message of a local worker left out: M_i - P^ Q_i^T, flat."""
+        return self._unsent.pop(local)
+
+    def run(self, step: int) -> None:
+        self._first.run(step)
+        self.headers = self._first.headers
+        products = self._means()[: len(self.matrices)]
+        # orthonormal for any P; of zeros, too, which have left a zero Q and must not stay there
+        self._bases = [torch.linalg.qr(p.view(-1, self.rank)).Q for p in products]
+        for local in self.channel.local_participants:
+            self._project(local)
+        if self.matrices:
+            self._second.run(step)
+            self.state["query"].copy_(self._second.decode()[: sum(self._query_sizes)])
+        self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
+
+    def decode(self) -> Tensor:
+        mean = torch.zeros(self.numel, device=self.device)
+        for matrix, basis, query in zip(self.matrices, self._bases, self._queries(), strict=True):
+            torch.mm(basis, query.T, out=matrix.view(mean))
+        for vector, part in zip(self._vectors, self._means()[len(self.matrices) :], strict=True):
+            mean[vector.start : vector.stop] = part
+        return mean
+
+    def _project(self, local: int) -> None:
+        """Write a message of the second round, and take from the values what both say."""
+        values, queries = self._unsent[local], []
+        if values.is_cuda:  # it was made on the stream of the backward pass
+            values.record_stream(torch.cuda.current_stream())
+        for matrix, basis in zip(self.matrices, self._bases, strict=True):
+            part = matrix.view(values)
+            queries.append(part.T @ basis)
+            part -= basis @ queries[-1].T
+        for vector in self._vectors:
+            values[vector.start : vector.stop] = 0
+        if queries:
+            _encode(self._second, local, queries)
+
+    def _queries(self) -> list[Tensor]:
+        """The Q of each matrix, ``[columns, rank]``."""
+        if not self.matrices:
+            return []
+        parts = self.state["query"][0].split(self._query_sizes)
+        return [part.view(-1, self.rank) for part in parts]
+
+    def _means(self) -> tuple[Tensor, ...]:
+        """The answers of the first round: P of each matrix, and each vector."""
+        return self._first.decode()[: sum(self._first_sizes)].split(self._first_sizes)
+
+
+def _encode(exchange: DenseMean, local: int, parts: list[Tensor]) -> None:
+    message = torch.cat([part.flatten() for part in parts])
+    padding = (0, exchange.numel - len(message))
+    exchange.encode(local, torch.nn.functional.pad(message, padding))

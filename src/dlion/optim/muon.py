@@ -1,0 +1,172 @@
+"""Muon on the mean gradient: orthogonalised momenta for matrices, AdamW for the rest."""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, Unpack, get_args
+
+import torch
+from torch import Tensor
+
+from dlion.optim.base import Common
+from dlion.optim.bucket import Bucket, StateNames
+from dlion.optim.dense import MeanGradientOptimizer
+from dlion.optim.updates import adamw_descent, wide
+from dlion.values import Betas, Count, Name, NotNegative, Probability
+
+# what ViT and GPT here, torchvision, timm and transformers call them
+EMBEDDINGS_AND_HEADS = (
+    r"embed|(^|\.)(tokens|positions|wte|wpe|\w+_token|fc|heads?|lm_head|classifier)(\.|$)"
+)
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+SMALLEST_NORM = 1e-7
+
+AdjustLR = Literal["match_rms_adamw", "original"]
+Precision = Literal["bf16", "float32"]
+
+
+class MatrixState:
+    """What Muon remembers of a matrix."""
+
+    own_state: ClassVar[list[str]] = []
+    shared_state: ClassVar[list[str]] = ["momentum_buffer"]
+    counters: ClassVar[list[str]] = []
+    own_counters: ClassVar[list[str]] = []
+
+
+class GMuon(MeanGradientOptimizer):
+    """Global Muon: torch.optim.Muon on the mean gradient of all workers, AdamW where it is no use.
+
+    For matrices, g the mean gradient: ``m <- mu m + (1 - mu) g``, ``O = NS(mu m + (1 - mu) g)``,
+    ``x <- (1 - lr wd) x - lr s O``. NS brings all singular values near 1 (0.7 to 1.2):
+    ``X = G / |G|``, then ``ns_steps`` times ``X <- a X + (b A + c A A) X`` with ``A = X X^T`` and
+    (a, b, c) = (3.4445, -4.775, 2.0315). With R rows and C columns s is ``0.2 sqrt(max(R, C))``
+    (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
+    decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
+    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); ``match_rms_adamw`` is of Liu et
+    al. 2025 (arXiv 2502.16982). It is torch.optim.Muon to the bit. The first authors' code adds to
+    the norm 1e-7, which is its least value here, and takes R and C of a convolution from the height
+    and width of its kernel.
+
+    Muon is for hidden layers. Parameters of fewer than two dimensions are AdamW's, as in
+    :class:`GAdamW`, and so are embeddings (of tokens, positions, patches) and output heads. They
+    are known by their names (EMBEDDINGS_AND_HEADS), so give ``named_parameters()``: without names
+    all matrices are Muon's. The first convolution of a ResNet is Muon's, too. A parameter group
+    with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none. Every
+    group is split into one of each kind, so ``param_groups`` shows who is whose, and rates may
+    differ.
+
+    Memory: 4 bytes of state a parameter of a matrix, 8 of the others.
+
+    When not to use it: to train on a slow link, as it sends what :class:`GAdamW` sends; it is the
+    quality that compressed methods are compared with. All processes orthogonalise by themselves,
+    and get the same bits on one kind of machine with one number of threads only.
+
+    Args:
+        lr: learning rate, with ``match_rms_adamw`` AdamW's, with ``original`` about 0.02 for
+            matrices.
+        momentum: of matrices.
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: decoupled.
+        adjust_lr: s, the scale of a matrix: with match_rms_adamw AdamW's rates and decay fit.
+        ns_steps: Newton-Schulz iterations.
+        ns_precision: what they are computed in; torch.optim.Muon has bf16, on a CPU float32 is
+            faster.
+        adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
+            embeddings and heads by their usual names.
+    """
+
+    shared_state = ["exp_avg", "exp_avg_sq"]
+    counters = ["step"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 1e-3,
+        momentum: Probability = 0.95,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 0.1,
+        adjust_lr: AdjustLR = "match_rms_adamw",
+        ns_steps: Count = 5,
+        ns_precision: Precision = "bf16",
+        adamw_names: Name | None = None,
+        **common: Unpack[Common],
+    ):
+        if adjust_lr not in get_args(AdjustLR):
+            raise ValueError(
+                f"adjust_lr={adjust_lr} is unknown: choose match_rms_adamw or original"
+            )
+        if ns_precision not in get_args(Precision):
+            raise ValueError(f"ns_precision={ns_precision} is unknown: choose bf16 or float32")
+        try:
+            re.compile(adamw_names or "")
+        except re.error as error:
+            raise ValueError(
+                f"adamw_names={adamw_names} is no regular expression: {error}"
+            ) from error
+        self.adjust_lr, self.ns_steps, self.ns_precision = adjust_lr, ns_steps, ns_precision
+        self.adamw_names = adamw_names
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "use_muon": None,
+        }
+        super().__init__(params, defaults, **common)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; a group becomes one of matrices for Muon and one of the rest."""
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        kinds = [self._is_for_muon(member, param_group.get("use_muon")) for member in members]
+        for kind in (True, False):
+            part = [member for member, own in zip(members, kinds, strict=True) if own is kind]
+            if part:
+                super().add_param_group({**param_group, "params": part, "use_muon": kind})
+
+    def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
+        name, tensor = member if isinstance(member, tuple) else ("", member)
+        if tensor.dim() < 2 or asked is False:
+            return False
+        return asked is True or not re.search(self.adamw_names or EMBEDDINGS_AND_HEADS, name)
+
+    def state_names(self, bucket: Bucket) -> StateNames:
+        return MatrixState if bucket.group["use_muon"] else self
+
+    def update(self, bucket: Bucket) -> None:
+        mean, group = bucket.exchange.decode(), bucket.group
+        if not group["use_muon"]:
+            adamw_descent(bucket, mean)
+            return
+        lr, mu, momenta = group["lr"], group["momentum"], bucket.shared["momentum_buffer"]
+        with wide(bucket.params) as params:
+            for slot in bucket.slots:
+                x, m, g = (slot.view(flat) for flat in (params, momenta, mean))
+                m.lerp_(g, 1 - mu)
+                direction = orthogonalise(
+                    g.lerp(m, mu).flatten(1), self.ns_steps, self.ns_precision
+                )
+                rows, columns = direction.shape
+                scale = math.sqrt(max(1, rows / columns))
+                if self.adjust_lr == "match_rms_adamw":
+                    scale = 0.2 * math.sqrt(max(rows, columns))
+                x.mul_(1 - lr * group["weight_decay"])
+                x.add_(direction.reshape(x.shape), alpha=-lr * scale)
+
+
+def orthogonalise(matrix: Tensor, steps: int, precision: Precision) -> Tensor:
+    """Newton-Schulz: ``U V^T`` of ``[A, B]``, roughly: ``U S V^T`` with S near 1 becomes of it."""
+    a, b, c = COEFFICIENTS
+    x = matrix.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    tall = len(x) > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x

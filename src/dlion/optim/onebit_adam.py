@@ -1,0 +1,101 @@
+"""1-bit Adam: a variance from dense gradients, then momenta as scaled signs."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+import torch
+
+from dlion.exchange import WarmedUpSignMean
+from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket
+from dlion.optim.updates import adamw, wide
+from dlion.values import Betas, Count, NotNegative
+
+
+class OneBitAdam(DistributedOptimizer):
+    """1-bit Adam: AdamW on float32 means for a while, then its momentum alone, in one bit.
+
+    The first ``warmup_steps``, with the mean gradient g: ``m <- b1 m + (1 - b1) g``, ``v <- b2 v +
+    (1 - b2) g^2``. Then v stays as it is. Worker i: ``m_i = b1 m + (1 - b1) g_i``,
+    ``r_i <- r_i + m_i``, sends ``c_i = mean|r_i| sign(r_i)``, ``r_i <- r_i - c_i``. The owner of a
+    slice: ``e <- e + mean c_i``, answers ``m = mean|e| sign(e)``, ``e <- e - m``. Everyone, in both
+    phases: ``x <- (1 - lr wd) x - lr m / (sqrt(v) + eps)``. Scales are means over pieces, as in
+    :class:`EFSignSGD`, so results depend on the number of workers and on the buckets.
+    Source: Tang et al. 2021 (arXiv 2102.02888), Algorithm 1.
+
+    As in the paper and in DeepSpeed's OnebitAdam nothing corrects the bias of m and v: a short
+    warm-up leaves a v that is too small by ``1 - b2^warmup_steps``, and all later steps too large
+    by its root. Weight decay is decoupled, as DeepSpeed has it. Its scales differ: the root of the
+    mean square, for a whole tensor on a worker, where the mean of sizes leaves less behind. And
+    where v is 0, as no gradient came during the warm-up, nothing moves later: one bit has no zero,
+    and a scale over eps is huge. DeepSpeed asks its users for a mask of such entries.
+
+    Parameters that join later, unfrozen or in another group, warm up by themselves.
+
+    Memory: 12 + 4 / n bytes of state a parameter (m, v and the residual on every worker, the error
+    of the answer on its owner).
+
+    When not to use it: for short trainings, as the warm-up is to be 15 to 20 % of the steps and is
+    most of the bytes. Where some gradients come rarely (rows of embeddings), their v is small,
+    while the scale is of all the tensor. NaN in a gradient spoils the scale, and the piece's
+    residuals for ever: use ``nonfinite``.
+
+    Args:
+        lr: learning rate.
+        betas: of m and v.
+        eps: added to the root of v.
+        weight_decay: decoupled.
+        warmup_steps: at first, with float32 means, 64 bits a parameter.
+    """
+
+    own_state = ["residual"]
+    shared_state = ["exp_avg", "exp_avg_sq"]
+    skips_missing = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 1e-2,
+        warmup_steps: Count = 100,
+        **common: Unpack[Common],
+    ):
+        if not isinstance(warmup_steps, int) or warmup_steps < 1:
+            raise ValueError(
+                f"warmup_steps={warmup_steps} is not possible: give a whole number, at least 1, as"
+                " nothing moves without a variance"
+            )
+        self.warmup_steps = warmup_steps
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        """After the warm-up."""
+        return 1, 1
+
+    def make_exchange(self, bucket: Bucket) -> WarmedUpSignMean:
+        spans, warmup = bucket.spans, self.warmup_steps
+        return WarmedUpSignMean(self.channel, bucket.numel, spans, warmup, **bucket.buffers)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        message, beta1 = bucket.gradients(), bucket.group["betas"][0]
+        if not bucket.exchange.warming_up:
+            momentum = beta1 * bucket.shared["exp_avg"] + (1 - beta1) * message
+            message = bucket.own["residual"][local].add_(momentum)
+        bucket.exchange.encode(local, message)
+
+    def update(self, bucket: Bucket) -> None:
+        group, answer = bucket.group, bucket.exchange.decode()
+        m, v = bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"]
+        rates = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        if bucket.exchange.exact:
+            adamw(bucket.params, m, v, answer, math.inf, **rates)
+            return
+        torch.mul(answer, v > 0, out=m)
+        with wide(bucket.params) as x:
+            x.mul_(1 - group["lr"] * group["weight_decay"])
+            x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])

@@ -1,0 +1,61 @@
+"""The board: who ends where, what it cost, and what is more than noise."""
+
+from pathlib import Path
+
+import pytest
+
+from dlion.compare.board import main
+from dlion.record.studies import PACKED, add_to_packed, find_runs
+from tests.compare.runs import write_run
+
+BETTER = {"g_lion": 0.0, "dgc": -0.01, "dlion_mavo": -0.05, "signum_mavo": -0.1}
+NOTHING = "title: digits\nmetric: accuracy\n"
+
+
+@pytest.fixture
+def task(tmp_path) -> Path:
+    """Four methods with three seeds, whose accuracies are a point apart."""
+    folder = tmp_path / "task"
+    for part, methods in {"": [*BETTER], "noise": ["g_lion"], "compute": ["g_lion"]}.items():
+        runs = tmp_path / f"runs{part}"
+        for method in methods:
+            for seed in (0, 1, 2):
+                write_run(runs, method, seed, better=BETTER[method])
+        (folder / part).mkdir()
+        add_to_packed(folder / part / PACKED, {r.directory.name: r for r in find_runs([runs])})
+    (folder / "task.yaml").write_text(NOTHING + "target: 0.64\n")
+    return folder
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_the_best_is_first_and_noise_does_not_count(task, command):
+    headings, _, *rows = cells(command(main, task).stdout)
+    assert headings[:4] == ["test accuracy (%)", "at the end", "seeds", "behind"]
+    assert [row[0] for row in rows] == [*BETTER]
+    assert rows[0][1:3] == ["71.00 ± 1.00", "3"]
+    # 2.58 deviations of the difference of two means of three are 2.10
+    behind = ["0.00 (level)", "1.00 (level)", "5.00 (behind)", "10.00 (behind)"]
+    assert [row[3] for row in rows] == behind
+
+
+def test_bits_and_times_are_those_of_the_first_evaluation_at_the_target(task, command):
+    headings, _, *rows = cells(command(main, task).stdout)
+    at = {heading: index for index, heading in enumerate(headings)}
+    lion, dgc, vote, signum = rows
+    assert lion[at["sent"]] == "55.6" and lion[at["received"]] == "111"
+    assert vote[at["sent to target"]] == "36" and signum[at["sent to target"]] == "never"
+    # twenty steps of 1 MB that are received, or of a worker's 12.5 ms
+    times = [lion[at[f"{rate} Mbit/s"]] for rate in ("10", "100", "1,000")]
+    assert times == ["16 s", "1.6 s", "0.25 s"]
+    assert dgc[at["10 Mbit/s"]] == ""  # nobody measured its steps
+
+
+def test_what_is_no_task_is_said(task, command):
+    (task / "task.yaml").write_text(NOTHING)
+    run = command(main, task)
+    assert run.returncode == 2 and "holds no task: task.yaml has a title" in run.stderr
+    run = command(main, task.parent)
+    assert run.returncode == 2 and "holds no task" in run.stderr

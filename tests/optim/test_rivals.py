@@ -1,0 +1,147 @@
+"""Muon, PowerSGD and 1-bit Adam: equal to others' code, and what is special about each."""
+
+import pytest
+import torch
+from torch import nn
+
+from dlion.models.transformer import GPT, ViT
+from dlion.optim import GAdamW, GMuon, OneBitAdam, PowerSGD
+from dlion.workers import Workers
+
+
+def matrices() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator)) for s in ((20, 33), (40, 6), (9, 9))]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+# ------------------------------------------------------------------ Muon
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_one_worker_is_torch_muon_to_the_bit(adjust):
+    ours, theirs = matrices(), matrices()
+    optimizer = GMuon(ours, lr=1e-2, adjust_lr=adjust)
+    reference = torch.optim.Muon(theirs, lr=1e-2, adjust_lr_fn=adjust)
+    for t in range(10):
+        give_gradients(ours, t), give_gradients(theirs, t)
+        optimizer.step(), reference.step()
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_muon_of_a_convolution_is_that_of_its_matrix():
+    one = nn.Parameter(torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(0)))
+    two = nn.Parameter(one.detach().flatten(1).clone())
+    give_gradients([one], 0)
+    two.grad = one.grad.flatten(1).clone()
+    for param in (one, two):
+        GMuon([param], lr=0.1).step()
+    assert torch.equal(one.flatten(1), two)
+
+
+def names(groups: list[dict], use_muon: bool) -> set[str]:
+    return {n for group in groups if group["use_muon"] is use_muon for n in group["param_names"]}
+
+
+def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
+    block = {"qkv.weight", "attention_out.weight", "mlp_in.weight", "mlp_out.weight"}
+    for model in (ViT(8, 1, 10, 2, 16, 2, 2, 16), GPT(10, 8, 16, 2, 2, 16, tie_embeddings=False)):
+        groups = GMuon(model.named_parameters()).param_groups
+        assert names(groups, True) == {f"blocks.{i}.{name}" for i in (0, 1) for name in block}
+        assert len(names(groups, False)) == len(list(model.parameters())) - 8
+
+
+def test_a_group_says_itself_who_is_muons():
+    hidden, head = nn.Linear(4, 6), nn.Linear(6, 2)
+    groups = [
+        {"params": head.named_parameters(), "use_muon": True, "lr": 0.5},
+        {"params": hidden.named_parameters(prefix="hidden"), "use_muon": False},
+    ]
+    optimizer = GMuon(groups)
+    assert names(optimizer.param_groups, True) == {"weight"}
+    assert {group["lr"] for group in optimizer.param_groups[:2]} == {0.5}
+    assert set(optimizer.state[head.weight]) == {"momentum_buffer"}  # half of AdamW's memory
+    by_name = GMuon(hidden.named_parameters(), adamw_names="weight")
+    assert not names(by_name.param_groups, True)
+
+
+def test_what_is_adamws_moves_as_under_adamw():
+    one, two = nn.Linear(4, 6), nn.Linear(4, 6)
+    two.load_state_dict(one.state_dict())
+    for model, cls in ((one, GMuon), (two, GAdamW)):
+        optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for t in range(3):
+            give_gradients(list(model.parameters()), t)
+            optimizer.step()
+    assert torch.equal(one.bias, two.bias) and not torch.equal(one.weight, two.weight)
+
+
+# ------------------------------------------------------------------ PowerSGD
+
+
+def test_powersgd_sends_a_mean_of_its_rank_exactly():
+    """Whatever the workers have that is not in the mean stays with them, and cancels out."""
+    generator = torch.Generator().manual_seed(1)
+    thin = [torch.randn(20, 2, generator=generator), torch.randn(2, 33, generator=generator)]
+    noise = torch.randn(20, 33, generator=generator)
+    param = nn.Parameter(torch.zeros(20, 33))
+    optimizer = PowerSGD([param], lr=1.0, momentum=0.0, rank=2, workers=Workers(local=2))
+    for worker in range(2):
+        param.grad = thin[0] @ thin[1] + (noise if worker else -noise)
+        optimizer.collect(worker)
+    optimizer.step()
+    torch.testing.assert_close(-param.detach(), thin[0] @ thin[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_powersgd_loses_nothing_and_finds_what_comes_late(n):
+    """After steps of zeros its Q is zero, too."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((9, 7, 3), (40,))]
+    optimizer = PowerSGD(params, lr=1.0, momentum=0.0, rank=1, workers=Workers(local=n))
+    total = [torch.zeros_like(param.detach()) for param in params]
+    generator = torch.Generator().manual_seed(n)
+    for t in range(12):
+        for worker in range(n):
+            for param, gradients in zip(params, total, strict=True):
+                param.grad = torch.randn(param.shape, generator=generator) * (t > 2)
+                gradients += param.grad / n
+            optimizer.collect(worker)
+        optimizer.step()
+    for param, gradients in zip(params, total, strict=True):
+        kept = optimizer.state[param]["residual"].mean(0)
+        assert param.any() and kept.any() == (param.dim() > 1)
+        torch.testing.assert_close(kept - param.detach(), gradients)
+
+
+# ------------------------------------------------------------------ 1-bit Adam
+
+
+def test_one_bit_adam_leaves_what_never_had_a_gradient_where_it_is():
+    param = nn.Parameter(torch.ones(130))
+    optimizer = OneBitAdam([param], lr=1e-3, weight_decay=0.0, warmup_steps=3)
+    for t in range(8):
+        give_gradients([param], t)
+        param.grad[:5] = 0
+        optimizer.step()
+    assert torch.equal(param[:5].detach(), torch.ones(5))
+    assert (param[5:].detach() - 1).abs().amax() < 1 and (param[5:] != 1).all()
+
+
+def test_one_bit_adam_freezes_the_variance_after_the_warm_up():
+    param = nn.Parameter(torch.ones(128))
+    optimizer = OneBitAdam([param], warmup_steps=2, workers=Workers(local=2))
+    variances = []
+    for t in range(4):
+        for worker in range(2):
+            give_gradients([param], 2 * t + worker)
+            optimizer.collect(worker)
+        optimizer.step()
+        variances.append(optimizer.state[param]["exp_avg_sq"].clone())
+    assert not torch.equal(variances[0], variances[1])
+    assert torch.equal(variances[1], variances[3])
+    assert len(optimizer.state[param]["exp_avg"].abs().unique()) == 2  # a scale for each slice
