@@ -74,6 +74,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ef_signsgd": ("EFSignSGD", _SGD),
     "ef21_sign": ("EF21Sign", _LION),
     "dlion_adm": ("DLionADM", _LION),
+    "demo": ("DeMo", {**_SGD, "chunk": 16, "topk": 8}),
 }
 
 # none is a multiple of 64 elements, but head.weight is, and norm.scale has no dimension

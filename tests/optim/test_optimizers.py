@@ -14,6 +14,7 @@ from dlion.config import instantiate
 from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
+    DeMo,
     DLion,
     DLionADM,
     EF21Sign,
@@ -44,6 +45,7 @@ ALL = [
     (EF21Sign, {}),
     (DLionADM, {}),
     (DLionADM, {"limit": 2.0, "weighted": True}),
+    (DeMo, {"chunk": 16, "topk": 4}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
 ]
@@ -480,6 +482,9 @@ def test_exponential_synchronisation_steps():
         (lambda p: LionCub(p, momentum_sync="exponential", sync_rate=0), "sync_rate=0 is out of"),
         (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
         (lambda p: DGC(p, clip_norm=1.0, bucket_cap_mb=1e-3), "needs the whole gradient"),
+        (lambda p: DeMo(p, topk=0), "topk=0 is not possible: give a whole number, 1 or more"),
+        (lambda p: DeMo(p, chunk=1.5), "chunk=1.5 is not possible: give a whole number"),
+        (lambda p: DeMo(p, value_bits=8), "value_bits=8 is not possible: choose 2, 16 or 32"),
         (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
     ],
 )

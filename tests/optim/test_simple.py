@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlion.optim import (
     DGC,
+    DeMo,
     DistributedOptimizer,
     DLion,
     DLionADM,
@@ -153,6 +154,20 @@ def ef21_sign(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
     simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.pieces())
 
 
+def tiles(side: int) -> list[Tensor]:
+    """Places in d of equal tiles, cut as numpy's array_split does."""
+    found = []
+    for (start, stop), shape in zip(SPANS, SHAPES, strict=True):
+        rows = torch.arange(start, stop).view(shape[0] if len(shape) == 2 else 1, -1)
+        for band in rows.tensor_split(-(-len(rows) // side)):
+            found += band.tensor_split(-(-band.shape[1] // side), dim=1)
+    return found
+
+
+def demo(side: int, k: int, bits: int):
+    return lambda s, x, g, t: simple.demo(x, s.m, g, LR, 0.9, WD, tiles(side), k, bits)
+
+
 def dlion_adm(rise: int, lookahead: float):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         coder = (s.u, s.level, s.last, s.repeated)
@@ -186,6 +201,15 @@ METHODS = {
     "dlion_adm": (DLionADM, {}, dlion_adm(3, 0.5), 0),
     "dlion_adm 2 0.3": (DLionADM, {"rise": 2, "lookahead": 0.3}, dlion_adm(2, 0.3), 0),
     "ef21_sign": (EF21Sign, {}, ef21_sign, 0),
+    **{
+        f"demo {side} {k} {bits}": (
+            DeMo,
+            {"momentum": 0.9, "chunk": side, "topk": k, "value_bits": bits},
+            demo(side, k, bits),
+            0,
+        )
+        for side, k, bits in ((64, 32, 32), (16, 9, 2))
+    },
     **{
         f"lion_cub {p} {scale}": (LionCub, {"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)
         for p in (2, 4, 8)

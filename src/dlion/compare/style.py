@@ -35,6 +35,7 @@ _METHODS = {
     "dlion_adm": ("#117733", "X"),
     "ef_signsgd": ("#332288", "<"),
     "ef21_sign": ("#999933", ">"),
+    "demo": ("#88CCEE", "p"),
 }
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
 _LINES = ["solid", "dashed", "dotted", "dashdot"]

@@ -6,12 +6,14 @@ from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
+from dlion.exchange.topk import CosineTopKMean, TopKMean
 from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
     "TIES",
     "Buffers",
     "Channel",
+    "CosineTopKMean",
     "DeltaVote",
     "DenseMean",
     "DirectSend",
@@ -23,6 +25,7 @@ __all__ = [
     "SparseMean",
     "TernaryMean",
     "Ties",
+    "TopKMean",
     "TrackingVote",
     "Traffic",
     "Vote",

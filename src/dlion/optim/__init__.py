@@ -2,6 +2,7 @@
 
 from dlion.optim.adm import DLionADM
 from dlion.optim.base import DistributedOptimizer
+from dlion.optim.demo import DeMo
 from dlion.optim.dense import GAdamW, GLion
 from dlion.optim.dlion import DLion, Signum
 from dlion.optim.ef_sign import EF21Sign, EFSignSGD
@@ -13,6 +14,7 @@ __all__ = [
     "DGC",
     "DLion",
     "DLionADM",
+    "DeMo",
     "DistributedOptimizer",
     "EF21Sign",
     "EFSignSGD",

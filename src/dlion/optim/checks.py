@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
+from dlion.wire.formats import VALUE_BITS
 
 
 def check_hyperparameters(group: dict[str, Any]) -> None:
@@ -33,6 +34,15 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
         raise ValueError(f"betas={betas} is not possible: give two numbers in [0, 1)")
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas} is out of range: each is in [0, 1)")
+
+
+def check_topk(chunk: int, topk: int, value_bits: int) -> None:
+    """Refuse messages of entries of chunks that cannot be."""
+    for name, value in (("chunk", chunk), ("topk", topk)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value} is not possible: give a whole number, 1 or more")
+    if value_bits not in VALUE_BITS:
+        raise ValueError(f"value_bits={value_bits} is not possible: choose 2, 16 or 32")
 
 
 def check_parameters(tensors: list[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Wires turn messages into bytes and back. They know nothing of workers."""
 
-from dlion.wire.formats import Float32, Level, ScaledSign, Sign, Sparse, Ternary, Wire
+from dlion.wire.formats import Float32, Level, ScaledSign, Sign, Sparse, Ternary, TopK, Wire
 from dlion.wire.header import Header, Headers
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "Sign",
     "Sparse",
     "Ternary",
+    "TopK",
     "Wire",
 ]

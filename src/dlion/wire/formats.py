@@ -5,12 +5,15 @@ written. ``nbytes`` is a promise that the tests hold ``encode`` to.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dlion.wire import packing
+
+ValueBits = Literal[2, 16, 32]
+VALUE_BITS = get_args(ValueBits)
 
 
 class Wire(ABC):
@@ -148,3 +151,73 @@ class ScaledSign(Wire):
     def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         numbers, signs = packed.split([4 * self.scales, -(-numel // 8)], dim=-1)
         return numbers.contiguous().view(torch.float32), packing.unpack_bits(signs, numel)
+
+
+class TopK(Wire):
+    """So many entries of each chunk of values: indices in ``ceil(log2(chunk))`` bits, and values.
+
+    ``numel`` counts chunks here, and a message is a pair: the indices, int64 and ascending, and the
+    values, float32, both ``[chunks, k]``. A chunk of which all is sent has no indices. A value is
+    written in 32 bits as it is, in 16 as bfloat16, or in 2: its sign, and whether it is larger than
+    the mean size of its chunk's entries. What those two sizes are, the mean of the entries at or
+    below and the mean of those above, goes with each chunk as two numbers in bfloat16.
+
+    Args:
+        chunk: values of a chunk.
+        k: entries of each that are sent, at most ``chunk``.
+        value_bits: 2, 16 or 32.
+    """
+
+    group = 1
+
+    def __init__(self, chunk: int, k: int, value_bits: ValueBits):
+        self.chunk, self.k, self.value_bits = chunk, k, value_bits
+        self._indices = Level(chunk) if k < chunk else None
+        self._codes = Level(4)
+        self.bits = value_bits + (self._indices.bits if self._indices else 0)
+
+    def nbytes(self, numel: int) -> int:
+        return sum(self._sizes(numel))
+
+    def encode(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        indices, numbers = values
+        parts = [numbers.to(torch.float32)]
+        if self.value_bits == 16:
+            parts = [numbers.to(torch.bfloat16)]
+        if self.value_bits == 2:
+            parts = self._quantise(numbers)
+        if self._indices:
+            parts.append(self._indices.encode(indices.flatten()))
+        return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+
+    def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        levels, codes, planes = packed.split(self._sizes(numel))
+        whole = torch.arange(self.chunk, device=packed.device).expand(numel, -1)
+        shape, count = (numel, self.k), numel * self.k
+        indices = self._indices.decode(planes, count).view(shape).long() if self._indices else whole
+        if self.value_bits == 32:
+            return indices, levels.clone().view(torch.float32).view(shape)
+        numbers = levels.clone().view(torch.bfloat16).to(torch.float32)
+        if self.value_bits == 16:
+            return indices, numbers.view(shape)
+        code = self._codes.decode(codes, count).view(shape).long()
+        return indices, numbers.view(numel, 2).gather(1, code & 1) * (1 - (code & 2))
+
+    def _quantise(self, numbers: Tensor) -> list[Tensor]:
+        """Return the two sizes of each chunk, ``[chunks, 2]``, and the codes, packed."""
+        sizes = numbers.abs().to(torch.float64)
+        large = sizes > sizes.mean(1, keepdim=True)
+        means = [
+            (sizes * part).sum(1) / part.sum(1).clamp(min=1)  # of no entries, 0
+            for part in (~large, large)
+        ]
+        codes = 2 * (numbers < 0).int() + large
+        return [torch.stack(means, 1).to(torch.bfloat16), self._codes.encode(codes.flatten())]
+
+    def _sizes(self, numel: int) -> list[int]:
+        """Bytes of the numbers, of the codes of 2 bits, and of the indices."""
+        count = numel * self.k
+        values = [count * self.value_bits // 8, 0]
+        if self.value_bits == 2:
+            values = [4 * numel, self._codes.nbytes(count)]
+        return [*values, self._indices.nbytes(count) if self._indices else 0]
