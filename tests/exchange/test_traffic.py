@@ -11,6 +11,7 @@ from dlion.launch.meeting import join_process_group
 from dlion.optim import (
     DGC,
     DeMo,
+    DiLoCo,
     DLion,
     DLionADM,
     EF21Sign,
@@ -69,6 +70,10 @@ METHODS = {
     "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
     "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),
+    **{
+        f"diloco_{wire}": (DiLoCo, {"local_steps": 1, "wire": wire}, bits(size, size))
+        for wire, size in (("float32", 32), ("bf16", 16), ("int8", 8), ("sign", 1))
+    },
 }
 
 

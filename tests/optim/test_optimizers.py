@@ -15,6 +15,7 @@ from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
     DeMo,
+    DiLoCo,
     DLion,
     DLionADM,
     EF21Sign,
@@ -48,6 +49,8 @@ ALL = [
     (DeMo, {"chunk": 16, "topk": 4}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
+    (DiLoCo, {"local_steps": 2}),
+    (DiLoCo, {"local_steps": 2, "inner": "lion", "wire": "sign"}),
 ]
 IDS = [f"{cls.__name__}-{'-'.join(map(str, kw.values()))}" for cls, kw in ALL]
 
@@ -236,10 +239,14 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
     unused = torch.nn.Parameter(torch.ones(3))
     optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
     train(model, optimizer, 3)
-    state = {name: value for name, value in optimizer.state[unused].items() if name != "worker"}
+    state = dict(optimizer.state[unused])
+    for name in ("worker", "local", "outer"):  # the last are parameters themselves
+        state.pop(name, None)
     assert state and all(not value.any() for value in state.values())
     decayed = 1.0
-    if not optimizer.skips_missing:  # it may have had something left to send, so it decays
+    if (
+        not optimizer.skips_missing and cls is not DiLoCo
+    ):  # it may have had something left to send, so it decays
         decayed = (1 - 0.1 * optimizer.param_groups[0]["lr"]) ** 3
     torch.testing.assert_close(unused.detach(), torch.full((3,), decayed))
 
@@ -485,6 +492,10 @@ def test_exponential_synchronisation_steps():
         (lambda p: DeMo(p, topk=0), "topk=0 is not possible: give a whole number, 1 or more"),
         (lambda p: DeMo(p, chunk=1.5), "chunk=1.5 is not possible: give a whole number"),
         (lambda p: DeMo(p, value_bits=8), "value_bits=8 is not possible: choose 2, 16 or 32"),
+        (lambda p: DiLoCo(p, inner="adam"), "inner=adam is unknown: choose adamw, lion, muon, sgd"),
+        (lambda p: DiLoCo(p, wire="fp8"), "wire=fp8 is unknown: choose float32, bf16, int8, sign"),
+        (lambda p: DiLoCo(p, local_steps=0), "local_steps=0 is not possible: give 1 or more"),
+        (lambda p: DiLoCo(p, outer_momentum=1), "outer_momentum=1 is out of range"),
         (lambda p: DLion(p, bucket_cap_mb=0), "bucket_cap_mb=0 is out of range"),
     ],
 )
@@ -523,10 +534,10 @@ def test_the_absent_keep_their_state_and_do_not_count(cls, kwargs):
                 optimizer.collect(i)
             optimizer.step()
     # scales are of pieces, weights and limits of slices, which four cut otherwise
-    if cls not in (EFSignSGD, EF21Sign) and "limit" not in kwargs:
+    if cls not in (EFSignSGD, EF21Sign) and not {"limit", "wire"} & kwargs.keys():
         torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
     for param in some.parameters():
-        for name in four.own_state:
+        for name in set(four.own_state) - {"local"}:
             rows = four.state[param][name]
             assert rows[1].any() and rows[3].any()
             assert not rows[0].any() and not rows[2].any()

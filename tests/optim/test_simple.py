@@ -10,6 +10,7 @@ from torch import Tensor
 from dlion.optim import (
     DGC,
     DeMo,
+    DiLoCo,
     DistributedOptimizer,
     DLion,
     DLionADM,
@@ -177,6 +178,32 @@ def dlion_adm(rise: int, lookahead: float):
     return step
 
 
+def diloco(inner: str = "adamw", wire: str = "float32"):
+    rates = LR, (0.9, 0.99), WD
+    means = {
+        "float32": lambda s, v: simple.mean(v),
+        "bf16": lambda s, v: simple.bfloat16(simple.mean(simple.bfloat16(v))),
+        "int8": lambda s, v: simple.scaled_int8(
+            simple.mean(simple.scaled_int8(v, s.pieces())), s.pieces()
+        ),
+        "sign": lambda s, v: simple.signs_both_ways(v, s.u, s.b2, s.pieces()),
+    }
+    steps = {
+        "adamw": lambda s, g, t: simple.adamw(s.y, s.m, s.v, g, t, LR, (0.9, 0.99), 1e-8, WD),
+        "lion": lambda s, g, t: simple.lion(s.y, s.m, g, *rates),
+        "muon": lambda s, g, t: simple.muon(s.y, s.m, s.v, g, t, *rates, SPANS, SHAPES),
+        "sgd": lambda s, g, t: simple.descend(s.y, g, LR, WD),
+    }
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        if t == 0:
+            s.y = x.repeat(s.n, 1)
+        steps[inner](s, g, t)
+        simple.diloco(x, s.y, s.b, t, 3, 0.7, 0.9, lambda v: means[wire](s, v))
+
+    return step
+
+
 # how far apart they may be: sums of one tensor that the library adds in another order
 NORM = 1e-6  # the norm over all tensors, gaps included
 
@@ -224,6 +251,18 @@ METHODS = {
         cub(4, "l1", "zero", 3, SPANS[1:2]),
         0,
     ),
+    **{
+        f"diloco {inner} {wire}": (
+            DiLoCo,
+            {"inner": inner, "wire": wire, "betas": (0.9, 0.99), "local_steps": 3},
+            diloco(inner, wire),
+            0,
+        )
+        for inner, wire in (
+            *((inner, "float32") for inner in ("adamw", "lion", "muon", "sgd")),
+            *(("adamw", wire) for wire in ("bf16", "int8", "sign")),
+        )
+    },
 }
 
 
@@ -257,6 +296,7 @@ def test_the_library_is_its_specification(name, n):
                     param.grad = part.view(param.shape).clone()
                 optimizer.collect(worker)
             optimizer.step()
+            optimizer.host(None)
             step(spec, x, rows, t)
             ours = torch.cat([param.detach().flatten() for param in params])
             if tolerance:

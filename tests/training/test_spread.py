@@ -60,6 +60,8 @@ def _optimizer(method: str):
     node = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
     if method == "lion_cub":
         node.momentum_sync = 2
+    if method == "diloco":
+        node.local_steps = 4  # the last round is cut off
     return node
 
 
@@ -104,6 +106,8 @@ def _train_all(processes: int, data, directory) -> None:
     for method in METHODS:
         for kind in (kind for kind, spreads in SPREADS.items() if processes in spreads):
             more = HARD if kind else None
+            if more and method == "diloco":
+                more = more | {"local_steps": 1}  # it has its own
             job = _job(method, processes, data, directory / f"{method}{kind}", more)
             train(replace(job, workers=Workers.current(8 // processes)))
     dist.destroy_process_group()

@@ -6,7 +6,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlion.wire import Float32, Level, ScaledSign, Sign, Sparse, Ternary, TopK, packing
+from dlion.wire import (
+    BFloat16,
+    Float32,
+    Level,
+    ScaledInt8,
+    ScaledSign,
+    Sign,
+    Sparse,
+    Ternary,
+    TopK,
+    packing,
+)
 
 LENGTHS = st.integers(0, 300)
 
@@ -83,6 +94,22 @@ def test_entries_of_chunks_round_trip(chunks, chunk, data):
             torch.testing.assert_close(found[part], expected, rtol=1e-2, atol=0)
 
 
+@given(LENGTHS, st.integers(1, 5), st.integers(0, 99))
+def test_scaled_int8_round_trip(length, count, seed):
+    wire, numbers = ScaledInt8(count), integers(-127, 128, (2, 3, length), seed).to(torch.int8)
+    scales = torch.randn(2, 3, count, generator=torch.Generator().manual_seed(seed))
+    packed = wire.encode((scales, numbers))
+    assert packed.dtype == torch.uint8 and packed.shape == (2, 3, wire.nbytes(length))
+    back = wire.decode(packed, length)
+    assert torch.equal(back[0], scales) and torch.equal(back[1], numbers)
+
+
+@given(LENGTHS, st.integers(0, 99))
+def test_bfloat16_round_trip(length, seed):
+    values = torch.randn(3, length, generator=torch.Generator().manual_seed(seed))
+    assert_round_trip(BFloat16(), values.bfloat16().float())
+
+
 def test_a_scale_costs_four_bytes():
     assert ScaledSign(3).nbytes(64 * 2**31) == 8 * 2**31 + 12
 
@@ -106,7 +133,8 @@ def test_signs_are_packed_as_numpy_packs_them():
 
 
 @pytest.mark.parametrize(
-    ("wire", "bits"), [(Sign(), 1), (Level(16), 4), (Ternary(), 1.6), (Float32(), 32)]
+    ("wire", "bits"),
+    [(Sign(), 1), (Level(16), 4), (Ternary(), 1.6), (BFloat16(), 16), (Float32(), 32)],
 )
 def test_sizes_beyond_two_to_the_31_are_exact(wire, bits):
     numel = 40 * 2**31

@@ -36,6 +36,7 @@ _METHODS = {
     "ef_signsgd": ("#332288", "<"),
     "ef21_sign": ("#999933", ">"),
     "demo": ("#88CCEE", "p"),
+    "diloco": ("#882255", "h"),
 }
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
 _LINES = ["solid", "dashed", "dotted", "dashdot"]

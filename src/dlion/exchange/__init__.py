@@ -3,6 +3,7 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
+from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
@@ -20,6 +21,8 @@ __all__ = [
     "Exchange",
     "LevelExchange",
     "LevelMean",
+    "RoundedMean",
+    "ScaledInt8Mean",
     "ScaledSignMean",
     "ScaledTernaryMean",
     "SparseMean",

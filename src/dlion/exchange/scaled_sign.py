@@ -7,6 +7,7 @@ the next one (error feedback), or it sends no vector but its difference to an es
 receiver keeps as well (EF21).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Unpack
 
@@ -21,16 +22,60 @@ Spans = list[tuple[int, int]]
 ROW = 64  # values; slices and tensors start at multiples, so that each row is of one piece
 
 
-class ScaledSignExchange(DirectSend):
-    """Messages of scaled signs; padding counts in no scale and stands for 0.
+class ScaledExchange(DirectSend):
+    """Messages of values and a scale for each piece.
 
     All messages carry as many scales as the slice with most pieces has: 4 bytes each.
 
     Args:
         spans: ``(start, stop)`` of the parameter tensors in ``numel``, ascending from 0, each
             starting at a multiple of 64, the rest is padding; None: it is one tensor.
-        down: makes the wire of the answers, given the number of scales.
+        up, down: make the wires of messages and answers, given the number of scales.
     """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        spans: Spans | None,
+        up: Callable[[int], Wire],
+        down: Callable[[int], Wire],
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        n, spans = channel.workers.count, spans or [(0, numel)]
+        sizes = _sizes_of_pieces(spans, -(-numel // (n * ROW)) * ROW, n)
+        messages, answers = (make(sizes.shape[1]) for make in (up, down))
+        super().__init__(channel, numel, messages, lambda _: answers, **buffers)
+        self._sizes = sizes.clamp(min=1).to(self.device)
+        rows = (sizes + ROW - 1) // ROW
+        rows[:, -1] += self.slice // ROW - rows.sum(1)  # those of padding alone
+        self._rows = rows.to(self.device)
+        starts = [*(start for start, _ in spans[1:]), self.numel]
+        ends = zip((stop for _, stop in spans), starts, strict=True)
+        # also where tensors are made on the meta device
+        padding = torch.cat([torch.arange(*gap, device="cpu") for gap in ends])
+        counts = (padding // self.slice).bincount(minlength=n)
+        self._padding = (padding % self.slice).to(self.device).split(counts.tolist())
+
+    @abstractmethod
+    def unpack(self, message: Tensor, index: int) -> Tensor:
+        """Return what a message about the slice ``index`` stands for: float32 ``[slice]``."""
+
+    def mean_of(self, messages: Tensor, index: int) -> Tensor:
+        """Return the mean of what messages about the slice ``index`` stand for."""
+        total = torch.zeros(self.slice, device=self.device)
+        for message in messages:
+            total += self.unpack(message, index)
+        return total.div_(len(messages))
+
+    def by_row(self, scales: Tensor, index: int) -> Tensor:
+        """Return the scale of each row of 64 values in the slice ``index``, ``[rows, 1]``."""
+        rows = scales.repeat_interleave(self._rows[index], output_size=self.slice // ROW)
+        return rows.unsqueeze(1)
+
+
+class ScaledSignExchange(ScaledExchange):
+    """Messages of scaled signs; padding counts in no scale and stands for 0."""
 
     up: ScaledSign
 
@@ -42,20 +87,7 @@ class ScaledSignExchange(DirectSend):
         down: Callable[[int], Wire],
         **buffers: Unpack[Buffers],
     ) -> None:
-        n, spans = channel.workers.count, spans or [(0, numel)]
-        sizes = _sizes_of_pieces(spans, -(-numel // (n * ROW)) * ROW, n)
-        up, answers = ScaledSign(sizes.shape[1]), down(sizes.shape[1])
-        super().__init__(channel, numel, up, lambda _: answers, **buffers)
-        self._sizes = sizes.clamp(min=1).to(self.device)
-        rows = (sizes + ROW - 1) // ROW
-        rows[:, -1] += self.slice // ROW - rows.sum(1)  # those of padding alone
-        self._rows = rows.to(self.device)
-        starts = [*(start for start, _ in spans[1:]), self.numel]
-        ends = zip((stop for _, stop in spans), starts, strict=True)
-        # also where tensors are made on the meta device
-        padding = torch.cat([torch.arange(*gap, device="cpu") for gap in ends])
-        counts = (padding // self.slice).bincount(minlength=n)
-        self._padding = (padding % self.slice).to(self.device).split(counts.tolist())
+        super().__init__(channel, numel, spans, ScaledSign, down, **buffers)
 
     def pack(self, values: Tensor, index: int, message: Tensor) -> Tensor:
         """Write values of the slice ``index`` as scaled signs, and return what these stand for.
@@ -71,12 +103,11 @@ class ScaledSignExchange(DirectSend):
         return self._expand(scales, signs, index)
 
     def unpack(self, message: Tensor, index: int) -> Tensor:
-        """Return what a message about the slice ``index`` stands for: float32 ``[slice]``."""
         return self._expand(*self.up.decode(message, self.slice), index)
 
     def _expand(self, scales: Tensor, signs: Tensor, index: int) -> Tensor:
-        rows = scales.repeat_interleave(self._rows[index], output_size=self.slice // ROW)
-        values = signs.view(-1, ROW).to(torch.float32).mul_(2).sub_(1).mul_(rows.unsqueeze(1))
+        values = signs.view(-1, ROW).to(torch.float32).mul_(2).sub_(1)
+        values.mul_(self.by_row(scales, index))
         return values.flatten().index_fill_(0, self._padding[index], 0)
 
 
@@ -104,10 +135,7 @@ class ScaledSignMean(ScaledSignExchange):
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         index, error = self.channel.workers.ids[owner], self.state["error"][owner]
-        total = torch.zeros_like(error)
-        for message in messages:
-            total += self.unpack(message, index)
-        error += total.div_(len(messages))
+        error += self.mean_of(messages, index)
         error -= self.pack(error, index, answer)
 
     def decode(self) -> Tensor:

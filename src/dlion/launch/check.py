@@ -22,6 +22,8 @@ from dlion.launch.environment import RankInfo, is_first
 from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
+from dlion.optim import LocalUpdate
+from dlion.optim.inner import INNER
 from dlion.record.loggers import check_logger
 from dlion.settings import check as check_types
 from dlion.training.job import Job
@@ -245,8 +247,26 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
+    if isinstance(optimizer, LocalUpdate):
+        _check_local(config, optimizer)
     if device == "cpu":
         optimizer.prepare()  # compiled once, before the fork, not by every process
+
+
+def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
+    """Refuse what does not go with a method whose workers take steps of their own."""
+    name = config.optimizer.name
+    if config.local_steps > 1:
+        raise UserError(
+            f"local_steps={config.local_steps} is a path of SGD within each step, but"
+            f" optimizer={name} has an inner optimizer of its own: type"
+            f" optimizer.local_steps={config.local_steps} instead"
+        )
+    if callable(optimizer.inner):
+        raise UserError(
+            f"optimizer.inner must be a name in a run, as checkpoints hold no state of torch's"
+            f" optimizers: type optimizer.inner={' or '.join(INNER)}"
+        )
 
 
 def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> None:

@@ -7,6 +7,7 @@ from dlion.optim.dense import GAdamW, GLion
 from dlion.optim.dlion import DLion, Signum
 from dlion.optim.ef_sign import EF21Sign, EFSignSGD
 from dlion.optim.lion_cub import LionCub
+from dlion.optim.local import DiLoCo, LocalUpdate
 from dlion.optim.sparse import DGC, GradDrop
 from dlion.optim.terngrad import TernGrad
 
@@ -15,6 +16,7 @@ __all__ = [
     "DLion",
     "DLionADM",
     "DeMo",
+    "DiLoCo",
     "DistributedOptimizer",
     "EF21Sign",
     "EFSignSGD",
@@ -22,6 +24,7 @@ __all__ = [
     "GLion",
     "GradDrop",
     "LionCub",
+    "LocalUpdate",
     "Signum",
     "TernGrad",
 ]

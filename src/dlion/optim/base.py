@@ -153,6 +153,15 @@ class DistributedOptimizer(BucketedOptimizer):
     def after_step(self, bucket: Bucket) -> None:
         """Do what workers do together after all updates (averaging momenta, say)."""
 
+    def host(self, local: int | None) -> None:
+        """Put the parameters of a local worker into the model; None: those that all share.
+
+        Only where workers move on their own between exchanges is there any difference.
+        """
+
+    def end_round(self) -> None:
+        """Let the next step exchange messages, if there are steps that do not."""
+
     def prepare(self) -> None:
         """Compile what the first step needs, so that processes forked later inherit it."""
 
@@ -208,6 +217,12 @@ class DistributedOptimizer(BucketedOptimizer):
         if self._collected != set(local):
             missing = sorted(set(local) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
+        self._exchange_and_update()
+        self._end_step()
+        return loss
+
+    def _exchange_and_update(self) -> None:
+        """Let all messages leave, wait for the answers and apply them."""
         for bucket in self.buckets[self._sent :]:
             self._send(bucket)
         for bucket in self.buckets:
@@ -220,8 +235,6 @@ class DistributedOptimizer(BucketedOptimizer):
                 self.update(bucket)
         for bucket in self.buckets:
             self.after_step(bucket)
-        self._end_step()
-        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -318,6 +331,10 @@ class DistributedOptimizer(BucketedOptimizer):
     def _encode(self, bucket: Bucket, local: int) -> None:
         if self.nonfinite is not None:
             self._look_at_gradients(bucket, local)
+        self._write_message(bucket, local)
+
+    def _write_message(self, bucket: Bucket, local: int) -> None:
+        """Write a local worker's message about a bucket, and its header."""
         present = bucket.present()
         if not self.skips_missing:
             present = [slot.tensor.requires_grad for slot in bucket.slots]

@@ -69,6 +69,7 @@ class StateNames(Protocol):
     own_state: ClassVar[list[str]]
     shared_state: ClassVar[list[str]]
     counters: ClassVar[list[str]]
+    own_counters: ClassVar[list[str]]
 
 
 @dataclass
@@ -111,6 +112,7 @@ class Bucket:
         own: per-worker state, name -> float32 ``[k, padded]``. Never leaves its worker.
         shared: state that is equal everywhere, name -> float32 ``[padded]``.
         counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
+        own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
         flight: what the present step has to remember.
     """
 
@@ -141,6 +143,8 @@ class Bucket:
         self.own = {name: torch.zeros(local, padded, device=device) for name in names.own_state}
         self.shared = {name: torch.zeros(padded, device=device) for name in names.shared_state}
         self.counters = {name: torch.zeros(len(self.slots)) for name in names.counters}
+        sizes = local, len(self.slots)
+        self.own_counters = {name: torch.zeros(sizes) for name in names.own_counters}
         self._views = [_standalone(slot.view(self.params), slot) for slot in self.slots]
         self.adopt()
 
@@ -236,7 +240,14 @@ class Bucket:
         Returns the counts, each with the elements that it holds for; absent parameters are left
         out where counts differ.
         """
-        counter, present = self.counters[name], torch.tensor(self.flight.present)
+        return self._count(self.counters[name], self.flight.present)
+
+    def count_own(self, name: str, local: int) -> list[tuple[int, slice]]:
+        """As :meth:`count`, for the parameters that a local worker has a gradient for."""
+        return self._count(self.own_counters[name][local], self.present())
+
+    def _count(self, counter: Tensor, here: list[bool]) -> list[tuple[int, slice]]:
+        present = torch.tensor(here)
         counter += present
         counts = set(counter[present].tolist())
         if len(counts) <= 1:
@@ -270,7 +281,7 @@ class Bucket:
             TrainingFailed: if a local gradient is not finite and that is to end training, or if
                 workers are in different steps or have different hyperparameters.
         """
-        self._check_finite()
+        self.check_finite()
         self.exchange.run(self.step)
         headers = self.header.decode(self.exchange.headers)
         self._check_in_step(headers)
@@ -332,8 +343,12 @@ class Bucket:
                     " equally often"
                 )
 
-    def _check_finite(self) -> None:
-        """Raise what was seen in gradients; late, as looking makes a GPU's host wait."""
+    def check_finite(self) -> None:
+        """Raise what was seen in gradients; late, as looking makes a GPU's host wait.
+
+        Raises:
+            TrainingFailed: if one is not finite.
+        """
         for local, norms in self.flight.norms.items():
             finite = norms.isfinite()
             if not finite.all():

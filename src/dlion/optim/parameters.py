@@ -41,6 +41,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     own_state: ClassVar[list[str]] = []
     shared_state: ClassVar[list[str]] = []
     counters: ClassVar[list[str]] = []  # shared state, one number a parameter
+    own_counters: ClassVar[list[str]] = []  # a worker's state, one number a parameter
 
     def __init__(
         self,
@@ -164,6 +165,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 state[name] = slot.view(flat)
             for name, counts in bucket.counters.items():
                 state[name] = counts[index]
+            for name, counts in bucket.own_counters.items():
+                state[name] = counts[:, index]
 
     def _worker(self) -> Tensor:
         return torch.tensor([[worker, self.workers.count] for worker in self.workers.ids])
@@ -172,7 +175,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """What belongs to one local worker alone, as views by name: the same for every spread."""
         views = {}
         for bucket in self.buckets:
-            for name, rows in bucket.own.items():
+            for name, rows in (bucket.own | bucket.own_counters).items():
                 views[f"{bucket.index}.{name}"] = rows[local]
             for name, rows in bucket.exchange.state.items():
                 views[f"{bucket.index}.exchange.{name}"] = rows[local]

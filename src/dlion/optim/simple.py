@@ -43,7 +43,21 @@ def g_adamw(
     eps: float,
     wd: float,
 ) -> None:
-    a, (b1, b2), t = mean(g), betas, step + 1
+    adamw(x, m, v, mean(g), step, lr, betas, eps, wd)
+
+
+def adamw(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    a: Tensor,
+    step: int,
+    lr: float,
+    betas: Betas,
+    eps: float,
+    wd: float,
+) -> None:
+    (b1, b2), t = betas, step + 1
     m.lerp_(a, 1 - b1)
     v.mul_(b2).addcmul_(a, a, value=1 - b2)
     root = (v.sqrt() / math.sqrt(1 - b2**t)).add_(eps)
@@ -51,7 +65,11 @@ def g_adamw(
 
 
 def g_lion(x: Tensor, m: Tensor, g: Tensor, lr: float, betas: Betas, wd: float) -> None:
-    descend(x, lion_direction(m, mean(g), betas).sign(), lr, wd)
+    lion(x, m, mean(g), lr, betas, wd)
+
+
+def lion(x: Tensor, m: Tensor, a: Tensor, lr: float, betas: Betas, wd: float) -> None:
+    descend(x, lion_direction(m, a, betas).sign(), lr, wd)
 
 
 # Votes: one bit up.
@@ -262,13 +280,17 @@ def ef_signsgd(
     wd: float,
     pieces: Spans,
 ) -> None:
-    r += g
+    sgd(x, b, signs_both_ways(g, r, e, pieces), lr, mu, wd)
+
+
+def signs_both_ways(v: Tensor, r: Tensor, e: Tensor, pieces: Spans) -> Tensor:
+    r += v
     sent = scaled_sign(r, pieces)
     r -= sent
     e += mean(sent)
     a = scaled_sign(e, pieces)
     e -= a
-    sgd(x, b, a, lr, mu, wd)
+    return a
 
 
 def ef21_sign(
@@ -401,3 +423,70 @@ def demo(
     m.mul_(beta).add_(transform(g, tiles))
     sent = take_topk(m, [tile.flatten() for tile in tiles], k, bits)
     descend(x, transform(mean(sent), tiles, back=True).sign(), lr, wd)
+
+
+# Local updates: workers move on their own, ``y [n, d]``, and exchange after every H steps.
+
+
+def muon(
+    y: Tensor,
+    m: Tensor,
+    v: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    betas: Betas,
+    wd: float,
+    spans: Spans,
+    shapes: Sequence[tuple[int, ...]],
+) -> None:
+    for (start, stop), shape in zip(spans, shapes, strict=True):
+        for i in range(len(y)):
+            yi, mi, vi, gi = (rows[i, start:stop] for rows in (y, m, v, g))
+            if len(shape) < 2:
+                adamw(yi, mi, vi, gi, step, lr, betas, 1e-8, wd)
+                continue
+            mi.lerp_(gi, 1 - betas[0])
+            matrix = gi.lerp(mi, betas[0]).view(shape).flatten(1)
+            update = orthogonalise(matrix) * (0.2 * math.sqrt(max(matrix.shape)))
+            descend(yi, update.flatten(), lr, wd)
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    x = matrix / (matrix.norm() + 1e-7)
+    if x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(5):  # Newton-Schulz: every singular value comes near 1
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def bfloat16(v: Tensor) -> Tensor:
+    return v.bfloat16().float()
+
+
+def scaled_int8(v: Tensor, pieces: Spans) -> Tensor:
+    q = torch.zeros_like(v)
+    for start, stop in pieces:
+        part = v[..., start:stop]
+        s = part.abs().amax(-1, keepdim=True) / 127
+        q[..., start:stop] = (part / s).where(s > 0, 0).round() * s
+    return q
+
+
+def diloco(
+    x: Tensor,
+    y: Tensor,
+    b: Tensor,
+    step: int,
+    h: int,
+    lr: float,
+    mu: float,
+    combine: Callable[[Tensor], Tensor],
+) -> None:
+    if (step + 1) % h == 0:  # after a step of the inner optimizer on y and g
+        a = combine(x - y)  # the mean, as it is rounded on both ways
+        b.mul_(mu).add_(a)
+        x.sub_(lr * (a + mu * b))
+        y.copy_(x.expand_as(y))

@@ -16,6 +16,12 @@ def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     kernels.descend(bucket.params, buffer, group["lr"], group["weight_decay"])
 
 
+def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float) -> None:
+    """``b <- mu b + a``, ``x <- x - lr (a + mu b)``, as torch.optim.SGD with ``nesterov``."""
+    buffer.mul_(momentum).add_(answer)
+    x.sub_(lr * (answer + momentum * buffer))
+
+
 def sign_descent(bucket: Bucket) -> None:
     """``x <- (1 - lr wd) x - lr D`` with the signs D of an answer of one bit."""
     group, words = bucket.group, bucket.exchange.answer.view(torch.int64)

@@ -109,6 +109,8 @@ class Trainer:
             evaluates = _every(config.eval_every, done) or done == job.steps
             records = evaluates or _every(config.log_every, done)
             learning_rate = self.optimizer.param_groups[0]["lr"]
+            if done == job.steps:
+                self.optimizer.end_round()
             self.train_step(step, records)
             if step == self.begun.step:
                 self.output.banner()
@@ -144,11 +146,13 @@ class Trainer:
                     self.gradient_norms[i] = norms.double().norm()
                 self.optimizer.collect(i)
         self.optimizer.step()
+        self.optimizer.host(None)
         self.schedule.step()
 
     def forward_backward(self, i: int, step: int) -> None:
         """Leave the gradient of local worker i in the parameters, and add its loss to the sums."""
         worker = self.job.workers.ids[i]
+        self.optimizer.host(i)
         with self.virtual.hosting(i, step), self.local_steps.path():
             for each in self._passes(worker, step):
                 if each.moves:

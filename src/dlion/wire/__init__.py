@@ -1,13 +1,26 @@
 """Wires turn messages into bytes and back. They know nothing of workers."""
 
-from dlion.wire.formats import Float32, Level, ScaledSign, Sign, Sparse, Ternary, TopK, Wire
+from dlion.wire.formats import (
+    BFloat16,
+    Float32,
+    Level,
+    ScaledInt8,
+    ScaledSign,
+    Sign,
+    Sparse,
+    Ternary,
+    TopK,
+    Wire,
+)
 from dlion.wire.header import Header, Headers
 
 __all__ = [
+    "BFloat16",
     "Float32",
     "Header",
     "Headers",
     "Level",
+    "ScaledInt8",
     "ScaledSign",
     "Sign",
     "Sparse",

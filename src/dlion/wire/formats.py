@@ -56,6 +56,21 @@ class Float32(Wire):
         return packed.contiguous().view(torch.float32)
 
 
+class BFloat16(Wire):
+    """The upper half of IEEE single precision, rounded to nearest even."""
+
+    bits, group = 16, 4
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+    def decode(self, packed: Tensor, numel: int) -> Tensor:
+        return packed.contiguous().view(torch.bfloat16).to(torch.float32)
+
+
 class Level(Wire):
     """Integers ``0 .. levels - 1`` in ``ceil(log2(levels))`` bits each, as bit planes."""
 
@@ -221,3 +236,27 @@ class TopK(Wire):
         if self.value_bits == 2:
             values = [4 * numel, self._codes.nbytes(count)]
         return [*values, self._indices.nbytes(count) if self._indices else 0]
+
+
+class ScaledInt8(Wire):
+    """So many scales, float32, then a signed byte a value; see :class:`ScaledSign`.
+
+    Values are a pair: the scales, ``[..., scales]``, and the bytes, int8 ``[..., m]``.
+    """
+
+    bits, group = 8, 64
+
+    def __init__(self, scales: int):
+        self.scales = scales
+
+    def nbytes(self, numel: int) -> int:
+        return 4 * self.scales + numel
+
+    def encode(self, values: tuple[Tensor, Tensor]) -> Tensor:
+        scales, numbers = values
+        head = scales.to(torch.float32).contiguous().view(torch.uint8)
+        return torch.cat([head, numbers.view(torch.uint8)], dim=-1)
+
+    def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        head, numbers = packed.split([4 * self.scales, numel], dim=-1)
+        return head.contiguous().view(torch.float32), numbers.view(torch.int8)

@@ -1,0 +1,174 @@
+"""Inner optimizers: what a worker does by itself with its gradients between two exchanges.
+
+A worker's own parameters are ``bucket.own["local"]``, float32 ``[k, padded]``; rates are read from
+the bucket's group.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dlion import kernels
+from dlion.optim.bucket import Bucket
+from dlion.optim.updates import adamw
+
+Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+_EPS = 1e-8
+_RATES = ("lr", "betas", "weight_decay")
+
+
+class Inner(ABC):
+    """One inner optimizer for all local workers."""
+
+    own_state: ClassVar[list[str]] = []
+    own_counters: ClassVar[list[str]] = []
+
+    @abstractmethod
+    def step(self, bucket: Bucket, local: int) -> None:
+        """Move a local worker's own parameters by its latest gradients.
+
+        What it does to parameters without a gradient, and to their state, is undone.
+        """
+
+    def state_dict(self, buckets: list[Bucket]) -> list[list[dict[str, Any]]]:
+        """Return the state that is not in the buckets: of each of them, each local worker's."""
+        return []
+
+    def load_state_dict(  # noqa: B027 - most have nothing to put back
+        self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]
+    ) -> None:
+        """Put back what :meth:`state_dict` has returned."""
+
+
+class SGD(Inner):
+    """``y <- (1 - lr wd) y - lr g``."""
+
+    def step(self, bucket: Bucket, local: int) -> None:
+        group = bucket.group
+        own = bucket.own["local"][local]
+        kernels.descend(own, bucket.gradients(), group["lr"], group["weight_decay"])
+
+
+class Lion(Inner):
+    """Lion (arXiv 2302.06675), as :class:`dlion.optim.GLion` does it on the mean gradient."""
+
+    own_state = ["momentum"]
+
+    def step(self, bucket: Bucket, local: int) -> None:
+        own, group = bucket.own, bucket.group
+        rates = (*group["betas"], group["lr"], group["weight_decay"])
+        kernels.lion(own["local"][local], own["momentum"][local], bucket.gradients(), *rates)
+
+
+class AdamW(Inner):
+    """AdamW (arXiv 1711.05101) with an eps of 1e-8; each worker counts its own steps."""
+
+    own_state = ["exp_avg", "exp_avg_sq"]
+    own_counters = ["step"]
+
+    def step(self, bucket: Bucket, local: int) -> None:
+        gradients = bucket.gradients()
+        for count, span in bucket.count_own("step", local):
+            _adamw(bucket, local, gradients, count, span)
+
+
+class Muon(Inner):
+    """Muon for parameters of two and more dimensions, flattened to matrices; AdamW for all others.
+
+    ``m <- b1 m + (1 - b1) g``, ``y <- (1 - lr wd) y - 0.2 lr sqrt(max(rows, columns)) O`` with
+    ``O = orthogonalise((1 - b1) g + b1 m)``. The factor gives the steps the size that AdamW's have,
+    so that both take one rate. Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); the
+    factor from Liu et al. 2025 (arXiv 2502.16982), equation 4. Embeddings and last layers are
+    matrices here as all others. AdamW's second moment is kept for matrices too, and unused.
+    """
+
+    own_state = AdamW.own_state
+    own_counters = AdamW.own_counters
+
+    def step(self, bucket: Bucket, local: int) -> None:
+        gradients, group = bucket.gradients(), bucket.group
+        lr, beta = group["lr"], group["betas"][0]
+        counts = bucket.count_own("step", local)
+        for slot in bucket.slots:
+            part = slice(slot.start, slot.stop)
+            if slot.tensor.dim() < 2:
+                for count, span in counts:
+                    if span in (slice(None), part):
+                        _adamw(bucket, local, gradients, count, part)
+                continue
+            own, momentum = (bucket.own[name][local, part] for name in ("local", "exp_avg"))
+            momentum.lerp_(gradients[part], 1 - beta)
+            alone = slot._replace(start=0, stop=own.numel())
+            matrix = alone.view(gradients[part].lerp(momentum, beta)).flatten(1)
+            step = orthogonalise(matrix) * (0.2 * math.sqrt(max(matrix.shape)))
+            flat = slot.flatten(step.view(slot.tensor.shape))
+            kernels.descend(own, flat, lr, group["weight_decay"])
+
+
+class OfTorch(Inner):
+    """Any torch optimizer: one for each bucket and local worker, on float32 parameters.
+
+    Args:
+        make: makes one of a list of parameter groups, which have ``lr``, ``betas`` and
+            ``weight_decay``; these are set before every step.
+    """
+
+    def __init__(self, make: Maker):
+        self._make = make
+        self._made: dict[Bucket, list[torch.optim.Optimizer]] = {}
+
+    def step(self, bucket: Bucket, local: int) -> None:
+        optimizer, gradients = self._of(bucket)[local], bucket.gradients()
+        (group,) = optimizer.param_groups
+        group |= _rates(bucket)
+        for slot, own in zip(bucket.slots, group["params"], strict=True):
+            own.grad = None if slot.tensor.grad is None else slot.view(gradients)
+        optimizer.step()
+
+    def state_dict(self, buckets: list[Bucket]) -> list[list[dict[str, Any]]]:
+        return [[each.state_dict() for each in self._of(bucket)] for bucket in buckets]
+
+    def load_state_dict(self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]) -> None:
+        for bucket, states in zip(buckets, saved, strict=True):
+            for optimizer, state in zip(self._of(bucket), states, strict=True):
+                optimizer.load_state_dict(state)
+
+    def _of(self, bucket: Bucket) -> list[torch.optim.Optimizer]:
+        if bucket not in self._made:
+            groups = [
+                {"params": [torch.nn.Parameter(slot.view(row)) for slot in bucket.slots]}
+                for row in bucket.own["local"]
+            ]
+            self._made[bucket] = [self._make([group | _rates(bucket)]) for group in groups]
+        return self._made[bucket]
+
+
+INNER: dict[str, type[Inner]] = {"adamw": AdamW, "lion": Lion, "muon": Muon, "sgd": SGD}
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Bring the singular values of ``[r, c]`` near 1 by five Newton-Schulz steps, in float32.
+
+    Source: Jordan et al. 2024, whose coefficients leave them between about 0.7 and 1.2.
+    """
+    x = matrix / (matrix.norm() + 1e-7)
+    if x.shape[0] > x.shape[1]:
+        x = x.T
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _adamw(bucket: Bucket, local: int, gradients: Tensor, count: int, span: slice) -> None:
+    own = (bucket.own[name][local, span] for name in ("local", *AdamW.own_state))
+    adamw(*own, gradients[span], count, eps=_EPS, **_rates(bucket))
+
+
+def _rates(bucket: Bucket) -> dict[str, Any]:
+    return {name: bucket.group[name] for name in _RATES}

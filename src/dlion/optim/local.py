@@ -1,0 +1,247 @@
+"""Local updates: workers take steps on their own and exchange what they have moved by."""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from dlion.exchange import DenseMean, Exchange, RoundedMean, ScaledInt8Mean, ScaledSignMean
+from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket
+from dlion.optim.inner import INNER, Maker, OfTorch
+from dlion.optim.updates import nesterov
+from dlion.values import Betas, Called, Count, NotNegative, Probability
+from dlion.wire import BFloat16
+
+
+class LocalUpdate(DistributedOptimizer):
+    """Base of methods whose workers move on their own and exchange only now and then.
+
+    A round begins with the parameters x that all share. Worker i takes ``local_steps`` steps of its
+    inner optimizer from there to x_i; then it sends its displacement ``x - x_i``, the outer step
+    moves x by what comes back, and the next round begins. A ``step()`` is one inner step, of one
+    gradient, so that steps compare with those of other methods; the last one of a round exchanges
+    as well. Inner state (momenta) stays with its worker and goes on in the next round.
+
+    In a process of one worker the model always holds that worker's own parameters, and the loop is
+    the usual one. Before an evaluation ``host(None)`` puts the shared parameters in, ``host(0)``
+    those of the worker again. With several virtual workers the parameters of the next one are in
+    the model after ``collect()`` of the one before and after ``step()``; out of their order,
+    ``host()`` says whose. Training ends with a whole round: after :meth:`end_round` the next step
+    exchanges wherever it is in its round.
+
+    All of these parameters are kept in float32; those of the model are copies, rounded if they are
+    of fewer bits, and what else is written into them is lost. A parameter without a gradient takes
+    no inner step, and its displacement, 0 or not, is sent. An absent worker takes no inner step;
+    one that is absent at the end of a round sends nothing and begins again with all others. The
+    loop's ``flag`` waits for the next messages. As nothing travels during a backward pass,
+    ``overlap`` has no effect.
+
+    A subclass fills in the exchange, ``encode``, which sends the :meth:`displacement` of a worker
+    in some form, and ``update``, which moves ``bucket.shared["outer"]`` by the answer. The names of
+    its own state go to those here.
+
+    Args:
+        inner: the inner optimizer, a key of INNER or a function that makes a torch optimizer of
+            parameter groups. They have ``lr``, ``betas`` and ``weight_decay``, which are set before
+            every step. It is called for every bucket and local worker, its state is in
+            ``state_dict()``, and must be as it was on all processes.
+        local_steps: H, steps of a round.
+    """
+
+    skips_missing: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        inner: str | Maker,
+        local_steps: int,
+        **common: Unpack[Common],
+    ):
+        if not callable(inner) and inner not in INNER:
+            raise ValueError(f"inner={inner} is unknown: choose {', '.join(INNER)}")
+        if not isinstance(local_steps, int) or local_steps < 1:
+            raise ValueError(f"local_steps={local_steps} is not possible: give 1 or more")
+        self.inner, self.local_steps = inner, local_steps
+        self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
+        self._last = False
+        self.own_state = ["local", *self._inner.own_state, *self.own_state]
+        self.own_counters = [*self._inner.own_counters, *self.own_counters]
+        self.shared_state = ["outer", *self.shared_state]
+        super().__init__(params, defaults, **{**common, "overlap": False})
+
+    def displacement(self, bucket: Bucket, local: int) -> Tensor:
+        """Return how far a local worker has moved in this round, ``x - x_i``: ``[padded]``."""
+        return bucket.shared["outer"] - bucket.own["local"][local]
+
+    @torch.no_grad()
+    def host(self, local: int | None) -> None:
+        for bucket in self.buckets:
+            bucket.adopt()
+            shared = bucket.shared["outer"]
+            bucket.params.copy_(shared if local is None else bucket.own["local"][local])
+
+    def end_round(self) -> None:
+        self._last = True
+
+    def collect(self, local: int) -> None:
+        super().collect(local)
+        self._host_next()
+
+    def set_participants(self, workers: Sequence[int] | None) -> None:
+        super().set_participants(workers)
+        self._host_next()
+
+    def common_state(self) -> dict[str, Tensor]:
+        """As of all methods, without the parameters in the model, which are copies."""
+        state = super().common_state()
+        return {name: view for name, view in state.items() if not name.endswith(".parameters")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"inner": self._inner.state_dict(self.buckets)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._inner.load_state_dict(self.buckets, state_dict["inner"])
+        self._host_next()
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether the step at hand is the last of its round."""
+        return self._last or (self.param_groups[0]["steps"] + 1) % self.local_steps == 0
+
+    def _write_message(self, bucket: Bucket, local: int) -> None:
+        bucket.check_finite()
+        own = (rows[local] for rows in bucket.own.values())
+        with self.channel.timer("apply"), bucket.untouched(bucket.present(), *own):
+            self._inner.step(bucket, local)
+        if self._exchanges:
+            super()._write_message(bucket, local)
+
+    def _exchange_and_update(self) -> None:
+        if self._exchanges:
+            super()._exchange_and_update()
+            for bucket in self.buckets:
+                bucket.own["local"].copy_(bucket.shared["outer"])
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        self._last = False
+        self._host_next()
+
+    def _host_next(self) -> None:
+        """Put the parameters of the worker whose turn it is into the model."""
+        waiting = [i for i in self.channel.local_participants if i not in self._collected]
+        if waiting:
+            self.host(waiting[0])
+
+    def _watch(self, bucket: Bucket) -> None:
+        super()._watch(bucket)
+        self._begin(bucket)
+
+    def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
+        super()._hand_out(groups, buckets)
+        for bucket in buckets:
+            self._begin(bucket)
+
+    @torch.no_grad()
+    def _begin(self, bucket: Bucket) -> None:
+        """Let all begin with the parameters in the model."""
+        bucket.shared["outer"].copy_(bucket.params)
+        bucket.own["local"].copy_(bucket.shared["outer"])
+
+
+class DiLoCo(LocalUpdate):
+    """DiLoCo: many inner steps, then an outer step of Nesterov SGD on the mean displacement.
+
+    Worker i takes H inner steps from x to x_i and sends ``d_i = x - x_i``. Everyone:
+    ``a = mean d_i``, ``b <- mu b + a``, ``x <- x - outer_lr (a + mu b)``, at a constant rate; inner
+    states are kept. Source: Douillard et al. 2023 (arXiv 2311.08105), Algorithm 1 and section 3,
+    with H = 500 in place of 30; with Muon as inner optimizer it is MuLoCo (Therien et al. 2025,
+    arXiv 2505.23725). With H = 1, SGD inside and an outer step of 1 without momentum it is SGD on
+    the mean gradient.
+
+    The wire is the same both ways. ``float32``: as it is. ``bf16``: rounded to nearest even.
+    ``int8``: multiples of the largest size of a piece / 127, to nearest even, and a scale of 4
+    bytes for each piece, the part of a parameter tensor in a slice. ``sign``: signs with the mean
+    size of a piece, with error feedback both ways, as :class:`EFSignSGD` exchanges its gradients;
+    ``r_i <- r_i + d_i``, of which the signs are sent, and so on. Results with int8 and sign depend
+    on the number of workers and on the buckets.
+
+    Memory: 12 bytes of state a parameter (its own and the shared parameters, outer momentum) and
+    that of the inner optimizer: 8 with adamw or muon, 4 with lion, 0 with sgd; 4 + 4 / n more with
+    sign.
+
+    When not to use it: where the link carries one bit a step in time, as a worker's replica goes
+    its own way between exchanges, and short trainings of small models lose by that; where memory is
+    short; where evaluations between two exchanges matter, as they see the last shared parameters.
+
+    Args:
+        lr: of the inner optimizer, scheduled as always.
+        inner: the optimizer that each worker takes its own steps with, without momentum for sgd.
+        betas: of adamw and lion; the first is the momentum of muon.
+        weight_decay: of the inner optimizer, decoupled.
+        local_steps: inner steps of each worker between two exchanges.
+        outer_lr: rate of the outer step, not scheduled.
+        outer_momentum: of the outer step, Nesterov's.
+        wire: what displacements and their mean are rounded to.
+    """
+
+    shared_state = ["momentum_buffer"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 1e-3,
+        inner: Literal["adamw", "lion", "muon", "sgd"]
+        | Annotated[Maker, Called("in Python a function")] = "adamw",
+        betas: Betas = (0.9, 0.999),
+        weight_decay: NotNegative = 0.0,
+        local_steps: Count = 30,
+        outer_lr: NotNegative = 0.7,
+        outer_momentum: Probability = 0.9,
+        wire: Literal["float32", "bf16", "int8", "sign"] = "float32",
+        **common: Unpack[Common],
+    ):
+        if wire not in _BITS:
+            raise ValueError(f"wire={wire} is unknown: choose {', '.join(_BITS)}")
+        self.wire = wire
+        self.own_state = ["residual"] if wire == "sign" else []
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "outer_lr": outer_lr,
+            "outer_momentum": outer_momentum,
+        }
+        super().__init__(params, defaults, inner, local_steps, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        bits = _BITS[self.wire] / self.local_steps
+        return bits, bits
+
+    def make_exchange(self, bucket: Bucket) -> Exchange:
+        match self.wire:
+            case "float32":
+                return DenseMean(self.channel, bucket.numel, **bucket.buffers)
+            case "bf16":
+                return RoundedMean(self.channel, bucket.numel, BFloat16(), **bucket.buffers)
+        scaled = ScaledInt8Mean if self.wire == "int8" else ScaledSignMean
+        return scaled(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        message = self.displacement(bucket, local)
+        if self.wire == "sign":
+            message = bucket.own["residual"][local].add_(message)
+        bucket.exchange.encode(local, message)
+
+    def update(self, bucket: Bucket) -> None:
+        group, state = bucket.group, bucket.shared
+        rates = group["outer_lr"], group["outer_momentum"]
+        nesterov(state["outer"], state["momentum_buffer"], bucket.exchange.decode(), *rates)
+
+
+_BITS = {"float32": 32, "bf16": 16, "int8": 8, "sign": 1}
