@@ -75,6 +75,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "ef21_sign": ("EF21Sign", _LION),
     "dlion_adm": ("DLionADM", _LION),
     "demo": ("DeMo", {**_SGD, "chunk": 16, "topk": 8}),
+    "sparseloco": ("SparseLoCo", {**_LION, "local_steps": 1, "chunk": 100, "topk": 9}),
     "diloco": ("DiLoCo", {**_LION, "local_steps": 1}),  # then all agree after every step
 }
 

@@ -21,6 +21,7 @@ from dlion.optim import (
     GradDrop,
     LionCub,
     Signum,
+    SparseLoCo,
     TernGrad,
 )
 from dlion.workers import Workers
@@ -67,6 +68,7 @@ METHODS = {
     "ef21_sign": (EF21Sign, {}, bits(1, 1)),
     "dlion_adm": (DLionADM, {}, bits(1, 1)),
     "demo": (DeMo, {}, to_everyone(32 / 64 * (6 + 32))),  # a vector: 32 of each 64 values
+    "sparseloco": (SparseLoCo, {"local_steps": 1}, to_everyone(64 / 4082 * (12 + 2.5))),
     "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
     "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),

@@ -21,6 +21,7 @@ from dlion.optim import (
     GradDrop,
     LionCub,
     Signum,
+    SparseLoCo,
     TernGrad,
     simple,
 )
@@ -204,6 +205,19 @@ def diloco(inner: str = "adamw", wire: str = "float32"):
     return step
 
 
+def sparseloco(chunk: int, k: int, bits: int):
+    pieces = [torch.arange(start, stop) for start, stop in SPANS]
+    chunks = [part for piece in pieces for part in piece.tensor_split(-(-len(piece) // chunk))]
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        if t == 0:
+            s.y = x.repeat(s.n, 1)
+        simple.adamw(s.y, s.m, s.v, g, t, LR, (0.9, 0.99), 1e-8, WD)
+        simple.sparseloco(x, s.y, s.u, t, 2, 0.7, 0.95, chunks, k, bits)
+
+    return step
+
+
 # how far apart they may be: sums of one tensor that the library adds in another order
 NORM = 1e-6  # the norm over all tensors, gaps included
 
@@ -251,6 +265,22 @@ METHODS = {
         cub(4, "l1", "zero", 3, SPANS[1:2]),
         0,
     ),
+    **{
+        f"sparseloco {bits}": (
+            SparseLoCo,
+            {
+                "betas": (0.9, 0.99),
+                "local_steps": 2,
+                "outer_lr": 0.7,
+                "chunk": 100,
+                "topk": 20,
+                "value_bits": bits,
+            },
+            sparseloco(100, 20, bits),
+            0,
+        )
+        for bits in (2, 16)
+    },
     **{
         f"diloco {inner} {wire}": (
             DiLoCo,

@@ -53,6 +53,13 @@ def blocks_of(start: int, length: int, most: int) -> list[Block]:
     return [*blocks, Block(start + longer * (size + 1), chunks - longer, size)]
 
 
+def bits_each_way(chunk: int, k: int, value_bits: ValueBits, workers: int) -> tuple[float, float]:
+    """Bits a value of whole chunks that are sent to each worker, and received from all others."""
+    wire = TopK(chunk, min(k, chunk), value_bits)
+    sent = wire.bits * wire.k / chunk
+    return sent, sent * (workers - 1)
+
+
 class TopKMean(Exchange):
     """The mean of the k largest entries of each chunk; entries that a worker leaves out count as 0.
 

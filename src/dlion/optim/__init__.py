@@ -9,6 +9,7 @@ from dlion.optim.ef_sign import EF21Sign, EFSignSGD
 from dlion.optim.lion_cub import LionCub
 from dlion.optim.local import DiLoCo, LocalUpdate
 from dlion.optim.sparse import DGC, GradDrop
+from dlion.optim.sparseloco import SparseLoCo
 from dlion.optim.terngrad import TernGrad
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "LionCub",
     "LocalUpdate",
     "Signum",
+    "SparseLoCo",
     "TernGrad",
 ]

@@ -18,7 +18,7 @@ from dlion.wire.formats import VALUE_BITS
 def check_hyperparameters(group: dict[str, Any]) -> None:
     """Refuse hyperparameters outside their range; make numbers of tensors of one element."""
     ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
-    ranges |= {"outer_lr": (0, None), "outer_momentum": (0, 1)}
+    ranges |= {"outer_lr": (0, None), "outer_momentum": (0, 1), "decay": (0, None)}
     for name, (low, high) in ranges.items():
         if name not in group:
             continue

@@ -1,11 +1,11 @@
 """DeMo: workers keep momenta of their own and send the largest coefficients of their cosines."""
 
-import math
 from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion import kernels
 from dlion.exchange import CosineTopKMean
+from dlion.exchange.topk import bits_each_way
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.checks import check_topk
@@ -34,15 +34,13 @@ class DeMo(DistributedOptimizer):
     - Places take ``ceil(log2(values of a tile))`` bits, theirs 64; a tile of no more than ``topk``
       values is sent whole, without places.
 
-    A small tensor sends a large part of itself: the 32 of 64 values of each piece of a vector.
-
     Memory: 4 bytes of state a parameter.
 
-    When not to use it: with many workers, as everyone receives the messages of n - 1 others, at the
-    usual settings 0.34 (n - 1) bits a parameter and step, which for n = 7 and more is what
-    :class:`DLion` receives. In small models, whose many small tensors send half of themselves. The
-    sign moves all of a tile by the full rate, whatever little was sent. NaN in a gradient spoils
-    its tile's momentum for ever: use ``nonfinite``.
+    When not to use it: with many workers, as everyone sends its message to n - 1 and receives as
+    many, at the usual settings 0.34 (n - 1) bits a parameter and step each way, which for n = 6 and
+    more is more than :class:`DLion` takes. In small models, whose many small tensors send half of
+    themselves. The sign moves all of a tile by the full rate, whatever little was sent. NaN in a
+    gradient spoils its tile's momentum for ever: use ``nonfinite``.
 
     Args:
         lr: learning rate, of a step of signs: 3 to 10 times smaller than AdamW's.
@@ -75,10 +73,8 @@ class DeMo(DistributedOptimizer):
 
     @property
     def paper_bits(self) -> tuple[float, float]:
-        """Of a matrix of whole tiles: sent to each, and received from n - 1 workers."""
-        values = self.chunk**2
-        up = min(1, self.topk / values) * (math.ceil(math.log2(values)) + self.value_bits)
-        return up, up * (self.workers.count - 1)
+        """Of whole tiles: sent to each, and received from n - 1 workers."""
+        return bits_each_way(self.chunk**2, self.topk, self.value_bits, self.workers.count)
 
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
         sides = self.chunk, self.topk, self.value_bits

@@ -490,3 +490,21 @@ def diloco(
         b.mul_(mu).add_(a)
         x.sub_(lr * (a + mu * b))
         y.copy_(x.expand_as(y))
+
+
+def sparseloco(
+    x: Tensor,
+    y: Tensor,
+    e: Tensor,
+    step: int,
+    h: int,
+    lr: float,
+    decay: float,
+    chunks: Sequence[Tensor],
+    k: int,
+    bits: int,
+) -> None:
+    if (step + 1) % h == 0:
+        e.mul_(decay).add_(x - y)
+        descend(x, mean(take_topk(e, chunks, k, bits)), lr, 0)
+        y.copy_(x.expand_as(y))

@@ -188,6 +188,7 @@ class TopK(Wire):
     def __init__(self, chunk: int, k: int, value_bits: ValueBits):
         self.chunk, self.k, self.value_bits = chunk, k, value_bits
         self._indices = Level(chunk) if k < chunk else None
+        self._numbers = Float32() if value_bits == 32 else BFloat16()
         self._codes = Level(4)
         self.bits = value_bits + (self._indices.bits if self._indices else 0)
 
@@ -196,46 +197,33 @@ class TopK(Wire):
 
     def encode(self, values: tuple[Tensor, Tensor]) -> Tensor:
         indices, numbers = values
-        parts = [numbers.to(torch.float32)]
-        if self.value_bits == 16:
-            parts = [numbers.to(torch.bfloat16)]
+        parts = []
         if self.value_bits == 2:
-            parts = self._quantise(numbers)
+            numbers, codes = _in_two_sizes(numbers)
+            parts.append(self._codes.encode(codes.flatten()))
         if self._indices:
             parts.append(self._indices.encode(indices.flatten()))
-        return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
+        return torch.cat([self._numbers.encode(numbers).flatten(), *parts])
 
     def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        levels, codes, planes = packed.split(self._sizes(numel))
-        whole = torch.arange(self.chunk, device=packed.device).expand(numel, -1)
-        shape, count = (numel, self.k), numel * self.k
-        indices = self._indices.decode(planes, count).view(shape).long() if self._indices else whole
-        if self.value_bits == 32:
-            return indices, levels.clone().view(torch.float32).view(shape)
-        numbers = levels.clone().view(torch.bfloat16).to(torch.float32)
-        if self.value_bits == 16:
-            return indices, numbers.view(shape)
-        code = self._codes.decode(codes, count).view(shape).long()
-        return indices, numbers.view(numel, 2).gather(1, code & 1) * (1 - (code & 2))
-
-    def _quantise(self, numbers: Tensor) -> list[Tensor]:
-        """Return the two sizes of each chunk, ``[chunks, 2]``, and the codes, packed."""
-        sizes = numbers.abs().to(torch.float64)
-        large = sizes > sizes.mean(1, keepdim=True)
-        means = [
-            (sizes * part).sum(1) / part.sum(1).clamp(min=1)  # of no entries, 0
-            for part in (~large, large)
-        ]
-        codes = 2 * (numbers < 0).int() + large
-        return [torch.stack(means, 1).to(torch.bfloat16), self._codes.encode(codes.flatten())]
+        head, codes, planes = packed.split(self._sizes(numel))
+        indices = torch.arange(self.chunk, device=packed.device).expand(numel, -1)
+        if self._indices:
+            indices = self._indices.decode(planes, numel * self.k).view(numel, self.k).long()
+        width = 2 if self.value_bits == 2 else self.k
+        numbers = self._numbers.decode(head.clone(), numel * width).view(numel, width)  # aligned
+        if self.value_bits == 2:
+            code = self._codes.decode(codes, numel * self.k).view(numel, self.k).long()
+            numbers = numbers.gather(1, code & 1) * (1 - (code & 2))
+        return indices, numbers
 
     def _sizes(self, numel: int) -> list[int]:
         """Bytes of the numbers, of the codes of 2 bits, and of the indices."""
-        count = numel * self.k
-        values = [count * self.value_bits // 8, 0]
+        count, codes = numel * self.k, 0
+        numbers = count * self.value_bits // 8
         if self.value_bits == 2:
-            values = [4 * numel, self._codes.nbytes(count)]
-        return [*values, self._indices.nbytes(count) if self._indices else 0]
+            numbers, codes = 4 * numel, self._codes.nbytes(count)
+        return [numbers, codes, self._indices.nbytes(count) if self._indices else 0]
 
 
 class ScaledInt8(Wire):
@@ -260,3 +248,14 @@ class ScaledInt8(Wire):
     def decode(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         head, numbers = packed.split([4 * self.scales, numel], dim=-1)
         return head.contiguous().view(torch.float32), numbers.view(torch.int8)
+
+
+def _in_two_sizes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two sizes of each chunk, ``[chunks, 2]``, and codes of 2 bits, ``[chunks, k]``."""
+    sizes = numbers.abs().to(torch.float64)
+    large = sizes > sizes.mean(1, keepdim=True)
+    means = [
+        (sizes * part).sum(1) / part.sum(1).clamp(min=1)  # of no entries, 0
+        for part in (~large, large)
+    ]
+    return torch.stack(means, 1), 2 * (numbers < 0).int() + large
