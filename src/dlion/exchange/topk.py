@@ -87,7 +87,7 @@ class TopKMean(Exchange):
         wires = {size: TopK(size, min(k, size), value_bits) for size in by_size}
         wire = wires[max(wires)]
         super().__init__(channel, numel, wire, lambda _: wire, **buffers)
-        self.slice = self.numel = numel
+        self.slice = self.numel = numel  # not cut: nobody owns a part
         self._groups: list[Group] = []
         end = 0
         for size, wire in wires.items():
