@@ -145,3 +145,10 @@ def test_resume_by_path_and_what_is_refused(whole, tmp_path):
     assert record(other)[0] == record(whole)[0]
     again = run(other, "resume=auto")
     assert "is finished; nothing is left to do" in again.stdout
+
+
+def test_a_round_of_local_steps_that_was_cut_short_is_not_extended(tmp_path):
+    settings = ["optimizer=diloco", "schedule=constant", "processes=1"]
+    run(tmp_path, *settings, "steps=5")
+    refused = run(tmp_path, *settings, "steps=6", "resume=auto", code=2)
+    assert "optimizer.local_steps=30 was cut short after step 5" in refused.stderr

@@ -269,6 +269,7 @@ def checkpoint_to_resume(config: DictConfig, output_dir: Path, steps: int) -> Ch
             f" {steps} steps: type steps=N with more"
         )
     _check_schedule(config, checkpoint, steps)
+    _check_round(config, checkpoint)
     if source == "auto" and is_first():
         _note_missing_rows(output_dir, checkpoint.progress.last_row)
     return checkpoint
@@ -282,6 +283,16 @@ def _check_schedule(config: DictConfig, checkpoint: Checkpoint, steps: int) -> N
             f"{checkpoint.directory} is of a run of {checkpoint.steps} steps, and the schedule of"
             f" {steps} has other learning rates from the beginning: type"
             f" steps={checkpoint.steps} (schedule=constant can be extended)"
+        )
+
+
+def _check_round(config: DictConfig, checkpoint: Checkpoint) -> None:
+    """Refuse to extend a run whose end has cut a round of local steps short."""
+    turns, done = config.optimizer.get("local_steps", 1), checkpoint.progress.step
+    if done == checkpoint.steps and done % turns:
+        raise UserError(
+            f"{checkpoint.directory} is of a run whose last round of optimizer.local_steps={turns}"
+            f" was cut short after step {done}, which a longer run does not do: begin it anew"
         )
 
 

@@ -31,8 +31,8 @@ class LocalUpdate(DistributedOptimizer):
     ``host()`` says whose. Training ends with a whole round: after :meth:`end_round` the next step
     exchanges wherever it is in its round.
 
-    All of these parameters are kept in float32; those of the model are copies, rounded if they are
-    of fewer bits, and what else is written into them is lost. A parameter without a gradient takes
+    All of these parameters are kept in float32; those of the model are copies in its own dtype,
+    and what else is written into them is lost. A parameter without a gradient takes
     no inner step, and its displacement, 0 or not, is sent. An absent worker takes no inner step;
     one that is absent at the end of a round sends nothing and begins again with all others. The
     loop's ``flag`` waits for the next messages. As nothing travels during a backward pass,
@@ -159,16 +159,16 @@ class DiLoCo(LocalUpdate):
     Worker i takes H inner steps from x to x_i and sends ``d_i = x - x_i``. Everyone:
     ``a = mean d_i``, ``b <- mu b + a``, ``x <- x - outer_lr (a + mu b)``, at a constant rate; inner
     states are kept. Source: Douillard et al. 2023 (arXiv 2311.08105), Algorithm 1 and section 3,
-    with H = 500 in place of 30; with Muon as inner optimizer it is MuLoCo (Therien et al. 2025,
+    where H = 500 and the inner optimizer is AdamW; with Muon it is MuLoCo (Therien et al. 2025,
     arXiv 2505.23725). With H = 1, SGD inside and an outer step of 1 without momentum it is SGD on
     the mean gradient.
 
     The wire is the same both ways. ``float32``: as it is. ``bf16``: rounded to nearest even.
     ``int8``: multiples of the largest size of a piece / 127, to nearest even, and a scale of 4
     bytes for each piece, the part of a parameter tensor in a slice. ``sign``: signs with the mean
-    size of a piece, with error feedback both ways, as :class:`EFSignSGD` exchanges its gradients;
-    ``r_i <- r_i + d_i``, of which the signs are sent, and so on. Results with int8 and sign depend
-    on the number of workers and on the buckets.
+    size of a piece, with error feedback both ways: displacements go the way of gradients in
+    :class:`dlion.optim.EFSignSGD`. Results with int8 and sign depend on the number of workers and
+    on the buckets.
 
     Memory: 12 bytes of state a parameter (its own and the shared parameters, outer momentum) and
     that of the inner optimizer: 8 with adamw or muon, 4 with lion, 0 with sgd; 4 + 4 / n more with
