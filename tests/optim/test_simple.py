@@ -167,7 +167,8 @@ def tiles(side: int) -> list[Tensor]:
 
 
 def demo(side: int, k: int, bits: int):
-    return lambda s, x, g, t: simple.demo(x, s.m, g, LR, 0.9, WD, tiles(side), k, bits)
+    cut = tiles(side)
+    return lambda s, x, g, t: simple.demo(x, s.m, g, LR, 0.9, WD, cut, k, bits)
 
 
 def dlion_adm(rise: int, lookahead: float):
