@@ -125,6 +125,7 @@ class LocalUpdate(DistributedOptimizer):
             super()._exchange_and_update()
             for bucket in self.buckets:
                 bucket.own["local"].copy_(bucket.shared["outer"])
+            self.host(None)  # also where nobody takes part in the next step
 
     def _end_step(self) -> None:
         super()._end_step()
