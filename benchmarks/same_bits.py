@@ -77,6 +77,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "g_muon": ("GMuon", {"lr": 3e-2, "weight_decay": 0.1}),
     "powersgd": ("PowerSGD", {**_SGD, "rank": 2}),
     "onebit_adam": ("OneBitAdam", {"lr": 3e-2, "weight_decay": 0.1, "warmup_steps": 2}),
+    "demo": ("DeMo", {**_SGD, "chunk": 16, "topk": 8}),
+    "sparseloco": ("SparseLoCo", {**_LION, "local_steps": 1, "chunk": 100, "topk": 9}),
     "diloco": ("DiLoCo", {**_LION, "local_steps": 1}),  # then all agree after every step
 }
 

@@ -6,16 +6,19 @@ import torch
 from dlion.errors import TrainingFailed
 from dlion.exchange import (
     Channel,
+    CosineTopKMean,
     DenseMean,
     LevelMean,
     ScaledSignMean,
     ScaledTernaryMean,
     SparseMean,
     TernaryMean,
+    TopKMean,
     TrackingVote,
     Vote,
     WeightedVote,
 )
+from dlion.exchange.topk import Block
 from dlion.wire import Sparse
 from dlion.workers import Workers
 
@@ -268,3 +271,41 @@ def test_the_absent_do_not_count_and_do_not_send(make):
     answer = ask(exchange, rows.to(convert), step=1)
     assert torch.equal(answer, ask(expected, rows[[1, 3]].to(convert), step=1))
     assert some.traffic.sent_bytes - everyone < everyone
+
+
+@pytest.mark.parametrize(("k", "smooth"), [(1, True), (3, False), (64, False)])
+def test_cosines_say_constants_in_one_number_and_anything_in_all(k, smooth):
+    """Of tiles of 6 by 7, 7 by 7 and, along a vector, 8 or 7; places between tensors stay 0."""
+    matrices, n = [(0, 13, 21), (320, 1, 39)], 2
+    exchange = CosineTopKMean(Channel(Workers(local=n)), 384, matrices, 8, k, 32)
+    rows = torch.randn(n, 384, generator=torch.Generator().manual_seed(k))
+    if smooth:
+        rows = torch.arange(1.0, n + 1).unsqueeze(1).repeat(1, 384)
+    rows[:, 273:320] = rows[:, 359:] = 0
+    coefficients = [exchange.transform(row) for row in rows]
+    for row, found in zip(rows, coefficients, strict=True):
+        torch.testing.assert_close(found.norm(), row.norm())
+    for i, found in enumerate(coefficients):
+        exchange.encode(i, found)
+    exchange.run(0)
+    answer, rest = exchange.decode(), sum(found.norm() for found in coefficients)
+    if k == 3:
+        assert rest > 1
+    else:
+        assert rest < 1e-4
+        torch.testing.assert_close(answer, rows.mean(0))
+    assert not answer[273:320].any() and not answer[359:].any()
+
+
+def test_the_absent_say_nothing_to_everyone():
+    channel = Channel(Workers(local=3))
+    exchange = TopKMean(channel, 128, [Block(0, 2, 50)], 2, 32)
+    channel.set_participants([0, 2])
+    for local in (0, 2):
+        exchange.encode(local, torch.arange(128.0) * (local + 1))
+    exchange.run(0)
+    expected = torch.zeros(128)
+    expected[[48, 49, 98, 99]] = 2 * torch.tensor([48.0, 49, 98, 99])
+    assert torch.equal(exchange.decode(), expected)
+    message = 4 * 4 + 6  # values, and a byte for each bit of the four indices
+    assert channel.traffic.sent_bytes == channel.traffic.received_bytes == 2 * 2 * message

@@ -10,6 +10,7 @@ from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.optim import (
     DGC,
+    DeMo,
     DiLoCo,
     DLion,
     DLionADM,
@@ -23,6 +24,7 @@ from dlion.optim import (
     OneBitAdam,
     PowerSGD,
     Signum,
+    SparseLoCo,
     TernGrad,
 )
 from dlion.workers import Workers
@@ -49,6 +51,11 @@ def sparse(density: float):
     return expected
 
 
+def to_everyone(bits: float):
+    """Bytes a worker sends a step: its whole message to n - 1 others."""
+    return lambda n: (n - 1) * D * bits / 8
+
+
 METHODS = {
     "g_adamw": (GAdamW, {}, bits(32, 32)),
     "g_lion": (GLion, {}, bits(32, 32)),
@@ -63,6 +70,8 @@ METHODS = {
     "ef_signsgd": (EFSignSGD, {}, bits(1, 1)),
     "ef21_sign": (EF21Sign, {}, bits(1, 1)),
     "dlion_adm": (DLionADM, {}, bits(1, 1)),
+    "demo": (DeMo, {}, to_everyone(32 / 64 * (6 + 32))),  # a vector: 32 of each 64 values
+    "sparseloco": (SparseLoCo, {"local_steps": 1}, to_everyone(64 / 4082 * (12 + 2.5))),
     "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
     "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),

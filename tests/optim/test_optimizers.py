@@ -14,6 +14,7 @@ from dlion.config import instantiate
 from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
+    DeMo,
     DiLoCo,
     DLion,
     DLionADM,
@@ -24,9 +25,11 @@ from dlion.optim import (
     GMuon,
     GradDrop,
     LionCub,
+    LocalUpdate,
     OneBitAdam,
     PowerSGD,
     Signum,
+    SparseLoCo,
     TernGrad,
 )
 from dlion.optim.sync import MomentumSync
@@ -48,11 +51,13 @@ ALL = [
     (EF21Sign, {}),
     (DLionADM, {}),
     (DLionADM, {"limit": 2.0, "weighted": True}),
+    (DeMo, {"chunk": 16, "topk": 4}),
     (LionCub, {"bits": 2}),
     (LionCub, {"bits": 4, "momentum_sync": 2}),
     (GMuon, {}),
     (PowerSGD, {"rank": 2}),
     (OneBitAdam, {"warmup_steps": 2}),
+    (SparseLoCo, {"local_steps": 2, "topk": 16}),
     (DiLoCo, {"local_steps": 2}),
     (DiLoCo, {"local_steps": 2, "inner": "lion", "wire": "sign"}),
 ]
@@ -250,7 +255,7 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(cls, options):
     assert state and all(not value.any() for value in state.values())
     decayed = 1.0
     # one of them may have had something left to send, so it decays; but in no inner step
-    if not optimizer.skips_missing and cls is not DiLoCo:
+    if not optimizer.skips_missing and not issubclass(cls, LocalUpdate):
         decayed = (1 - 0.1 * optimizer.param_groups[0]["lr"]) ** 3
     torch.testing.assert_close(unused.detach(), torch.full((3,), decayed))
 
@@ -493,6 +498,10 @@ def test_exponential_synchronisation_steps():
         (lambda p: LionCub(p, momentum_sync="exponential", sync_rate=0), "sync_rate=0 is out of"),
         (lambda p: DGC(p, density=0.0), "density=0.0 is out of range"),
         (lambda p: DGC(p, clip_norm=1.0, bucket_cap_mb=1e-3), "needs the whole gradient"),
+        (lambda p: DeMo(p, topk=0), "topk=0 is not possible: give a whole number, 1 or more"),
+        (lambda p: DeMo(p, chunk=1.5), "chunk=1.5 is not possible: give a whole number"),
+        (lambda p: DeMo(p, value_bits=8), "value_bits=8 is not possible: choose 2, 16 or 32"),
+        (lambda p: SparseLoCo(p, topk=0), "topk=0 is not possible: give a whole number, 1 or more"),
         (lambda p: DiLoCo(p, inner="adam"), "inner=adam is unknown: choose adamw, lion, muon, sgd"),
         (lambda p: DiLoCo(p, wire="fp8"), "wire=fp8 is unknown: choose float32, bf16, int8, sign"),
         (lambda p: DiLoCo(p, local_steps=0), "local_steps=0 is not possible: give 1 or more"),

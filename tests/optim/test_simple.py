@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlion.optim import (
     DGC,
+    DeMo,
     DiLoCo,
     DistributedOptimizer,
     DLion,
@@ -24,6 +25,7 @@ from dlion.optim import (
     OneBitAdam,
     PowerSGD,
     Signum,
+    SparseLoCo,
     TernGrad,
     simple,
 )
@@ -159,6 +161,21 @@ def ef21_sign(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
     simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.pieces())
 
 
+def tiles(side: int) -> list[Tensor]:
+    """Places in d of equal tiles, cut as numpy's array_split does."""
+    found = []
+    for (start, stop), shape in zip(SPANS, SHAPES, strict=True):
+        rows = torch.arange(start, stop).view(shape[0] if len(shape) == 2 else 1, -1)
+        for band in rows.tensor_split(-(-len(rows) // side)):
+            found += band.tensor_split(-(-band.shape[1] // side), dim=1)
+    return found
+
+
+def demo(side: int, k: int, bits: int):
+    cut = tiles(side)
+    return lambda s, x, g, t: simple.demo(x, s.m, g, LR, 0.9, WD, cut, k, bits)
+
+
 def dlion_adm(rise: int, lookahead: float):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         coder = (s.u, s.level, s.last, s.repeated)
@@ -221,6 +238,19 @@ def onebit_adam(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
     simple.onebit_adam(x, s.b, s.b2, s.u, s.m[0], g, t, *settings)
 
 
+def sparseloco(chunk: int, k: int, bits: int):
+    pieces = [torch.arange(start, stop) for start, stop in SPANS]
+    chunks = [part for piece in pieces for part in piece.tensor_split(-(-len(piece) // chunk))]
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        if t == 0:
+            s.y = x.repeat(s.n, 1)
+        simple.adamw(s.y, s.m, s.v, g, t, LR, (0.9, 0.99), 1e-8, WD)
+        simple.sparseloco(x, s.y, s.u, t, 2, 0.7, 0.95, chunks, k, bits)
+
+    return step
+
+
 # how far apart they may be: sums of one tensor that the library adds in another order
 NORM = 1e-6  # the norm over all tensors, gaps included
 
@@ -246,6 +276,15 @@ METHODS = {
     "dlion_adm 2 0.3": (DLionADM, {"rise": 2, "lookahead": 0.3}, dlion_adm(2, 0.3), 0),
     "ef21_sign": (EF21Sign, {}, ef21_sign, 0),
     **{
+        f"demo {side} {k} {bits}": (
+            DeMo,
+            {"momentum": 0.9, "chunk": side, "topk": k, "value_bits": bits},
+            demo(side, k, bits),
+            0,
+        )
+        for side, k, bits in ((64, 32, 32), (16, 9, 2))
+    },
+    **{
         f"lion_cub {p} {scale}": (LionCub, {"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)
         for p in (2, 4, 8)
         for scale in ("l1", "max", "geometric")
@@ -268,6 +307,22 @@ METHODS = {
     ),
     **{f"powersgd {r}": (PowerSGD, {"rank": r}, powersgd(r), 0) for r in (1, 2, 4, 13)},
     "onebit_adam": (OneBitAdam, {"warmup_steps": 3}, onebit_adam, 0),
+    **{
+        f"sparseloco {bits}": (
+            SparseLoCo,
+            {
+                "betas": (0.9, 0.99),
+                "local_steps": 2,
+                "outer_lr": 0.7,
+                "chunk": 100,
+                "topk": 20,
+                "value_bits": bits,
+            },
+            sparseloco(100, 20, bits),
+            0,
+        )
+        for bits in (2, 16)
+    },
     **{
         f"diloco {inner} {wire}": (
             DiLoCo,

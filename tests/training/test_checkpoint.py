@@ -19,6 +19,7 @@ VARIANTS = {method: [] for method in METHODS} | {
     "lion_cub": ["optimizer.momentum_sync=2"],
     "dgc": ["optimizer.warmup_steps=6"],
     "onebit_adam": ["optimizer.warmup_steps=3"],
+    "sparseloco": ["optimizer.local_steps=3"],
     "diloco": ["optimizer.local_steps=3", "optimizer.wire=sign"],
     "dlion_avg": ["precision=bf16"],
     "g_lion": ["faults.byzantine=1", "faults.attack=stale", "faults.stale_steps=4"],

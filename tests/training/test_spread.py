@@ -62,7 +62,7 @@ def _optimizer(method: str):
         node.momentum_sync = 2
     if method == "onebit_adam":
         node.warmup_steps = 3
-    if method == "diloco":
+    if method in ("diloco", "sparseloco"):
         node.local_steps = 4  # the last round is cut off
     return node
 
@@ -108,7 +108,7 @@ def _train_all(processes: int, data, directory) -> None:
     for method in METHODS:
         for kind in (kind for kind, spreads in SPREADS.items() if processes in spreads):
             more = HARD if kind else None
-            if more and method == "diloco":
+            if more and method in ("diloco", "sparseloco"):
                 more = more | {"local_steps": 1}  # it has its own
             job = _job(method, processes, data, directory / f"{method}{kind}", more)
             train(replace(job, workers=Workers.current(8 // processes)))

@@ -38,6 +38,8 @@ _METHODS = {
     "g_muon": ("#661100", "s"),
     "powersgd": ("#44AA99", "P"),
     "onebit_adam": ("#AA4499", "d"),
+    "demo": ("#88CCEE", "p"),
+    "sparseloco": ("#DDCC77", "H"),
     "diloco": ("#882255", "h"),
 }
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]

@@ -8,12 +8,14 @@ from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
+from dlion.exchange.topk import CosineTopKMean, TopKMean
 from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
     "TIES",
     "Buffers",
     "Channel",
+    "CosineTopKMean",
     "DeltaVote",
     "DenseMean",
     "DirectSend",
@@ -29,6 +31,7 @@ __all__ = [
     "SparseMean",
     "TernaryMean",
     "Ties",
+    "TopKMean",
     "TrackingVote",
     "Traffic",
     "Vote",

@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
+from dlion.wire.formats import VALUE_BITS
 
 
 def check_hyperparameters(group: dict[str, Any]) -> None:
     """Refuse hyperparameters outside their range; make numbers of tensors of one element."""
     ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
-    ranges |= {"outer_lr": (0, None), "outer_momentum": (0, 1)}
+    ranges |= {"outer_lr": (0, None), "outer_momentum": (0, 1), "decay": (0, None)}
     for name, (low, high) in ranges.items():
         if name not in group:
             continue
@@ -34,6 +35,15 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
         raise ValueError(f"betas={betas} is not possible: give two numbers in [0, 1)")
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas} is out of range: each is in [0, 1)")
+
+
+def check_topk(chunk: int, topk: int, value_bits: int) -> None:
+    """Refuse messages of entries of chunks that cannot be."""
+    for name, value in (("chunk", chunk), ("topk", topk)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value} is not possible: give a whole number, 1 or more")
+    if value_bits not in VALUE_BITS:
+        raise ValueError(f"value_bits={value_bits} is not possible: choose 2, 16 or 32")
 
 
 def check_parameters(tensors: list[Tensor]) -> None:

@@ -466,6 +466,65 @@ def onebit_adam(
     x.mul_(1 - lr * wd).addcdiv_(m, v.sqrt() + eps, value=-lr)
 
 
+# The largest entries of each chunk, from everyone to everyone. ``tiles`` are the places in d of the
+# tiles of the matrices, ``[h, w]`` each; a momentum m is kept as coefficients of their transform.
+
+
+def cosines(size: int) -> Tensor:
+    k, i = torch.arange(size, dtype=torch.float64).view(-1, 1), torch.arange(size)
+    basis = (math.pi / size * k * (i + 0.5)).cos() * (2 / size) ** 0.5
+    basis[0] /= 2**0.5
+    return basis  # orthonormal: its transpose is its inverse
+
+
+def transform(v: Tensor, tiles: Sequence[Tensor], back: bool = False) -> Tensor:
+    out = torch.zeros_like(v)
+    for tile in tiles:
+        rows, columns = (cosines(size) for size in tile.shape)
+        rows, columns = (rows.T, columns.T) if back else (rows, columns)
+        found = rows @ v[..., tile].double() @ columns.T
+        noise = 1e-9 * found.abs().amax((-2, -1), keepdim=True)  # what cancels is 0
+        out[..., tile] = found.where(found.abs() >= noise, 0).float()
+    return out
+
+
+def rounded(v: Tensor, bits: int) -> Tensor:
+    if bits != 2:
+        return v.bfloat16().float() if bits == 16 else v
+    sizes, levels = v.abs().double(), torch.zeros_like(v)
+    large = sizes > sizes.mean()
+    for part in (large, ~large):
+        levels[part] = sizes[part].mean().bfloat16().float()
+    return levels * torch.where(v < 0, -1, 1)
+
+
+def take_topk(v: Tensor, chunks: Sequence[Tensor], k: int, bits: int) -> Tensor:
+    """Take out and return the k largest entries of each chunk, as rounded as they travel."""
+    sent = torch.zeros_like(v)
+    for chunk in chunks:
+        for row, taken in zip(v, sent, strict=True):
+            top = chunk[row[chunk].abs().topk(min(k, len(chunk))).indices]
+            taken[top] = rounded(row[top], bits)
+    v -= sent
+    return sent
+
+
+def demo(
+    x: Tensor,
+    m: Tensor,
+    g: Tensor,
+    lr: float,
+    beta: float,
+    wd: float,
+    tiles: Sequence[Tensor],
+    k: int,
+    bits: int,
+) -> None:
+    m.mul_(beta).add_(transform(g, tiles))
+    sent = take_topk(m, [tile.flatten() for tile in tiles], k, bits)
+    descend(x, transform(mean(sent), tiles, back=True).sign(), lr, wd)
+
+
 # Local updates: workers move on their own, ``y [n, d]``, and exchange after every H steps.
 
 
@@ -520,4 +579,22 @@ def diloco(
         a = combine(x - y)  # the mean, as it is rounded on both ways
         b.mul_(mu).add_(a)
         x.sub_(lr * (a + mu * b))
+        y.copy_(x.expand_as(y))
+
+
+def sparseloco(
+    x: Tensor,
+    y: Tensor,
+    e: Tensor,
+    step: int,
+    h: int,
+    lr: float,
+    decay: float,
+    chunks: Sequence[Tensor],
+    k: int,
+    bits: int,
+) -> None:
+    if (step + 1) % h == 0:
+        e.mul_(decay).add_(x - y)
+        descend(x, mean(take_topk(e, chunks, k, bits)), lr, 0)
         y.copy_(x.expand_as(y))

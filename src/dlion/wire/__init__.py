@@ -9,6 +9,7 @@ from dlion.wire.formats import (
     Sign,
     Sparse,
     Ternary,
+    TopK,
     Wire,
 )
 from dlion.wire.header import Header, Headers
@@ -24,5 +25,6 @@ __all__ = [
     "Sign",
     "Sparse",
     "Ternary",
+    "TopK",
     "Wire",
 ]

@@ -1,0 +1,95 @@
+"""DeMo: workers keep momenta of their own and send the largest coefficients of their cosines."""
+
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+from dlion import kernels
+from dlion.exchange import CosineTopKMean
+from dlion.exchange.topk import bits_each_way
+from dlion.optim.base import Common, DistributedOptimizer
+from dlion.optim.bucket import Bucket
+from dlion.optim.checks import check_topk
+from dlion.values import Count, NotNegative, Probability
+from dlion.wire.formats import ValueBits
+
+
+class DeMo(DistributedOptimizer):
+    """Decoupled momentum: what is large in it is sent and taken out, what is small stays.
+
+    Worker i: ``m_i <- beta m_i + g_i``; each tile of a matrix goes through a cosine transform (DCT,
+    orthonormal, of ``chunk`` rows by ``chunk`` columns), its ``topk`` largest coefficients q_i are
+    sent with their places, and ``m_i <- m_i - DCT^-1(q_i)``.
+    Everyone: ``x <- (1 - lr wd) x - lr sign(DCT^-1(mean q_i))``.
+    Source: Peng et al. 2024 (arXiv 2411.19870) and their code (github.com/bloc97/DeMo), from which
+    this differs:
+
+    - Tiles are as equal as can be and at most ``chunk`` long; theirs are the largest divisor of a
+      dimension, which for 257 is 1. A vector is a matrix of one row, and a tensor of more
+      dimensions one whose rows are along its first (as it lies in memory); theirs takes none.
+    - The mean is over all workers; theirs is over those that sent that coefficient.
+    - The momentum is of gradients; theirs of gradients times the learning rate, which weighs them
+      by the schedule.
+    - The momentum is kept as its coefficients, which saves one of two transforms; the transform is
+      linear, so it is the same but for rounding.
+    - Places take ``ceil(log2(values of a tile))`` bits, theirs 64; a tile of no more than ``topk``
+      values is sent whole, without places.
+
+    Memory: 4 bytes of state a parameter.
+
+    When not to use it: with many workers, as everyone sends its message to n - 1 and receives as
+    many, at the usual settings 0.34 (n - 1) bits a parameter and step each way, which for n = 6 and
+    more is more than :class:`DLion` takes. In small models, whose many small tensors send half of
+    themselves. The sign moves all of a tile by the full rate, whatever little was sent. NaN in a
+    gradient spoils its tile's momentum for ever: use ``nonfinite``.
+
+    Args:
+        lr: learning rate, of a step of signs: 3 to 10 times smaller than AdamW's.
+        momentum: beta.
+        weight_decay: decoupled, 3 to 10 times larger than AdamW's.
+        chunk: rows and columns of the largest tile.
+        topk: coefficients that are sent of each tile (the paper has 8 to 32).
+        value_bits: of a coefficient on the wire: 32, 16 (bfloat16) or 2 (a sign and one of two
+            sizes). What rounding leaves out stays in the momentum.
+    """
+
+    own_state = ["momentum"]
+    skips_missing = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 3e-4,
+        momentum: Probability = 0.999,
+        weight_decay: NotNegative = 0.0,
+        chunk: Count = 64,
+        topk: Count = 32,
+        value_bits: ValueBits = 32,
+        **common: Unpack[Common],
+    ):
+        check_topk(chunk, topk, value_bits)
+        self.chunk, self.topk, self.value_bits = chunk, topk, value_bits
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        """Of whole tiles: sent to each, and received from n - 1 workers."""
+        return bits_each_way(self.chunk**2, self.topk, self.value_bits, self.workers.count)
+
+    def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
+        sides = self.chunk, self.topk, self.value_bits
+        matrices = []
+        for slot in bucket.slots:
+            shape, order = slot.tensor.shape, slot.order or (0,)
+            rows = shape[order[0]] if len(shape) > 1 else 1
+            matrices.append((slot.start, rows, slot.tensor.numel() // rows))
+        return CosineTopKMean(self.channel, bucket.numel, matrices, *sides, **bucket.buffers)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        found = bucket.exchange.transform(bucket.gradients())
+        momentum = bucket.own["momentum"][local].mul_(bucket.group["momentum"]).add_(found)
+        bucket.exchange.encode(local, momentum)
+
+    def update(self, bucket: Bucket) -> None:
+        group, signs = bucket.group, bucket.exchange.decode().sign_()
+        kernels.descend(bucket.params, signs, group["lr"], group["weight_decay"])
