@@ -55,6 +55,7 @@ def test_a_run_is_recorded_and_not_overwritten(tmp_path):
         "train_loss",
         "paper_bits_up",
         "paper_bits_down",
+        "state_bytes_per_parameter",
         "sent_bytes_per_step",
         "seconds",
         "seconds_per_step",
