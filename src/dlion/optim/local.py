@@ -14,6 +14,10 @@ from dlion.optim.updates import nesterov
 from dlion.values import Betas, Called, Count, NotNegative, Probability
 from dlion.wire import BFloat16
 
+InnerOptimizer = (
+    Literal["adamw", "lion", "muon", "sgd"] | Annotated[Maker, Called("in Python a function")]
+)
+
 
 class LocalUpdate(DistributedOptimizer):
     """Base of methods whose workers move on their own and exchange only now and then.
@@ -196,8 +200,7 @@ class DiLoCo(LocalUpdate):
         self,
         params: Iterable[Any],
         lr: NotNegative = 1e-3,
-        inner: Literal["adamw", "lion", "muon", "sgd"]
-        | Annotated[Maker, Called("in Python a function")] = "adamw",
+        inner: InnerOptimizer = "adamw",
         betas: Betas = (0.9, 0.999),
         weight_decay: NotNegative = 0.0,
         local_steps: Count = 30,

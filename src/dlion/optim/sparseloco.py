@@ -1,7 +1,7 @@
 """SparseLoCo: workers move on their own and send the largest entries of what they have moved by."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from dlion import kernels
 from dlion.exchange import TopKMean
@@ -9,8 +9,7 @@ from dlion.exchange.topk import bits_each_way, blocks_of
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
 from dlion.optim.checks import check_topk
-from dlion.optim.inner import Maker
-from dlion.optim.local import LocalUpdate
+from dlion.optim.local import InnerOptimizer, LocalUpdate
 from dlion.values import Betas, Count, NotNegative, Share
 from dlion.wire.formats import ValueBits
 
@@ -60,7 +59,7 @@ class SparseLoCo(LocalUpdate):
         self,
         params: Iterable[Any],
         lr: NotNegative = 1e-3,
-        inner: Literal["adamw", "lion", "muon", "sgd"] | Maker = "adamw",
+        inner: InnerOptimizer = "adamw",
         betas: Betas = (0.9, 0.999),
         weight_decay: NotNegative = 0.0,
         local_steps: Count = 30,
