@@ -119,15 +119,7 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
     Raises:
         UserError: naming what is missing, unexpected, or of another shape.
     """
-    found: dict[str, list[int]] = {}
-    real = set()
-    for file in _files(source):
-        with _opened(file) as weights:
-            for name in weights.keys():  # noqa: SIM118
-                stored_tensor = weights.get_slice(name)
-                found[name] = stored_tensor.get_shape()
-                if stored_tensor.get_dtype().startswith(("F", "BF")):
-                    real.add(name)
+    found = _stored(source)
     missing, misshapen, mistyped = [], [], []
     unexpected = dict.fromkeys(found)
     for names, tensor in _tensors(model):
@@ -136,9 +128,10 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
             missing.append(names[0])
             continue
         del unexpected[stored]
-        if found[stored] != list(tensor.shape):
-            misshapen.append(f"{stored} {found[stored]} instead of {list(tensor.shape)}")
-        elif tensor.is_floating_point() and stored not in real:
+        shape, kind = found[stored]
+        if shape != list(tensor.shape):
+            misshapen.append(f"{stored} {shape} instead of {list(tensor.shape)}")
+        elif tensor.is_floating_point() and not kind.startswith(("F", "BF")):
             mistyped.append(stored)
     complaints = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
     complaints["not of real numbers"] = mistyped
@@ -159,11 +152,7 @@ def check_pretrained(model: models.CausalLM, folder: str | Path) -> None:
     Raises:
         UserError: if its weights cannot be read, are missing, or of another shape.
     """
-    found: dict[str, list[int]] = {}
-    for file in _files(folder):
-        with _opened(file) as weights:
-            for name in weights.keys():  # noqa: SIM118
-                found[name] = weights.get_slice(name).get_shape()
+    found = _stored(folder)
     prefix = f"{model.model.base_model_prefix}."
     wrong, unknown = [], set(found)
     for names, tensor in _tensors(model):
@@ -171,13 +160,24 @@ def check_pretrained(model: models.CausalLM, folder: str | Path) -> None:
         unknown -= set(stored)
         if not stored and isinstance(tensor, nn.Parameter):
             wrong.append(f"{names[0]} is missing")
-        elif stored and found[stored[0]] != list(tensor.shape):
-            wrong.append(f"{stored[0]} is {found[stored[0]]} instead of {list(tensor.shape)}")
+        elif stored and (shape := found[stored[0]][0]) != list(tensor.shape):
+            wrong.append(f"{stored[0]} is {shape} instead of {list(tensor.shape)}")
     if wrong and not unknown:
         raise UserError(
             f"model.path={folder} does not hold the weights that its config.json describes"
             f" ({_several(wrong)}): copy it again"
         )
+
+
+def _stored(source: str | Path) -> dict[str, tuple[list[int], str]]:
+    """Return shape and type of each stored tensor, as safetensors calls it (``F32``), by name."""
+    found = {}
+    for file in _files(source):
+        with _opened(file) as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dictionary
+                tensor = weights.get_slice(name)
+                found[name] = tensor.get_shape(), tensor.get_dtype()
+    return found
 
 
 @functools.cache
