@@ -38,6 +38,7 @@ from tests.runs import train
 CONF = ROOT / "conf"
 FILES = {p.stem for p in (CONF / "experiment").glob("*.yaml")}
 RECIPES = sorted(name for name in FILES if f"{name}_full" in FILES)
+BOARD = sorted(name for name in FILES if name.startswith("board_"))  # of one size only
 TINY = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"]
 # what makes a run small, by its data set and by its model
 CUTS = {
@@ -52,6 +53,7 @@ CUTS = {
     "gpt2pp_760m": TINY,
     "gpt_tiny": TINY,
     "llama_tiny": ["model.hidden_size=16", "model.num_hidden_layers=1"],
+    "resnet8": ["model.width=4"],
     "vit_base_patch16_224": ["+model.depth=1", "+model.embed_dim=48", "+model.num_heads=2"],
     "vit_cifar": TINY,
 }
@@ -112,7 +114,7 @@ class _Table(list):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [*RECIPES, *(f"{name}_full" for name in RECIPES)])
+@pytest.mark.parametrize("recipe", [*RECIPES, *(f"{name}_full" for name in RECIPES), *BOARD])
 def test_recipe_starts(tmp_path, disk, recipe):
     settings, overrides = runs(f"experiment={recipe}")[-1]
     cuts = [*CUTS.get(settings.dataset.name, []), *CUTS.get(settings.model.name, [])]
@@ -183,7 +185,7 @@ def commands() -> list[str]:
 
 def test_the_table_of_contents_is_complete():
     listed = {command.split()[0].partition("=")[2] for command in commands()}
-    assert {name.removesuffix("_full") for name in listed} == set(RECIPES)
+    assert {name.removesuffix("_full") for name in listed} == {*RECIPES, *BOARD}
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if " " in c])
