@@ -66,7 +66,6 @@ class Standing:
         curve: of its runs.
         behind: how far its mean is behind the best, in the unit of tables.
         level: whether noise could explain that; None if the noise is not known.
-        received_bits: by a worker, per parameter and step.
         bits_to_target: sent per parameter until all seeds have reached the target, their mean.
         steps_to_target: the same in steps; infinite if a seed never did.
     """
@@ -74,15 +73,13 @@ class Standing:
     curve: Curve
     behind: float
     level: bool | None
-    received_bits: float
     bits_to_target: float
     steps_to_target: float
 
     def seconds(self, rate: float, compute: float | None) -> float | None:
         """Return the time to the target over links of ``rate`` bits a second.
 
-        Messages travel during the backward pass of the next ones' making where the method can do
-        that, else after it.
+        Messages travel while a step computes, or after it where workers take local steps.
         """
         if compute is None:
             return None
@@ -146,7 +143,6 @@ def standings(task: Task) -> list[Standing]:
                 curve=curve,
                 behind=behind,
                 level=level,
-                received_bits=curve.sent_bits * curve.received_bytes / curve.sent_bytes,
                 bits_to_target=float(np.interp(step, curve.steps, curve.bits, right=math.inf)),
                 steps_to_target=step,
             )
@@ -176,7 +172,7 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
                 mean_and_deviation(end_values(curve, task.metric), form),
                 str(len(curve.seeds)),
                 f"{line.behind:{form}}{verdict}",
-                *(f"{bits:.3g}" for bits in (curve.sent_bits, line.received_bits)),
+                *(f"{bits:.3g}" for bits in (curve.sent_bits, curve.received_bits)),
                 NEVER if line.bits_to_target == math.inf else f"{line.bits_to_target:,.0f}",
                 *("" if s is None else NEVER if s == math.inf else f"{s:.3g} s" for s in seconds),
                 "" if curve.state_bytes is None else f"{curve.state_bytes:.3g}",

@@ -89,6 +89,11 @@ class Curve:
         return float(self.bits[-1] / self.steps[-1])
 
     @property
+    def received_bits(self) -> float:
+        """Bits that a worker receives, per parameter and step."""
+        return self.sent_bits * self.received_bytes / self.sent_bytes if self.sent_bytes else 0.0
+
+    @property
     def final(self) -> np.ndarray:
         """The metric at the end, ``[runs]``."""
         return self.values[:, -1]

@@ -32,6 +32,12 @@ class Slot(NamedTuple):
     stop: int
     order: tuple[int, ...] | None
 
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter as a matrix [outermost in memory, rest]; 1 of a vector."""
+        shape, order = self.tensor.shape, self.order or (0,)
+        return shape[order[0]] if len(shape) > 1 else 1
+
     def flatten(self, values: Tensor) -> Tensor:
         """Return values in the parameter's shape as a vector, in the parameter's memory order."""
         return (values if self.order is None else values.permute(self.order)).flatten()

@@ -78,11 +78,9 @@ class DeMo(DistributedOptimizer):
 
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
         sides = self.chunk, self.topk, self.value_bits
-        matrices = []
-        for slot in bucket.slots:
-            shape, order = slot.tensor.shape, slot.order or (0,)
-            rows = shape[order[0]] if len(shape) > 1 else 1
-            matrices.append((slot.start, rows, slot.tensor.numel() // rows))
+        matrices = [
+            (slot.start, slot.rows, slot.tensor.numel() // slot.rows) for slot in bucket.slots
+        ]
         return CosineTopKMean(self.channel, bucket.numel, matrices, *sides, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:

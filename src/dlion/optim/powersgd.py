@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from dlion.exchange import LowRankMean, Matrix
 from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket, Slot
+from dlion.optim.bucket import Bucket
 from dlion.optim.updates import momentum_descent
 from dlion.streams import stream_seed
 from dlion.values import Count, NotNegative, Probability
@@ -77,7 +77,7 @@ class PowerSGD(DistributedOptimizer):
         return bits, bits
 
     def make_exchange(self, bucket: Bucket) -> LowRankMean:
-        tensors = [Matrix(slot.start, slot.stop, _rows(slot)) for slot in bucket.slots]
+        tensors = [Matrix(slot.start, slot.stop, slot.rows) for slot in bucket.slots]
         seed = stream_seed(self.seed, "powersgd", bucket.index)
         return LowRankMean(self.channel, bucket.numel, tensors, self.rank, seed, **bucket.buffers)
 
@@ -90,9 +90,3 @@ class PowerSGD(DistributedOptimizer):
             for local in self.channel.local_participants:
                 residuals[local] = bucket.exchange.unsent(local)
         momentum_descent(bucket, bucket.exchange.decode())
-
-
-def _rows(slot: Slot) -> int:
-    """The length of the outermost dimension in memory; 1 of a vector."""
-    shape, order = slot.tensor.shape, slot.order or (0,)
-    return shape[order[0]] if len(shape) > 1 else 1
