@@ -152,7 +152,6 @@ class Trainer:
     def forward_backward(self, i: int, step: int) -> None:
         """Leave the gradient of local worker i in the parameters, and add its loss to the sums."""
         worker = self.job.workers.ids[i]
-        self.optimizer.host(i)
         with self.virtual.hosting(i, step), self.local_steps.path():
             for each in self._passes(worker, step):
                 if each.moves:
