@@ -37,9 +37,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        p = self.dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
-        x = x + self.drop(self.attention_out(heads.transpose(1, 2).flatten(2)))
+        x = x + self.drop(self.attention_out(self.attend(q, k, v).transpose(1, 2).flatten(2)))
         hidden = self.mlp_in(self.mlp_norm(x))
         if self.modern:
             gate, hidden = hidden.chunk(2, -1)
@@ -47,6 +45,15 @@ class Block(nn.Module):
         else:
             hidden = F.gelu(hidden)
         return x + self.drop(self.mlp_out(self.drop(hidden)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the heads' attention, ``[B, heads, T, dim / heads]`` as each argument."""
+        p = self.dropout if self.training else 0.0
+        if q.dtype == torch.float32 or q.is_cuda:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
+        # on a CPU the backward pass in bfloat16 takes ten times as long as in float32
+        with torch.autocast("cpu", enabled=False):
+            return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
 
 
 class ViT(nn.Module):
