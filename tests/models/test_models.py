@@ -34,6 +34,7 @@ CASES = [
     ("linear", images(28, 1), {}),
     ("vit_tiny", images(8, 1), {}),
     ("resnet8", images(), {}),
+    ("resnet8", images(8, 1), {"width": 2, "blocks": 2}),
     ("vit_cifar", images(), {"depth": 1}),
     ("resnet18", images(28, 1), {}),
     ("resnet50", images(), {}),

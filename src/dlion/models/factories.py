@@ -7,9 +7,10 @@ import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from dlion.data import Data, Images, Text
@@ -116,15 +117,23 @@ def gpt(
     )
 
 
-def small_resnet(data: Data, blocks: Count = 1, width: Count = 16) -> SmallResNet:
-    """Build the residual network of 6 * blocks + 2 layers; see :class:`SmallResNet`.
+def small_resnet(data: Data, blocks: Count = 1, width: Annotated[int, Ge(2)] = 32) -> SmallResNet:
+    """Build the residual network of 3 * blocks + 5 layers; see :class:`SmallResNet`.
 
     Args:
         data: images.
-        blocks: residual blocks in each of three stages.
+        blocks: residual convolutions in each of three stages.
         width: channels of the first stage; the others have twice and four times as many.
+
+    Raises:
+        UserError: if nothing would be left of the images after three stages.
     """
     images = _images(data)
+    if images.image_size < 8:
+        raise UserError(
+            f"images of {images.image_size} pixels are too small for model=resnet8, which halves"
+            " them three times: they need at least 8"
+        )
     return SmallResNet(images.channels, images.classes, blocks, width)
 
 

@@ -1,48 +1,50 @@
-"""The residual network that He et al. made for CIFAR-10, small enough for a laptop."""
+"""A residual network for CIFAR-10 that a laptop trains to the end."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, ``[B, C, H, W]`` -> ``[B, width, H', W']``."""
+class Stage(nn.Module):
+    """A convolution, pooled, and residual ones, ``[B, C, H, W]`` -> ``[B, width, H/2, W/2]``."""
 
-    def __init__(self, channels: int, width: int, stride: int):
+    def __init__(self, channels: int, width: int, blocks: int):
         super().__init__()
-        self.first = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
-        self.first_norm = nn.BatchNorm2d(width)
-        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.second_norm = nn.BatchNorm2d(width)
-        self.shortcut = nn.Identity()
-        if stride > 1 or channels != width:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+        self.entry = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
+        self.entry_norm = nn.BatchNorm2d(width)
+        self.residuals = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
             )
+            for _ in range(blocks)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.first_norm(self.first(x)))
-        return F.relu(self.second_norm(self.second(hidden)) + self.shortcut(x))
+        x = F.relu(self.entry_norm(F.max_pool2d(self.entry(x), 2)))
+        for residual in self.residuals:
+            x = x + residual(x)
+        return x
 
 
 class SmallResNet(nn.Module):
-    """Three stages of residual blocks, each of half the resolution and twice the width.
+    """Three stages, each of half the resolution and twice the width of the one before.
 
-    Images ``[B, C, H, W]`` -> logits ``[B, classes]``. Source: He et al. 2016 (arXiv 1512.03385),
-    section 4.2, with projections where the shape changes.
+    Images ``[B, C, H, W]`` -> logits ``[B, classes]``. After David Page's ResNet-9 (How to train
+    your ResNet, 2018), which is wider, and has residuals of two convolutions in two of its stages.
     """
 
     def __init__(self, channels: int, classes: int, blocks: int, width: int):
         super().__init__()
-        self.stem = nn.Conv2d(channels, width, 3, 1, 1, bias=False)
-        self.stem_norm = nn.BatchNorm2d(width)
-        widths = [width] * blocks + [2 * width] * blocks + [4 * width] * blocks
-        strides = [1 if i % blocks or i == 0 else 2 for i in range(3 * blocks)]
-        inputs = [width, *widths]
-        self.blocks = nn.Sequential(*map(Residual, inputs, widths, strides))
+        self.stem = nn.Conv2d(channels, width // 2, 3, 1, 1, bias=False)
+        self.stem_norm = nn.BatchNorm2d(width // 2)
+        self.stages = nn.Sequential(
+            Stage(width // 2, width, blocks),
+            Stage(width, 2 * width, blocks),
+            Stage(2 * width, 4 * width, blocks),
+        )
         self.head = nn.Linear(4 * width, classes)
         self.to(memory_format=torch.channels_last)  # faster on a CPU
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(F.relu(self.stem_norm(self.stem(x))))
-        return self.head(x.mean((2, 3)))
+        x = self.stages(F.relu(self.stem_norm(self.stem(x))))
+        return self.head(x.amax((2, 3)))
