@@ -53,6 +53,25 @@ def test_bits_and_times_are_those_of_the_first_evaluation_at_the_target(task, co
     assert dgc[at["10 Mbit/s"]] == ""  # nobody measured its steps
 
 
+def test_the_page_and_its_figures_are_made_in_one_command(task, command):
+    run = command(main, task, "--page")
+    assert run.returncode == 2 and "README.md is missing" in run.stderr
+    mark = f"# Digits\n\n<!-- table: dlion board {task} -->\n"
+    (task / "README.md").write_text(mark)
+    printed = command(main, task, "--page").stdout
+    assert (task / "README.md").read_text() == mark + printed
+    for bits in ("sent_bits", "received_bits"):
+        assert (task / f"{bits}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_diverged_is_last(task, command, tmp_path):
+    for seed in (0, 1, 2):
+        write_run(tmp_path / "lost", "terngrad", seed, better=float("nan"))
+    add_to_packed(task / PACKED, {r.directory.name: r for r in find_runs([tmp_path / "lost"])})
+    *_, last = cells(command(main, task).stdout)
+    assert last[:4] == ["terngrad", "diverged", "3", ""]
+
+
 def test_what_is_no_task_is_said(task, command):
     (task / "task.yaml").write_text(NOTHING)
     run = command(main, task)

@@ -2,6 +2,7 @@
 
 A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
 many seeds (noise/), and short ones on an idle machine (compute/). results/board has the rules.
+With --page also makes the figures and the tables of TASK/README.md anew.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import yaml
 from dlion.arguments import add_printed_output, make_parser, print_or_write
 from dlion.compare.curves import Curve, make_curves, select_runs
 from dlion.compare.options import add_only, conditions_of
+from dlion.compare.plot import FRONTS, Figure, draw
 from dlion.compare.reading import read_runs
+from dlion.compare.readme import refresh
 from dlion.compare.style import (
     display_name,
     end_values,
@@ -25,6 +28,7 @@ from dlion.compare.style import (
 )
 from dlion.compare.table import Table, to_markdown
 from dlion.errors import UserError
+from dlion.files import write_atomically
 from dlion.record.studies import PACKED
 
 RATES = (10, 100, 1000)  # Mbit/s
@@ -127,7 +131,12 @@ def read_task(folder: Path, conditions: dict[str, str]) -> Task:
 def standings(task: Task) -> list[Standing]:
     """Return a line for every method, the best first."""
     sign = 1 if task.up else -1
-    order = sorted(task.curves, key=lambda curve: -sign * curve.final.mean())
+
+    def place(curve: Curve) -> float:
+        end = -sign * float(curve.final.mean())
+        return math.inf if math.isnan(end) else end  # what diverged is last
+
+    order = sorted(task.curves, key=place)
     lines = []
     for curve in order:
         best = end_values(order[0], task.metric)
@@ -163,15 +172,16 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
     headings = ["seeds", "behind", "sent", "received", "sent to target", *times, "state"]
     table = [[title_of(task.metric), "at the end", *headings]]
     for line in lines:
-        curve = line.curve
+        curve, ends = line.curve, end_values(line.curve, task.metric)
         verdict = "" if line.level is None else " (level)" if line.level else " (behind)"
+        diverged = np.isnan(ends).any()
         seconds = [line.seconds(rate * 1e6, task.compute.get(curve.method)) for rate in RATES]
         table.append(
             [
                 display_name(curve),
-                mean_and_deviation(end_values(curve, task.metric), form),
+                "diverged" if diverged else mean_and_deviation(ends, form),
                 str(len(curve.seeds)),
-                f"{line.behind:{form}}{verdict}",
+                "" if diverged else f"{line.behind:{form}}{verdict}",
                 *(f"{bits:.3g}" for bits in (curve.sent_bits, curve.received_bits)),
                 NEVER if line.bits_to_target == math.inf else f"{line.bits_to_target:,.0f}",
                 *("" if s is None else NEVER if s == math.inf else f"{s:.3g} s" for s in seconds),
@@ -190,6 +200,20 @@ def make_table(arguments: list[str]) -> str:
     return _board(_parse(arguments))
 
 
+def make_page(folder: Path, conditions: dict[str, str]) -> None:
+    """Write README.md's tables and the figures of a task into its folder.
+
+    Raises:
+        UserError: if the folder holds no task, or its page no text to put them in.
+    """
+    task, page = read_task(folder, conditions), folder / "README.md"
+    if not page.is_file():
+        raise UserError(f"{page} is missing: write one with <!-- table: dlion board {folder} -->")
+    for bits in FRONTS:
+        draw(task.curves, Figure(task.metric, bits), folder / f"{bits}.png")
+    write_atomically(page, refresh(page.read_text("utf-8")))
+
+
 def _board(options: argparse.Namespace) -> str:
     task = read_task(options.task, conditions_of(options))
     return to_markdown(to_table(task, standings(task)))
@@ -198,6 +222,9 @@ def _board(options: argparse.Namespace) -> str:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("board", __doc__, "results/board/cifar10 --only workers=8")
     parser.add_argument("task", type=Path, metavar="TASK", help="a folder with task.yaml and runs")
+    parser.add_argument(
+        "--page", action="store_true", help="also make TASK/README.md's tables and figures anew"
+    )
     add_only(parser)
     add_printed_output(parser)
     return parser.parse_args(arguments)
@@ -206,3 +233,5 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     options = _parse(arguments)
     print_or_write(_board(options), options.output, "board.md")
+    if options.page:
+        make_page(options.task, conditions_of(options))

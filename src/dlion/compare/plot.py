@@ -38,7 +38,8 @@ from dlion.compare.table import overview
 from dlion.files import whole_file
 
 REFERENCE = "g_lion"  # the method whose bits the others save
-A_STEP = ("paper_bits", "sent_bits")  # axes of bits a step, which have a point for each method
+FRONTS = ("sent_bits", "received_bits")  # what was counted, by which the best methods are known
+A_STEP = ("paper_bits", *FRONTS)  # axes of bits a step, which have a point for each method
 LABEL_DISTANCE = 9  # points between a marker and its name
 
 
@@ -48,8 +49,8 @@ class Figure:
 
     Attributes:
         metric: as :func:`choose_metric` gives it.
-        x: bits | paper_bits | sent_bits | step | a setting; None: a panel over bits, one over
-            paper_bits.
+        x: bits | paper_bits | sent_bits | received_bits | step | a setting; None: a panel over
+            bits, one over paper_bits.
         panels: a setting that has a panel for each of its values.
         best: over paper_bits or a setting, each run's best evaluation instead of its last.
     """
@@ -258,11 +259,11 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
             capsize=3,
         )
     alone = figure.x in A_STEP and figure.panels is None
-    if alone and (len(panel.curves) <= MOST_LABELS or panel.x == "sent_bits"):
+    if alone and (len(panel.curves) <= MOST_LABELS or panel.x in FRONTS):
         _label_points(axes, points, styles)
         handles = {}
         _draw_reference(axes, panel.curves, figure)
-    if panel.x == "sent_bits":
+    if panel.x in FRONTS:
         _draw_front(axes, list(points.values()), figure.metric)
         _scale_bits(axes, [x for x, _ in points.values()])
     else:
@@ -377,8 +378,8 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--x",
-        help="bits (sent so far), paper_bits or sent_bits (a step), step, or a setting such as"
-        " workers; without: a panel over bits and one over paper_bits",
+        help="bits (sent so far), paper_bits, sent_bits or received_bits (a step), step, or a"
+        " setting such as workers; without: a panel over bits and one over paper_bits",
     )
     parser.add_argument(
         "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"

@@ -57,6 +57,7 @@ AXES = {
     "bits": "bits sent per parameter and worker, so far",
     "paper_bits": "bits per parameter and step, both ways (papers' count)",
     "sent_bits": "bits that a worker sends, per parameter and step",
+    "received_bits": "bits that a worker receives, per parameter and step",
     "step": "step",
 }
 # axes of settings: what they are in words; {n} is the number of workers
