@@ -14,10 +14,13 @@ terminal.prepare()
 
 from pathlib import Path  # noqa: E402
 
-import hydra  # noqa: E402 - this takes seconds
-from omegaconf import DictConfig  # noqa: E402
+from dlion.arguments import errors_end_the_command  # noqa: E402
 
-from dlion.launch import cli  # noqa: E402
+with errors_end_the_command():  # should only the library be installed
+    import hydra  # this takes seconds
+    from omegaconf import DictConfig
+
+    from dlion.launch import cli
 
 CONF = Path(__file__).resolve().parent / "conf"
 

@@ -61,6 +61,8 @@ def errors_end_the_command() -> Iterator[None]:
         _leave(f"error: {error}", 2)
     except RunFailed as error:
         _leave(f"error: {error}", 1)
+    except ModuleNotFoundError as error:
+        _leave(f"error: {error.name} is not installed: type pip install 'dlion[suite]'", 1)
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
         if place := error.filename2 or error.filename:
