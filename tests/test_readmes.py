@@ -343,7 +343,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,
-    r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff": files_exist,
+    r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff|pyrefly": files_exist,
 }
 
 

@@ -70,7 +70,7 @@ class Workers:
             # a name that counts groups is the safer one, but all processes have to be there
             some = len(ranks) < dist.get_world_size()
             group = dist.new_group(list(ranks), limit, use_local_synchronization=some)
-            pool.groups.append(group)
+            pool.groups.append(group)  # pyrefly: ignore[bad-argument-type] - this process is in it
             pool.free.append(False)
             common = [len(pool.groups) - 1]
         pool.free[common[0]] = False

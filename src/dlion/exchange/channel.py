@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from dlion.workers import Workers
 AT_ONCE = 256 * 1024  # bytes of all messages of a process; both measured, results/speed
 IN_FLIGHT = 128 * 1024
 ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
+
+Tensors = Tensor | Sequence[Tensor]
 
 
 @dataclass
@@ -176,7 +179,7 @@ class Channel:
         if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=0)
 
-    def _all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def _all_to_all(self, outgoing: Tensors, incoming: Tensors) -> None:
         """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it.
 
         Tensors, ``[P, ...]``, are of one size on all processes; other sequences may be ragged.
@@ -190,16 +193,20 @@ class Channel:
                 self._in_rounds([part.cpu() for part in outgoing], there)
                 for part, received in zip(incoming, there, strict=True):
                     part.copy_(received)
-            elif torch.is_tensor(outgoing) and outgoing.nbytes <= AT_ONCE:
+            elif (
+                torch.is_tensor(outgoing)
+                and torch.is_tensor(incoming)
+                and outgoing.nbytes <= AT_ONCE
+            ):
                 sent = outgoing.contiguous().view(-1)
                 dist.all_to_all_single(incoming.view(-1), sent, group=w.group)
             else:
                 self._in_rounds(outgoing, incoming)
 
-    def _in_rounds(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def _in_rounds(self, outgoing: Tensors, incoming: Tensors) -> None:
         w = self.workers
         incoming[w.rank].copy_(outgoing[w.rank])
-        rounds: deque[tuple[int, list[dist.Work]]] = deque()
+        rounds: deque[tuple[int, list[Any]]] = deque()
         in_flight = 0
         for i in range(1, w.processes):
             to, source = (w.rank + i) % w.processes, (w.rank - i) % w.processes

@@ -11,7 +11,7 @@ answer does not depend on how workers are spread over processes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class DirectSend(Exchange):
         self._inbox = self._buffer(w.count, w.local, row) if w.processes > 1 else None
         self._make_answers()
 
-    def encode(self, local: int, values: Tensor) -> None:
+    def encode(self, local: int, values: Any) -> None:
         """Write the message of a local worker, ``[numel]`` values of the up wire.
 
         Override it for messages that are not one tensor of values.

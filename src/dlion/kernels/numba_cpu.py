@@ -8,6 +8,7 @@ nothing is contracted or reordered. Long vectors are cut over as many threads as
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
@@ -53,7 +54,8 @@ def _compile(function: Callable) -> Callable:
     dispatcher = numba.njit(nogil=True)(function)
     # neither this folder nor the home directory can be written to
     with contextlib.suppress(RuntimeError):
-        dispatcher._cache = _Cache(function)  # as dispatcher.enable_caching() sets Numba's own
+        # as dispatcher.enable_caching() sets Numba's own
+        dispatcher._cache = _Cache(function)  # pyrefly: ignore[missing-attribute]
     return dispatcher
 
 
@@ -193,7 +195,7 @@ def _keep(vector, stop, rest):
     vector[stop - stop % 64 : stop] = rest[: stop % 64]
 
 
-def _widen(values, scratch):
+def _widen(values, scratch) -> Any:
     """Return 64 values as float32: themselves, or converted into ``scratch``."""
 
 

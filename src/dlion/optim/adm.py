@@ -100,7 +100,7 @@ class DLionADM(DistributedOptimizer):
         exchange, (beta1, beta2) = bucket.exchange, bucket.group["betas"]
         parts = list(bucket.parts("momentum", local))
         if not exchange.begun:
-            exchange.start(local, [kernels.measure(*part, beta1, "l1") for _, *part in parts])
+            exchange.start(local, [kernels.measure(m, g, beta1, "l1") for _, m, g in parts])
         message, coder = exchange.message(local), exchange.coder(local)
         for part in parts:
             kernels.encode_deltas(message, *part, coder, beta1, beta2, self.rise)

@@ -100,7 +100,8 @@ class DistributedOptimizer(BucketedOptimizer):
     # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None  # torch.amp.GradScaler sets it, and found_inf
 
     def __init__(
         self,
@@ -132,7 +133,8 @@ class DistributedOptimizer(BucketedOptimizer):
         self._synchronising = True
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self._hooks: list[RemovableHandle] = []
-        weakref.finalize(self, _close, self._thread, self._hooks, own).atexit = False
+        finalizer = weakref.finalize(self, _close, self._thread, self._hooks, own)
+        finalizer.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         super().__init__(params, defaults, Channel(own), bucket_cap_mb)
 
     # ------------------------------------------------------------------ what a method fills in

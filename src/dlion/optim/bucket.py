@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,10 +72,10 @@ class Piece(NamedTuple):
 class StateNames(Protocol):
     """What a method calls its state."""
 
-    own_state: ClassVar[list[str]]
-    shared_state: ClassVar[list[str]]
-    counters: ClassVar[list[str]]
-    own_counters: ClassVar[list[str]]
+    own_state: list[str]
+    shared_state: list[str]
+    counters: list[str]
+    own_counters: list[str]
 
 
 @dataclass
@@ -232,12 +232,12 @@ class Bucket:
     def norms(self) -> Tensor:
         """Return the norm of each gradient, ``[T]``, 0 where there is none."""
         norms = torch.zeros(len(self.slots), device=self.device)
-        present = [index for index, here in enumerate(self.present()) if here]
+        grads = {i: slot.gradient() for i, slot in enumerate(self.slots)}
+        present = {i: grad for i, grad in grads.items() if grad is not None}
         if present:
-            grads = [self.slots[index].gradient() for index in present]
             precision = torch.promote_types(self.dtype, torch.float32)
-            found = torch.stack(torch._foreach_norm(grads, dtype=precision))
-            norms[present] = found.to(torch.float32)
+            found = torch.stack(torch._foreach_norm(list(present.values()), dtype=precision))
+            norms[list(present)] = found.to(torch.float32)
         return norms
 
     def count(self, name: str) -> list[tuple[int, slice]]:

@@ -107,7 +107,8 @@ class SignedDescent(DistributedOptimizer):
 
         ``positive``: whether one bit says +1 for 0.
         """
-        kernels.encode_signs(*part, *group["betas"], positive)
+        beta1, beta2 = group["betas"]
+        kernels.encode_signs(*part, beta1, beta2, positive)
 
     def update(self, bucket: Bucket) -> None:
         params, exchange, group = bucket.params, bucket.exchange, bucket.group

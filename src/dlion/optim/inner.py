@@ -154,8 +154,8 @@ INNER: dict[str, type[Inner]] = {"adamw": AdamW, "lion": Lion, "muon": Muon, "sg
 
 
 def _adamw(bucket: Bucket, local: int, gradients: Tensor, count: int, span: slice) -> None:
-    own = (bucket.own[name][local, span] for name in ("local", *AdamW.own_state))
-    adamw(*own, gradients[span], count, eps=_EPS, **_rates(bucket))
+    x, m, v = (bucket.own[name][local, span] for name in ("local", *AdamW.own_state))
+    adamw(x, m, v, gradients[span], count, eps=_EPS, **_rates(bucket))
 
 
 def _rates(bucket: Bucket) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class LocalUpdate(DistributedOptimizer):
         self.own_state = ["local", *self._inner.own_state, *self.own_state]
         self.own_counters = [*self._inner.own_counters, *self.own_counters]
         self.shared_state = ["outer", *self.shared_state]
-        super().__init__(params, defaults, **{**common, "overlap": False})
+        common["overlap"] = False
+        super().__init__(params, defaults, **common)
 
     def displacement(self, bucket: Bucket, local: int) -> Tensor:
         """Return how far a local worker has moved in this round, ``x - x_i``: ``[padded]``."""

@@ -3,7 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         buckets: of all groups, in the order in which their messages leave.
     """
 
-    own_state: ClassVar[list[str]] = []
-    shared_state: ClassVar[list[str]] = []
-    counters: ClassVar[list[str]] = []  # shared state, one number a parameter
-    own_counters: ClassVar[list[str]] = []  # a worker's state, one number a parameter
+    own_state: list[str] = []
+    shared_state: list[str] = []
+    counters: list[str] = []  # shared state, one number a parameter
+    own_counters: list[str] = []  # a worker's state, one number a parameter
 
     def __init__(
         self,

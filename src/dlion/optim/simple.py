@@ -16,8 +16,9 @@ Spans = Sequence[tuple[int, int]]
 Betas = tuple[float, float]
 
 
-def mean(rows: Tensor) -> Tensor:
-    return sum(rows) / len(rows)  # added from worker 0 to n - 1, see dlion.exchange.sum_in_order
+def mean(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    # added from worker 0 to n - 1, see dlion.exchange.sum_in_order
+    return sum(rows) / len(rows)  # pyrefly: ignore[bad-return] - there are rows
 
 
 def descend(x: Tensor, a: Tensor, lr: float, wd: float) -> None:
@@ -133,7 +134,8 @@ def average(signs: Tensor) -> Tensor:
 
 def weigh(signs: Tensor, agreement: Tensor) -> Tensor:
     p = agreement.clamp(0.5, 0.999)  # [n], how often each worker was with the outcome
-    return sum(weight * row for weight, row in zip((p / (1 - p)).log(), signs, strict=True))
+    rows = (weight * row for weight, row in zip((p / (1 - p)).log(), signs, strict=True))
+    return sum(rows)  # pyrefly: ignore[bad-return] - there are rows
 
 
 def learn(agreement: Tensor, signs: Tensor, outcome: Tensor) -> None:

@@ -44,7 +44,7 @@ class MomentumSync:
 
     def is_due(self, step: int) -> bool:
         """Whether to average after ``step`` steps."""
-        if self.every != "exponential":
+        if isinstance(self.every, int):
             return bool(self.every) and step % self.every == 0
         moment, j = 1.0, 0
         while moment < step:

@@ -74,6 +74,7 @@ class BFloat16(Wire):
 class Level(Wire):
     """Integers ``0 .. levels - 1`` in ``ceil(log2(levels))`` bits each, as bit planes."""
 
+    bits: int
     group = 64
 
     def __init__(self, levels: int):
