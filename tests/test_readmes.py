@@ -2,7 +2,7 @@
 
 RULES say, for each program, how a command of it is shrunken, and run or checked as far as this
 machine can. A command without a rule fails. Commands of benchmarks are run in tests/benchmarks, the
-example's in test_example.py.
+example's in test_example.py, what builds the reference in test_reference.py.
 """
 
 import importlib.util
@@ -66,7 +66,7 @@ CHOICES = {
 PRELUDE = """
 import torch
 import torch.distributed as dist
-from dlion.optim import *
+import dlion
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(4, 2)
@@ -343,7 +343,8 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,
-    r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff|pyrefly": files_exist,
+    r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff": files_exist,
+    r"pyrefly|sphinx-build": files_exist,
 }
 
 

@@ -1,5 +1,11 @@
 """Communication-efficient distributed training: optimizers that exchange packed messages.
 
+::
+
+    import dlion
+
+    optimizer = dlion.DLion(model.parameters(), lr=1e-4)
+
 Each name is imported when it is asked for. ``load_model`` needs ``pip install 'dlion[suite]'``.
 """
 

@@ -13,6 +13,9 @@ class Workers:
 
     Worker ids run process by process: process r hosts workers ``r * local .. (r + 1) * local - 1``.
 
+    >>> Workers(rank=1, processes=2, local=4).ids
+    range(4, 8)
+
     Attributes:
         rank: number of this process, 0 to ``processes - 1``.
         processes: number of processes.

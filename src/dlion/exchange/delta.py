@@ -77,7 +77,7 @@ class DeltaVote(Vote):
 
     @property
     def begun(self) -> bool:
-        """Whether messages have been exchanged: if not, workers have to :meth:`start`."""
+        """Whether messages have been exchanged; before that, workers have to :meth:`start`."""
         return bool(self.state["begun"][0])
 
     def coder(self, local: int) -> Coder:

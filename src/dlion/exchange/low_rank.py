@@ -79,7 +79,7 @@ class LowRankMean(Exchange):
         self._first.encode_header(local, header)
 
     def encode(self, local: int, values: Tensor) -> None:
-        """Send ``[numel]`` values of a local worker; :meth:`run` leaves in them what was not sent.
+        """Send ``[numel]`` values of a local worker; ``run`` leaves in them what was not sent.
 
         They are kept until :meth:`unsent` asks for them.
         """

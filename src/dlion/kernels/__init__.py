@@ -1,7 +1,7 @@
 """The passes over memory that a step of distributed Lion consists of, fused.
 
-Each pass exists in plain torch (:mod:`.reference`, the specification, for every device and dtype),
-for CPUs (:mod:`.numba_cpu`) and for CUDA (:mod:`.triton_cuda`); device and dtype decide which of
+Each pass exists in plain torch (``reference.py``, the specification, for every device and dtype),
+for CPUs (``numba_cpu.py``) and for CUDA (``triton_cuda.py``); device and dtype decide which of
 them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference.
 
 All give the same bits: each product and each sum is rounded to float32 by itself (there is no fused

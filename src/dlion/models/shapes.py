@@ -8,7 +8,7 @@ from dlion.data import Data, Images, Text
 
 @dataclass(frozen=True)
 class ImageShape:
-    """The shape of images and the number of their labels, as :class:`dlion.data.Images` has it."""
+    """The shape of images and the number of their labels, as ``dlion.data.Images`` has it."""
 
     channels: int
     image_size: int
@@ -17,7 +17,7 @@ class ImageShape:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Vocabulary and context of a text, as :class:`dlion.data.Text` has them."""
+    """Vocabulary and context of a text, as ``dlion.data.Text`` has them."""
 
     vocabulary: int
     context: int

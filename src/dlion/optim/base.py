@@ -38,7 +38,7 @@ class DistributedOptimizer(BucketedOptimizer):
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
     worker, and the loop everybody knows::
 
-        optimizer = DLion(model.parameters(), lr=1e-4)   # after init_process_group and model.to()
+        optimizer = DLion(model.parameters(), lr=1e-4)  # after init_process_group and model.to()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -182,6 +182,14 @@ class DistributedOptimizer(BucketedOptimizer):
     def collect(self, local: int) -> None:
         """Take the gradients of local worker ``local`` (0 to ``workers.local`` - 1).
 
+        With ``Workers.current(local=4)`` four workers share a process, each with its own data::
+
+            optimizer = DLion(model.parameters(), workers=Workers.current(local=4))
+            for local, batch in enumerate(batches):
+                loss_of(batch).backward()
+                optimizer.collect(local)
+            optimizer.step()
+
         Raises:
             RuntimeError: if they were taken before in this step, or it takes no part in it.
         """
@@ -240,7 +248,19 @@ class DistributedOptimizer(BucketedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """With ``overlap``: backward passes in here only accumulate gradients."""
+        """With ``overlap``: backward passes in here only accumulate gradients.
+
+        All but the last of several backward passes in a step run in it::
+
+            optimizer = DLion(model.parameters(), overlap=True, bucket_cap_mb=5)
+            *first, last = batches
+            with optimizer.no_sync():
+                for batch in first:
+                    loss_of(batch).backward()
+            loss_of(last).backward()  # messages leave during this one
+            optimizer.step()
+            optimizer.zero_grad()
+        """
         self._synchronising = False
         try:
             yield
@@ -274,7 +294,14 @@ class DistributedOptimizer(BucketedOptimizer):
 
         Absent workers send nothing and keep their state; they still receive the update and still
         combine the slice they own (under TernGrad they also send 4 bytes a parameter tensor). They
-        are not to be collected. All processes must name the same workers.
+        are not to be collected. All processes must name the same workers::
+
+            optimizer = DLion(model.parameters(), workers=Workers.current(local=4))
+            optimizer.set_participants([0, 2])
+            for local in (0, 2):
+                loss_of(batches[local]).backward()
+                optimizer.collect(local)
+            optimizer.step()
 
         Raises:
             ValueError: if there are none, or unknown ones.

@@ -177,7 +177,7 @@ class Bucket:
 
     @property
     def mask(self) -> Tensor:
-        """True for elements of parameters, False for gaps: bool ``[numel]``."""
+        """Which elements are of parameters, and not gaps, bool ``[numel]``."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=self.device)
         for slot in self.slots:
             mask[slot.start : slot.stop] = True

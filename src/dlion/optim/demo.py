@@ -73,7 +73,7 @@ class DeMo(DistributedOptimizer):
 
     @property
     def paper_bits(self) -> tuple[float, float]:
-        """Of whole tiles: sent to each, and received from n - 1 workers."""
+        """Bits of whole tiles, sent to each and received from n - 1 workers."""
         return bits_each_way(self.chunk**2, self.topk, self.value_bits, self.workers.count)
 
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:

@@ -65,7 +65,7 @@ class GLion(MeanGradientOptimizer):
     ``u = b1 m + (1 - b1) g``, ``m <- b2 m + (1 - b2) g``, ``x <- (1 - lr wd) x - lr sign(u)`` with
     g the mean gradient. Source: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
 
-    When not to use it: on a slow link, where :class:`dlion.optim.DLion` sends 1/32 of the bits and
+    When not to use it: on a slow link, where :class:`DLion` sends 1/32 of the bits and
     on i.i.d. data learns as well.
 
     Args:

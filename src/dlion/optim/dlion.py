@@ -134,7 +134,7 @@ class DLion(SignedDescent):
     Source: Liu et al. 2024 (arXiv 2404.00438), Algorithm 1.
 
     The paper does not define sign(0). One bit has no zero: 0 and NaN are what
-    :meth:`zero_is_positive` says, so that workers that know nothing of a parameter do not
+    ``zero_is_positive`` says, so that workers that know nothing of a parameter do not
     outvote one that does. ``ties`` resolves equal votes, see :class:`dlion.exchange.Vote`.
 
     When not to use it: where workers see unlike data (shards by class, by user). A vote counts

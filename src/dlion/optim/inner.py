@@ -58,7 +58,7 @@ class SGD(Inner):
 
 
 class Lion(Inner):
-    """Lion (arXiv 2302.06675), as :class:`dlion.optim.GLion` does it on the mean gradient."""
+    """Lion (arXiv 2302.06675), as :class:`dlion.GLion` does it on the mean gradient."""
 
     own_state = ["momentum"]
 
@@ -81,7 +81,7 @@ class AdamW(Inner):
 
 
 class Muon(Inner):
-    """Muon for matrices, AdamW for the rest, as :class:`dlion.optim.GMuon` tells them apart.
+    """Muon for matrices, AdamW for the rest, as :class:`dlion.GMuon` tells them apart.
 
     ``m <- b1 m + (1 - b1) g``, ``y <- (1 - lr wd) y - 0.2 lr sqrt(max(rows, columns)) O`` with
     ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Sources and names are GMuon's.

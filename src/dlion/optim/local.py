@@ -30,10 +30,18 @@ class LocalUpdate(DistributedOptimizer):
 
     In a process of one worker the model always holds that worker's own parameters, and the loop is
     the usual one. Before an evaluation ``host(None)`` puts the shared parameters in, ``host(0)``
-    those of the worker again. With several virtual workers the parameters of the next one are in
-    the model after ``collect()`` of the one before and after ``step()``; out of their order,
-    ``host()`` says whose. Training ends with a whole round: after :meth:`end_round` the next step
-    exchanges wherever it is in its round.
+    those of the worker again::
+
+        optimizer = DiLoCo(model.parameters(), local_steps=2)
+        for batch in batches:
+            loss_of(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.host(None)
+
+    With several virtual workers the parameters of the next one are in the model after ``collect()``
+    of the one before and after ``step()``; out of their order, ``host()`` says whose. Training ends
+    with a whole round: after ``end_round()`` the next step exchanges wherever it is in its round.
 
     All of these parameters are kept in float32; those of the model are copies in its own dtype,
     and what else is written into them is lost. A parameter without a gradient takes
@@ -173,7 +181,7 @@ class DiLoCo(LocalUpdate):
     ``int8``: multiples of the largest size of a piece / 127, to nearest even, and a scale of 4
     bytes for each piece, the part of a parameter tensor in a slice. ``sign``: signs with the mean
     size of a piece, with error feedback both ways: displacements go the way of gradients in
-    :class:`dlion.optim.EFSignSGD`. Results with int8 and sign depend on the number of workers and
+    :class:`EFSignSGD`. Results with int8 and sign depend on the number of workers and
     on the buckets.
 
     Memory: 12 bytes of state a parameter (its own and the shared parameters, outer momentum) and

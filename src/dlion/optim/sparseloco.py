@@ -83,7 +83,7 @@ class SparseLoCo(LocalUpdate):
 
     @property
     def paper_bits(self) -> tuple[float, float]:
-        """Of whole chunks, in each step: sent to each, and received from n - 1 workers."""
+        """Bits of whole chunks a step, sent to each and received from n - 1 workers."""
         sizes = self.chunk, self.topk, self.value_bits
         up, down = bits_each_way(*sizes, self.workers.count)
         return up / self.local_steps, down / self.local_steps

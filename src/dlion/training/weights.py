@@ -69,7 +69,7 @@ def load_model(
 
     Args:
         run: the run's directory.
-        build: the function that made the model, where it is not one of :mod:`dlion.models`: no
+        build: the function that made the model, where it is not one of ``dlion.models``: no
             code that a recorded configuration names is called.
         data: the data set, or another object that has what ``build`` takes from it; None: what the
             run has recorded, which are the attributes of :class:`dlion.models.ImageShape` or

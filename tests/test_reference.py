@@ -1,0 +1,64 @@
+"""The API reference is built of the docstrings, none of its references is broken, examples run."""
+
+import ast
+import doctest
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dlion
+from tests.conftest import ROOT
+from tests.readmes import commands, words
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Yield place and text of each block behind ``::`` and of each doctest in a docstring."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+            name = f"{path.relative_to(ROOT / 'src')}:{getattr(node, 'name', '')}"
+            blocks = re.findall(r"(?<=::\n)(?:\n+ +.*)+", text or "")
+            yield from ((name, textwrap.dedent(block)) for block in blocks)
+            if ">>>" in (text or ""):
+                yield name, text
+
+
+@pytest.mark.parametrize(("name", "text"), [pytest.param(*each, id=each[0]) for each in examples()])
+def test_an_example_of_a_docstring_runs(name, text):
+    model = torch.nn.Linear(4, 2)
+    batches = [torch.randn(3, 4) for _ in range(4)]
+
+    def loss_of(batch):
+        return model(batch).square().mean()
+
+    names = {name: getattr(dlion, name) for name in dlion.__all__}
+    names |= {"model": model, "batches": batches, "loss_of": loss_of, "loss": loss_of(batches[0])}
+    if ">>>" in text:
+        test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
+        assert doctest.DocTestRunner().run(test).failed == 0
+    else:
+        before = model.weight.clone()
+        exec(text, names)
+        assert "step()" not in text or not torch.equal(model.weight, before)
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_public_name(tmp_path):
+    (typed,) = {c.text for c in commands() if c.text.startswith("sphinx-build")}
+    command = [sys.executable, "-m", "sphinx", "-q", *words(typed)[1:-1], tmp_path]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "index.html").read_text()
+    assert set(dlion.__all__) <= set(re.findall(r'id="dlion\.(\w+)"', page))
+
+
+def test_the_public_names_are_those_of_the_optimizers_and_what_they_need():
+    rest = {"TrainingFailed", "UserError", "Workers", "load_model"}
+    assert set(dlion.__all__) == {*dlion.optim.__all__, *rest}
