@@ -1,0 +1,158 @@
+"""The wheel trains away from the checkout, with nothing beside it but what it asks for."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+# what pip install dlion brings along, apart from what that needs itself
+ASKED_FOR = {"torch", "numpy", "numba", "annotated-types"}
+LIBRARY = {
+    "errors",
+    "exchange",
+    "kernels",
+    "optim",
+    "streams",
+    "timer",
+    "values",
+    "wire",
+    "workers",
+}
+TRAINING = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+import dlion
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.manual_seed(rank)
+x = torch.randn(64, 32)  # every worker has its own data
+y = x[:, :1] - x[:, 1:2]
+model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = dlion.DLion(model.parameters(), lr=0.01, overlap=True, bucket_cap_mb=1)
+losses = []
+for _ in range(60):
+    losses.append(torch.nn.functional.mse_loss(model(x), y))
+    optimizer.zero_grad()
+    losses[-1].backward()
+    optimizer.step()
+assert losses[-1] < losses[0] / 2, losses
+print(dlion.__file__)
+print(" ".join({name.split(".")[1] for name in sys.modules if name.startswith("dlion.")}))
+print(sum(parameter.sum() for parameter in model.parameters()).item())
+dist.destroy_process_group()
+"""
+EVERY_COMMAND = """
+import sys
+
+from dlion.__main__ import COMMANDS, main
+
+for name in COMMANDS:
+    try:
+        main([name, "outputs"])
+    except SystemExit as end:
+        assert end.code in (1, 2), name  # of one sentence each
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with ``bin/python`` of an environment that has the wheel and what it asks for."""
+    place = tmp_path_factory.mktemp("wheel")
+    source, wheels = place / "source", place / "wheels"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    plain = ["--no-deps", "--no-index"]
+    subprocess.run(
+        [*pip, "wheel", *plain, "--no-build-isolation", "-w", wheels, source], check=True
+    )
+    shutil.rmtree(source)
+    venv.create(place)
+    own = ["--python", place / "bin" / "python"]
+    subprocess.run([*pip, *own, "install", *plain, *wheels.iterdir()], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    (wheel,) = importlib.metadata.distributions(path=[str(packages)])
+    for name in needed_by(wheel):
+        bring(name, packages)
+    return place
+
+
+def needed_by(distribution: importlib.metadata.Distribution) -> set[str]:
+    """The names of all that a distribution needs here without its extras, and they in turn."""
+    found, waiting = set(), [distribution]
+    while waiting:
+        for line in waiting.pop().requires or []:
+            asked = Requirement(line)
+            here = asked.marker is None or asked.marker.evaluate({"extra": ""})
+            if here and asked.name not in found:
+                found.add(asked.name)
+                waiting.append(importlib.metadata.distribution(asked.name))
+    return found
+
+
+def bring(name: str, packages: Path) -> None:
+    """Link what is installed under a name here into another environment."""
+    distribution = importlib.metadata.distribution(name)
+    for part in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+        if not (packages / part).exists():
+            (packages / part).symlink_to(distribution.locate_file(part))
+
+
+def start(place: Path, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    command = [place / "bin" / "python", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_two_processes_train_with_the_wheel_alone(place):
+    (place / "training.py").write_text(TRAINING)
+    processes = [  # the one whose kernels are not compiled starts sooner and gets the same
+        start(place, "training.py", rank, place / "meeting", DLION_KERNELS=kernels)
+        for rank, kernels in enumerate(("compiled", "reference"))
+    ]
+    printed = []
+    for process in processes:
+        stdout, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr
+        file, rooms, parameters = stdout.splitlines()
+        assert Path(file).is_relative_to(place)
+        assert set(rooms.split()) <= LIBRARY
+        printed.append(parameters)
+    assert printed[0] == printed[1]
+
+
+def test_the_wheel_asks_for_little_and_has_types(place):
+    (packages,) = place.glob("lib/python*/site-packages")
+    found = importlib.metadata.distributions(path=[str(packages)])
+    (wheel,) = (distribution for distribution in found if distribution.name == "dlion")
+    asked = map(Requirement, wheel.requires or [])
+    assert {each.name for each in asked if "extra" not in str(each.marker)} == ASKED_FOR
+    assert (packages / "dlion" / "py.typed").exists()
+
+
+def test_what_needs_the_suite_says_so(place):
+    missing = "is not installed: type pip install 'dlion[suite]'\n"
+    train, load = (ROOT / "train.py",), ("-c", "from dlion import load_model")
+    runs = [start(place, *arguments) for arguments in (("-c", EVERY_COMMAND), train, load)]
+    (_, commands), (_, trained), (_, loaded) = (run.communicate(timeout=120) for run in runs)
+    assert [run.returncode for run in runs] == [0, 1, 1], commands
+    assert missing in commands
+    assert all(line.startswith("error: ") for line in commands.splitlines())
+    assert trained == f"error: hydra {missing}"
+    assert loaded.endswith(missing)
