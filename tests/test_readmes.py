@@ -308,6 +308,11 @@ def pip_install(place: Place, typed: list[str]) -> None:
         assert extra in PROJECT["project"]["optional-dependencies"]
 
 
+def build_reference(place: Place, typed: list[str]) -> None:
+    """Check that there is what it is built of."""
+    assert (ROOT / typed[-2] / "conf.py").exists()
+
+
 def run_pytest(place: Place, typed: list[str]) -> None:
     """Check that there are the markers and the files that are named."""
     files_exist(place, [word.split("::")[0] for word in typed[1:]])
@@ -344,7 +349,8 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,
     r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff": files_exist,
-    r"pyrefly|sphinx-build": files_exist,
+    r"pyrefly": files_exist,
+    r"sphinx-build": build_reference,
 }
 
 
