@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
 from dlion.wire.formats import VALUE_BITS
+from dlion.workers import Workers
 
 
 def check_hyperparameters(group: dict[str, Any]) -> None:
@@ -73,6 +75,22 @@ def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
             raise TrainingFailed(
                 f"process {process} made its optimizer with other {' and other '.join(what)} than"
                 " process 0: give all processes the same, in the same order"
+            )
+
+
+def check_spread(workers: Workers) -> None:
+    """Compare how many workers the processes host.
+
+    Raises:
+        TrainingFailed: naming a process that differs from process 0.
+    """
+    channel = Channel(replace(workers, local=1))
+    first, *others = channel.gather(torch.tensor([[workers.local]])).flatten().tolist()
+    for process, local in enumerate(others, 1):
+        if local != first:
+            raise TrainingFailed(
+                f"process {process} hosts {local} workers and process 0 {first}: give all processes"
+                " the same number"
             )
 
 

@@ -18,6 +18,7 @@ from dlion.optim.checks import (
     check_parameters,
     check_state,
 )
+from dlion.optim.shards import check_sharding, local_part
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):
@@ -42,6 +43,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     shared_state: ClassVar[list[str]] = []
     counters: ClassVar[list[str]] = []  # shared state, one number a parameter
     own_counters: ClassVar[list[str]] = []  # a worker's state, one number a parameter
+    whole_matrices: ClassVar[bool] = False  # whether a part of a matrix will not do
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         group, first = self.param_groups[-1], len(self.buckets)
         check_hyperparameters(group)
         check_parameters(group["params"])
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        check_sharding(tensors, self.workers, type(self).__name__, self.whole_matrices)
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
         self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
         if self._constructed:
@@ -93,7 +97,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             ],
             "parameter groups": [len(group["params"]) for group in groups],
             "parameter names": [group.get("param_names") for group in groups],
-            "parameter shapes": [list(tensor.shape) for tensor in params],
+            "parameter shapes": [list(local_part(tensor).shape) for tensor in params],
             "parameter dtypes": [str(tensor.dtype) for tensor in params],
             "frozen parameters": [tensor.requires_grad for tensor in params],
         }
@@ -101,18 +105,20 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         check_bare(params)
         for bucket in buckets:
             self.channel.broadcast(bucket.params)
+            bucket.write_back()
         for tensor in params:
             if not tensor.requires_grad:
-                values = tensor.detach().contiguous()
+                here = local_part(tensor)
+                values = here.contiguous()
                 self.channel.broadcast(values)
-                tensor.copy_(values)
+                here.copy_(values)
 
     def _add_buckets(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> None:
         """Put parameters of a group into buckets of one dtype and device each."""
         named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for tensor in tensors:
-            if tensor.numel():
+            if local_part(tensor).numel():
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for kind in kinds.values():
             for part in self._cut(kind):
@@ -134,7 +140,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             return [tensors]
         cap, parts, rest = self.bucket_cap_mb * 1e6, [], tensors[::-1]
         while rest:
-            sizes = [4 * tensor.numel() for tensor in rest]
+            sizes = [4 * local_part(tensor).numel() for tensor in rest]
             room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
             count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
             parts.append(rest[:count])
