@@ -141,6 +141,12 @@ def test_every_spread_gives_the_same_bits(runs, method, kind):
         assert other == expected
 
 
+def test_agreement_is_measured_where_there_are_votes(runs):
+    for (name, _), (_, rows) in runs.items():
+        measured = [row["step"] for row in rows if "agreement" in row]
+        assert measured == ([6] if name.startswith(VOTES) else [])
+
+
 def test_methods_differ(runs):
     hashes = {summary["parameters_sha256"] for summary, _ in runs.values()}
     assert len(hashes) == 2 * len(METHODS)
