@@ -172,7 +172,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole(2),
         nargs="+",
         default=[2, 4, 8],
-        help="numbers of them, with --study workers",
+        help="with --study workers",
     )
     args = parser.read(
         arguments, models=["tiny"], rates=[10**9], rounds=2, slow_rounds=2, workers=[2]
@@ -254,7 +254,8 @@ def show(row: Row, model: str, rate: int | None, workers: int = N) -> None:
     seconds = row["seconds"]
     print(
         f"{model:11s} {workers} workers {show_rate(rate):>12s}  {row['method']:22s}"
-        f" {1e3 * seconds['median']:8.0f} ms ({1e3 * seconds['low']:.0f} to {1e3 * seconds['high']:.0f})"
+        f" {1e3 * seconds['median']:8.0f} ms"
+        f" ({1e3 * seconds['low']:.0f} to {1e3 * seconds['high']:.0f})"
         f"  {row['speedup']['median']:6.2f} x DDP Lion  {(row['nic_bytes'] or 0) / 1e6:7.2f} MB"
         f"  wire {1e3 * row['wire_seconds']:6.0f} ms"
         f"  {row['over_bound']:5.2f} x max(compute, wire)"
