@@ -64,6 +64,8 @@ def test_one_step_is_what_the_definitions_say(method):
     right = sum(int((s == m.sign())[m != 0].sum()) for s, m in pairs)
     assert found["agreement"] == right / (70 + 30 + 5)
     assert 0.6 < found["agreement"] < 1
+    opposed = sum(int((s * m.sign() < 0).sum()) for s, m in pairs)
+    assert found["disagreement"] == opposed / (70 + 30 + 5)
 
     def variance(*rows: torch.Tensor) -> float:
         rows = torch.cat(rows, 1).double()
@@ -73,4 +75,4 @@ def test_one_step_is_what_the_definitions_say(method):
     assert found["momentum_variance"] == pytest.approx(variance(blocks, head), rel=1e-5)
     assert found["momentum_variance.blocks.a"] == pytest.approx(variance(blocks), rel=1e-5)
     assert found["momentum_variance.head"] == pytest.approx(variance(head), rel=1e-5)
-    assert len(found) == 4
+    assert len(found) == 5

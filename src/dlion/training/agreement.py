@@ -48,20 +48,22 @@ class Agreement:
         """Return what was seen in the step that was watched, over the workers that took part.
 
         Returns:
-            ``agreement``: the share of entries in which the answer has the sign of the mean
-            direction u, of those where that is not zero; an answer of zero does not agree.
+            ``agreement``, ``disagreement``: the shares of entries in which the answer has the sign
+            of the mean direction u, or the opposite, of those where that is not zero. In the others
+            the answer is zero.
             ``momentum_variance``: of the workers' momenta before the step, summed over entries,
             relative to their mean square: 0 where all are equal, 1 - 1 / n where they have nothing
             in common. ``momentum_variance.KIND``: the same for each kind of parameter, which is its
             name without the numbers of blocks.
         """
         self._channel.set_participants(self.optimizer.channel.participants)
-        agreed = entries = 0
+        agreed = opposed = entries = 0
         squares: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2).double())
         for bucket, momenta in self._momenta.items():
             mean = self._mean(self._directions[bucket])
-            signs = bucket.exchange.decode().sign()
-            agreed += int(((signs == mean.sign()) & (mean != 0)).sum())
+            right = bucket.exchange.decode().sign() * mean.sign()
+            agreed += int((right > 0).sum())
+            opposed += int((right < 0).sum())
             entries += int((mean != 0).sum())
             for slot, found in zip(bucket.slots, self._squares(bucket, momenta), strict=True):
                 kind = ".".join(part for part in slot.name.split(".") if not part.isdigit())
@@ -71,6 +73,7 @@ class Agreement:
         total = sum_in_order(torch.stack([*squares.values()]))
         return {
             "agreement": agreed / max(entries, 1),
+            "disagreement": opposed / max(entries, 1),
             "momentum_variance": _ratio(total),
             **{f"momentum_variance.{kind}": _ratio(found) for kind, found in squares.items()},
         }
