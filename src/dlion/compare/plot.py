@@ -39,8 +39,8 @@ from dlion.files import whole_file
 
 REFERENCE = "g_lion"  # the method whose bits the others save
 A_STEP = ("paper_bits", "sent_bits")  # axes of bits a step, which have a point for each method
-SHARES = ("accuracy", "outside_box", "agreement", "disagreement")  # whose axis is linear
 LABEL_DISTANCE = 9  # points between a marker and its name
+SHARES = ("accuracy", "outside_box", "agreement", "disagreement")  # whose axis is linear
 
 
 @dataclass(frozen=True)
