@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
+from dlion.optim.shards import EXCHANGE, local_part
 from dlion.wire.formats import VALUE_BITS
 from dlion.workers import Workers
 
@@ -112,35 +113,33 @@ def check_bare(params: list[Tensor]) -> None:
 
 
 def check_state(
-    saved: dict[int, dict[str, Tensor]], own: list[dict[str, Tensor]], worker: Tensor
+    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
 ) -> None:
     """Refuse the saved state of other workers, and of another model or method.
 
     Args:
-        saved, own: the tensors of each parameter by name; ``worker`` says whose they are.
+        parameter: its number or name.
+        saved, own: its tensors by name; ``worker`` says whose they are.
         worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
     """
-    for index, theirs in saved.items():
-        ours, owner = own[index], theirs.get("worker", worker)
-        if not torch.equal(owner, worker):
-            raise ValueError(
-                f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}:"
-                " let each process load what it has saved itself, with as many processes and"
-                " virtual workers"
-            )
-        if _shapes(theirs) != _shapes(ours):
-            raise ValueError(
-                f"the saved state of parameter {index} has {_shapes(theirs)}, this optimizer has"
-                f" {_shapes(ours)}: load it into the same model and method"
-            )
-
-
-def check_exchange_states(saved: list[dict[str, Tensor]], own: list[dict[str, Tensor]]) -> None:
-    """Refuse the saved state of exchanges that were cut otherwise."""
-    if list(map(_shapes, saved)) != list(map(_shapes, own)):
+    owner = local_part(saved.get("worker", worker))
+    if not torch.equal(owner, worker):
         raise ValueError(
-            "the saved state of the exchanges does not fit: load it with the bucket_cap_mb, ties"
-            " and spread of workers that it was saved with"
+            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
+            " each process load what it has saved itself, with as many processes and virtual"
+            " workers; torch.distributed.checkpoint can give it to as many workers on other"
+            " processes"
+        )
+    if _shapes(saved) != _shapes(own):
+        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
+        if all(name.startswith(EXCHANGE) for name in differ):
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the bucket_cap_mb,"
+                " ties and shards that it was saved with"
+            )
+        raise ValueError(
+            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
+            f" {_shapes(own)}: load it into the same model and method"
         )
 
 
@@ -151,4 +150,4 @@ def _owner(rows: Tensor) -> str:
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in state.items()}
+    return {name: tuple(local_part(value).shape) for name, value in state.items()}

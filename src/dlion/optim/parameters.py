@@ -13,12 +13,12 @@ from dlion.optim.bucket import Bucket, StateNames
 from dlion.optim.checks import (
     check_alike,
     check_bare,
-    check_exchange_states,
     check_hyperparameters,
     check_parameters,
     check_state,
 )
-from dlion.optim.shards import check_sharding, local_part
+from dlion.optim.saving import put_back, spread_state
+from dlion.optim.shards import EXCHANGE, check_sharding, local_part
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):
@@ -165,6 +165,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Show the flat state as ``self.state[param][name]``, as views.
 
         ``worker`` says whose the per-worker state is: id and number of workers, int64 ``[k, 2]``.
+        What an exchange keeps for its bucket is with the first parameter, ``exchange.NAME``.
         """
         worker = self._worker()
         for index, slot in enumerate(bucket.slots):
@@ -177,6 +178,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 state[name] = counts[index]
             for name, counts in bucket.own_counters.items():
                 state[name] = counts[:, index]
+        if not bucket.sharded:
+            first = self.state[bucket.slots[0].tensor]
+            first |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
 
     def _worker(self) -> Tensor:
         return torch.tensor([[worker, self.workers.count] for worker in self.workers.ids])
@@ -207,23 +211,35 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         return sum(tensor.nbytes for tensor in (*self.worker_state(0).values(), *common.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with a leading dimension, the local workers, for per-worker state."""
-        state = super().state_dict()
-        state["exchanges"] = [bucket.exchange.state for bucket in self.buckets]
+        """As in torch, with a leading dimension, the workers, for per-worker state.
+
+        With several processes, what differs from one to another is a DTensor: so
+        torch.distributed.checkpoint (``get_state_dict`` and ``set_state_dict``) saves it for every
+        worker and gives it back to that worker, in another number of processes too. With
+        ``torch.save``, which writes the local part, save on every rank. Where FSDP has sharded the
+        parameters, all processes must call this together.
+        """
+        state, found = super().state_dict(), spread_state(self)
+        params = enumerate(self._all_params())
+        state["state"] = {index: found[param] for index, param in params if param in found}
         return state
 
+    def _all_params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a saved state in; it must be of the same workers in the same spread.
+        """Copy a saved state in; it must be of the same workers.
 
         Raises:
             ValueError: if it is of other workers, or of other parameters or settings.
         """
         self._include_unfrozen()
-        params = [param for group in self.param_groups for param in group["params"]]
-        own = [self.state.get(param, {}) for param in params]
-        check_state(state_dict["state"], own, self._worker())
-        states = [bucket.exchange.state for bucket in self.buckets]
-        check_exchange_states(state_dict["exchanges"], states)
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        param_of = dict(zip(names, self._all_params(), strict=False))  # torch compares how many
+        saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
+        here = spread_state(self)
+        for name, tensors in state_dict["state"].items():
+            check_state(name, tensors, here.get(param_of[name], {}), self._worker())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for bucket in self.buckets:
             first = bucket.slots[0].tensor
@@ -231,12 +247,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 group for group in self.param_groups if any(p is first for p in group["params"])
             )
             self._publish_state(bucket)
-        for index, saved in state_dict["state"].items():
-            for name, value in saved.items():
-                self.state[params[index]][name].copy_(value)
-        for state, saved in zip(states, state_dict["exchanges"], strict=True):
-            for name, value in saved.items():
-                state[name].copy_(value)
+        put_back(self, here, saved)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dlion.workers import Workers
 
+EXCHANGE = "exchange."  # before the names of what an exchange keeps, in saved state
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor: itself, if it is not sharded."""
