@@ -9,20 +9,16 @@ in the workers' gradients. Prints a table, writes kkt_quadratic.json and its fig
 
 import argparse
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 
 import torch
-from common import ROOT, Parser, Row, run
+from common import ROOT, Parser, Points, Row, run
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from dlion.arguments import number, whole
-from dlion.files import write_atomically
-from dlion.machine import machine
 from dlion.optim import DistributedOptimizer, DLion, GLion
-from dlion.record.provenance import commit
 from dlion.workers import Workers
 
 BETAS, NOISE, COURSE = (0.9, 0.99), 6.0, 16  # COURSE: the workers of the left panel
@@ -103,8 +99,8 @@ def balance(method: str, n: int) -> float | None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
     parser = Parser(__doc__, output=ROOT / "results" / "dlion_theory")
-    parser.add_argument("--lr", type=number(0), default=2e-3)
-    parser.add_argument("--steps", type=whole(50), default=4000)
+    parser.add_argument("--lr", type=number(0), default=2.5e-3)
+    parser.add_argument("--steps", type=whole(50), default=3000)
     parser.add_argument("--draws", type=whole(1), default=5, help="of the noise")
     parser.set_defaults(workers=(1, 2, 4, 8, COURSE, 32))
     return parser.read(arguments, workers=(1, COURSE), steps=50, draws=2)
@@ -112,30 +108,37 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    settings = {name: getattr(args, name) for name in ("lr", "steps", "draws")}
+    points = Points(args.output / "kkt_quadratic.json", {}, settings, args.fresh)
+    exact = [(0.0, 2)]  # without noise all workers say the same, however many
+    keys = [
+        {"noise": noise, "workers": n, "method": method}
+        for noise, n in exact + [(NOISE, n) for n in args.workers]
+        for method in METHODS
+    ]
+    for key in points.missing(keys, cost=lambda key: key["workers"]):
+        points.add(key, [measure(args, **key)])
     print("| noise | n | method | KKT score, mean of draws | least | most | as computed |")
     print("|" + 7 * " --- |")
-    rows: list[Row] = []
-    for noise in (0.0, NOISE):
-        for n in args.workers if noise else [COURSE]:  # without noise all workers say the same
-            for method in METHODS:
-                draws = args.draws if noise else 1
-                found = scores(method, n, noise, args.lr, args.steps, draws)
-                late = found[args.steps // 2 :].mean(0)
-                ends = {"mean": late.mean().item(), "least": late.min().item()}
-                ends |= {
-                    "most": late.max().item(),
-                    "computed": balance(method, n) if noise else None,
-                }
-                rows.append({"noise": noise, "workers": n, "method": method, **ends})
-                cells = (f"{v:.3g}" if isinstance(v, float) else v or "" for v in rows[-1].values())
-                print(f"| {' | '.join(map(str, cells))} |", flush=True)
-                if n == COURSE:
-                    rows[-1]["course"] = found.mean(1)[:: args.steps // 50].tolist()
-    facts = {"machine": machine("cpu"), "commit": commit()}
-    facts |= {name: getattr(args, name) for name in ("lr", "steps", "draws")}
-    text = json.dumps({**facts, "rows": rows}, indent=1)
-    write_atomically(args.output / "kkt_quadratic.json", text + "\n")
-    draw(rows, args.steps).savefig(args.output / "kkt_quadratic.png", dpi=110)
+    for row in points.rows:
+        cells = [row["noise"], row["workers"], row["method"]]
+        cells += [row[name] or "" for name in ("mean", "least", "most", "computed")]
+        print(f"| {' | '.join(f'{c:.3g}' if isinstance(c, float) else str(c) for c in cells)} |")
+    draw(points.rows, args.steps).savefig(args.output / "kkt_quadratic.png", dpi=110)
+
+
+def measure(args: argparse.Namespace, noise: float, workers: int, method: str) -> Row:
+    """Return what is left in the second half of the steps, and for some the whole course."""
+    found = scores(method, workers, noise, args.lr, args.steps, args.draws if noise else 1)
+    late = found[args.steps // 2 :].mean(0)
+    shown = not noise or workers == COURSE
+    return {
+        "mean": late.mean().item(),
+        "least": late.min().item(),
+        "most": late.max().item(),
+        "computed": balance(method, workers) if noise else None,
+        "course": found.mean(1)[:: args.steps // 50].tolist() if shown else [],
+    }
 
 
 def draw(rows: list[Row], steps: int) -> Figure:
@@ -145,9 +148,8 @@ def draw(rows: list[Row], steps: int) -> Figure:
     for method, (colour, marker) in LOOKS.items():
         mine = [row for row in rows if row["method"] == method]
         for row in mine:
-            course = row.get("course", [])
-            at = [i * (steps // 50) for i in range(len(course))]
-            left.plot(at, course, "-" if row["noise"] else ":", color=colour)
+            at = [i * (steps // 50) for i in range(len(row["course"]))]
+            left.plot(at, row["course"], "-" if row["noise"] else ":", color=colour)
         noisy = [row for row in mine if row["noise"]]
         n, mean, computed = ([row[k] for row in noisy] for k in ("workers", "mean", "computed"))
         bars = [[abs(row[k] - row["mean"]) for row in noisy] for k in ("least", "most")]

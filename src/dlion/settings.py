@@ -168,8 +168,7 @@ class Settings:
         timeout: seconds to wait for another process before the run fails.
         nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
             worker had none, or null: send it.
-        box: evaluations also measure the two phases of Lion's theory (dlion.training.evaluation);
-            the first step has one, too.
+        box: evaluations also measure the two phases of Lion's theory (dlion.training.evaluation).
         profile: print and write to profile.json where a step's time goes.
         check_replicas_every: steps between comparisons of all parameters of all processes; 0:
             never.
