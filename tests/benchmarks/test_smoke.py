@@ -26,6 +26,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "rare_rows": {"rare_rows.json"},
     "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
     "delta_theory": {"delta_theory.json"},
+    "kkt_quadratic": {"kkt_quadratic.json", "kkt_quadratic.png"},
 }
 TESTED_ALONE = "benchmarks/same_bits.py"
 

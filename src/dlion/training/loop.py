@@ -109,6 +109,7 @@ class Trainer:
         for step in range(self.begun.step, job.steps):
             done = step + 1
             evaluates = _every(config.eval_every, done) or done == job.steps
+            evaluates |= config.box and done == 1  # nearly where it begins
             records = evaluates or _every(config.log_every, done)
             learning_rate = self.optimizer.param_groups[0]["lr"]
             if done == job.steps:
