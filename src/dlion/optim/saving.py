@@ -73,6 +73,9 @@ def _dtensor(
     here: Tensor, mesh: DeviceMesh, over: list[Placement], shape: tuple[int, ...]
 ) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
+    here = torch.from_dlpack(
+        here
+    )  # the same memory; pickle fails on one that begins inside another
     return DTensor.from_local(
         here, mesh, over, run_check=False, shape=torch.Size(shape), stride=stride
     )
