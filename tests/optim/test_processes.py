@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.optim import DLion, GradDrop, LionCub, PowerSGD
+from dlion.workers import Workers
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +92,11 @@ def overlap(r: int) -> str:
 @case
 def rates(r: int) -> str:
     return refused(lambda: DLion(net().parameters(), lr=1e-3 * (r + 1)))
+
+
+@case
+def hosts(r: int) -> str:
+    return refused(lambda: DLion(net().parameters(), workers=Workers.current(local=1 + r)))
 
 
 @case
@@ -335,6 +341,11 @@ def seen() -> Iterator[dict[str, list[Any]]]:
 def test_processes_that_were_built_differently_are_named_on_all(seen, case, what):
     for message in seen[case]:
         assert message.startswith("process 1 made its optimizer with other ") and what in message
+
+
+def test_processes_that_disagree_about_the_number_of_workers_are_named_on_all(seen):
+    for message in seen["hosts"]:
+        assert "process 1 hosts 2 workers and process 0 1" in message
 
 
 def test_inside_distributed_data_parallel_it_says_why_not(seen):
