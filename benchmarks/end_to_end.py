@@ -11,7 +11,8 @@ The settings are fixed here: batches such that at 100 Mbit/s compute is below a 
 float32's step, the regime the Lion Cub paper is about, and ``vit_cifar_2``, where compute is about
 as long as messages of one bit take on the wire, so that overlap has the most to hide. Writes
 end_to_end.json and end_to_end.png. ``--study buckets`` compares sizes of buckets, and no overlap,
-instead, and writes buckets.json and buckets.png.
+instead, and writes buckets.json and buckets.png; ``--study workers`` compares DDP and ours over
+2, 4 and 8 workers, which share the cores of this machine, and writes workers.json and workers.png.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from dlion.workers import Workers
 
 N, LR = 4, 1e-4
 BUCKET_CAP_MB = 5
+REFERENCE = "DDP float32 Lion"  # which speed-ups are over
 SLOW = 50_000_000  # bits per second, below which rounds take minutes
 Setting = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 Step = Callable[[], object]
@@ -119,8 +121,15 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
         sizes = {f"{cap} MB": {"bucket_cap_mb": cap} for cap in (2, 5, 10, 25)}
         sizes |= {"one bucket": {"bucket_cap_mb": None}, "no overlap": {"overlap": False}}
         return bounds | {
-            "DDP float32 Lion": ddp(lion),
+            REFERENCE: ddp(lion),
             **{f"dlion_mavo, {name}": ours(optim.DLion, **how) for name, how in sizes.items()},
+        }
+    if study == "workers":
+        return bounds | {
+            "DDP float32 AdamW": ddp(adamw),
+            REFERENCE: ddp(lion),
+            "dlion_mavo": ours(optim.DLion),
+            "lion_cub 4 bits": ours(optim.LionCub, bits=4),
         }
     power = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=True
@@ -128,7 +137,7 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
     if not slow:  # DDP sends the same for AdamW as for Lion
         bounds["DDP float32 AdamW"] = ddp(adamw)
     return bounds | {
-        "DDP float32 Lion": ddp(lion),
+        REFERENCE: ddp(lion),
         "DDP bf16 hook": ddp(lion, (None, bf16_hook)),
         # one bucket: over gloo, the chained collectives of several can be issued in another order
         # on another process, which aborts the run
@@ -157,26 +166,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=whole(2), default=5)
     parser.add_argument("--slow-rounds", type=whole(2), default=2, help="below 50 Mbit/s")
-    parser.add_argument("--study", default="methods", choices=["methods", "buckets"])
-    args = parser.read(arguments, models=["tiny"], rates=[10**9], rounds=2, slow_rounds=2)
+    parser.add_argument("--study", default="methods", choices=["methods", "buckets", "workers"])
+    parser.add_argument(
+        "--workers",
+        type=whole(2),
+        nargs="+",
+        default=[2, 4, 8],
+        help="with --study workers",
+    )
+    args = parser.read(
+        arguments, models=["tiny"], rates=[10**9], rounds=2, slow_rounds=2, workers=[2]
+    )
     parser.check_links(args)
     return args
 
 
 def main(args: argparse.Namespace) -> None:
     name = "end_to_end" if args.study == "methods" else args.study
+    scales = args.study == "workers"
     points = Points(
         args.output / f"{name}.json",
-        {"workers": N, "bucket_cap_mb": BUCKET_CAP_MB},
+        {**({} if scales else {"workers": N}), "bucket_cap_mb": BUCKET_CAP_MB},
         {"rounds": args.rounds, "slow_rounds": args.slow_rounds},
         args.fresh,
     )
     keys = [{"model": model, "rate": rate} for model in args.models for rate in args.rates]
+    if scales:
+        keys = [{**key, "workers": n} for key in keys for n in args.workers]
     for key in points.missing(keys, cost=lambda key: 1 + 2e8 / (key["rate"] or 1e12)):
         model, rate = key["model"], key["rate"]
         slow = rate is not None and rate < SLOW
         measured = time_together(
-            *(N, rate, make_cases, model, args.study, slow),
+            *(key.get("workers", N), rate, make_cases, model, args.study, slow),
             rounds=args.slow_rounds if slow else args.rounds,
             warmups=3,  # PowerSGD starts in its third step
         )
@@ -184,7 +205,8 @@ def main(args: argparse.Namespace) -> None:
         points.add(key, rows)
         for row in rows:
             show(row, **key)
-    draw(points.rows).savefig(args.output / f"{name}.png", dpi=110)
+    figure = draw_over_workers(points.rows) if scales else draw(points.rows)
+    figure.savefig(args.output / f"{name}.png", dpi=110)
 
 
 def bucket_sizes(model: str) -> list[int]:
@@ -221,17 +243,18 @@ def evaluate(measured: Measured, buckets: list[int], rate: int | None) -> list[R
                 "wire_seconds": wire,
                 "over_bound": seconds["median"] / max(compute, wire),
                 "over_causal": seconds["median"] / max(compute, forward + wire),
-                "speedup": ratios(measured["DDP float32 Lion"]["seconds"], values["seconds"]),
+                "speedup": ratios(measured[REFERENCE]["seconds"], values["seconds"]),
             }
         )
     return rows
 
 
-def show(row: Row, model: str, rate: int | None) -> None:
+def show(row: Row, model: str, rate: int | None, workers: int = N) -> None:
     """Print a row."""
     seconds = row["seconds"]
     print(
-        f"{model:11s} {show_rate(rate):>12s}  {row['method']:22s} {1e3 * seconds['median']:8.0f} ms"
+        f"{model:11s} {workers} workers {show_rate(rate):>12s}  {row['method']:22s}"
+        f" {1e3 * seconds['median']:8.0f} ms"
         f" ({1e3 * seconds['low']:.0f} to {1e3 * seconds['high']:.0f})"
         f"  {row['speedup']['median']:6.2f} x DDP Lion  {(row['nic_bytes'] or 0) / 1e6:7.2f} MB"
         f"  wire {1e3 * row['wire_seconds']:6.0f} ms"
@@ -274,6 +297,30 @@ def draw(rows: list[Row]) -> Figure:
             axis.grid(alpha=0.3)
             axis.invert_yaxis()
     figure.supxlabel("ms a step, logarithmic (dotted: compute alone)", fontsize=10)
+    return figure
+
+
+def draw_over_workers(rows: list[Row]) -> Figure:
+    """Draw speed-ups against the number of workers, a panel for each model and rate."""
+    panels = list(dict.fromkeys((row["model"], row["rate"]) for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure = Figure(figsize=(1.5 + 4.4 * len(panels), 3.8), layout="constrained")
+    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for method in methods:
+            of = [r for r in rows if (r["model"], r["rate"]) == panel and r["method"] == method]
+            of.sort(key=lambda row: row["workers"])
+            workers = [row["workers"] for row in of]
+            middle, low, high = (
+                [row["speedup"][name] for row in of] for name in ("median", "low", "high")
+            )
+            look = {"color": "black", "linestyle": ":"} if method == "compute" else {"marker": "o"}
+            (line,) = axis.plot(workers, middle, ms=4, label=method, **look)
+            axis.fill_between(workers, low, high, color=line.get_color(), alpha=0.2, lw=0)
+        axis.set(title=f"{panel[0]}, {show_rate(panel[1])}", xlabel="workers", yscale="log")
+        axis.set_xticks(workers)
+        axis.grid(alpha=0.3)
+    figure.supylabel(f"times as fast as {REFERENCE}", fontsize=10)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", frameon=False)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 project = "dlion"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-html_theme_options = {"page_width": "70rem"}
+html_theme_options = {"page_width": "70rem", "body_max_width": "none"}
 html_show_copyright = False
 html_show_sourcelink = False
 autodoc_default_options = {"members": True}

@@ -170,7 +170,13 @@ class Place:
         """Return a folder of recorded runs that every figure can be drawn of."""
         path = self.root / "runs"
         swept = ("optimizer=lion_cub", "optimizer.bits=1,2", "workers=2,4")
-        small = ("dataset=digits", "box=true", *_overrides(FEW_STEPS), "batch_size=2")
+        small = (
+            "dataset=digits",
+            "box=true",
+            "agreement=true",
+            *_overrides(FEW_STEPS),
+            "batch_size=2",
+        )
         self.run("train.py", "-m", *swept, *small, f"hydra.sweep.dir={path}")
         return str(path)
 

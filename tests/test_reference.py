@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import dlion
 from tests.conftest import ROOT
@@ -30,8 +32,16 @@ def examples() -> Iterator[tuple[str, str]]:
                 yield name, text
 
 
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("name", "text"), [pytest.param(*each, id=each[0]) for each in examples()])
-def test_an_example_of_a_docstring_runs(name, text):
+def test_an_example_of_a_docstring_runs(group, name, text):
     model = torch.nn.Linear(4, 2)
     batches = [torch.randn(3, 4) for _ in range(4)]
 
@@ -40,12 +50,14 @@ def test_an_example_of_a_docstring_runs(name, text):
 
     names = {name: getattr(dlion, name) for name in dlion.__all__}
     names |= {"model": model, "batches": batches, "loss_of": loss_of, "loss": loss_of(batches[0])}
+    names |= {"init_device_mesh": dist.init_device_mesh, "fully_shard": fully_shard}
+    names |= {"nodes": 1, "gpus": 1}
     if ">>>" in text:
         test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
         assert doctest.DocTestRunner().run(test).failed == 0
     else:
         before = model.weight.clone()
-        exec(text, names)
+        exec(text.replace('"cuda"', '"cpu"'), names)
         assert "step()" not in text or not torch.equal(model.weight, before)
 
 

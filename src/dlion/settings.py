@@ -169,6 +169,8 @@ class Settings:
         nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
             worker had none, or null: send it.
         box: evaluations also measure the two phases of Lion's theory (dlion.training.evaluation).
+        agreement: evaluations also measure what the vote keeps of the workers' mean, and how far
+            their momenta are apart (dlion.training.agreement).
         profile: print and write to profile.json where a step's time goes.
         check_replicas_every: steps between comparisons of all parameters of all processes; 0:
             never.
@@ -215,6 +217,7 @@ class Settings:
     timeout: Count
     nonfinite: Literal["stop", "skip"] | None
     box: bool
+    agreement: bool
     profile: bool
     check_replicas_every: Whole
 

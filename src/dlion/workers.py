@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,32 @@ class Workers:
         if not dist.is_initialized():
             return cls(local=local)
         return cls(dist.get_rank(group), dist.get_world_size(group), local, group, timeout)
+
+
+def voters(
+    workers: Workers | None,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Workers:
+    """Return the workers that one of these names, or else those of the default process group.
+
+    Raises:
+        ValueError: if several name them; if the mesh has several dimensions, or this process is not
+            in the mesh or the group.
+    """
+    ways = {"workers": workers, "process_group": process_group, "mesh": mesh}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say who takes part: give one of them")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or [str(size) for size in mesh.shape]
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions ({', '.join(names)}): give the one along"
+                f" which processes exchange messages, as mesh=mesh[{names[0]!r}]"
+            )
+        process_group = mesh.get_group()
+    return workers or Workers.current(group=process_group)
 
 
 @dataclass

@@ -25,6 +25,7 @@ OVER_LINKS = ("exchange", "end_to_end", "time_to_accuracy", "soak")
         ("end_to_end", "--rates 999bit", "at least 1kbit"),
         ("end_to_end", "--models vit", "invalid choice: 'vit'"),
         ("end_to_end", "--study bucket", "invalid choice: 'bucket'"),
+        ("end_to_end", "--study workers --workers 1", "1 is not a whole number of at least 2"),
         ("exchange", "--workers 1", "1 is not a whole number of at least 2"),
         ("exchange", "--d -5", "-5 is not a whole number of at least 1"),
         ("exchange", "--rates -100mbit", "expected at least one argument"),

@@ -18,6 +18,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "local_step": {"local_step.json", "local_step.png"},
     "exchange": {"exchange.json", "exchange.png"},
     "end_to_end": {"end_to_end.json", "end_to_end.png"},
+    "workers": {"workers.json", "workers.png"},
     "buckets": {"buckets.json", "buckets.png"},
     "time_to_accuracy": {"time_to_accuracy.json", "time_to_accuracy.png"},
     "--search": {"time_to_accuracy_search.json"},
@@ -25,6 +26,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "rare_rows": {"rare_rows.json"},
     "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
     "delta_theory": {"delta_theory.json"},
+    "kkt_quadratic": {"kkt_quadratic.json", "kkt_quadratic.png"},
 }
 TESTED_ALONE = "benchmarks/same_bits.py"
 

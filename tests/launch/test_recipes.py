@@ -150,6 +150,7 @@ SIZES = {  # the papers', but for what their models are known to have
     "causal_lm": 6.74e9,  # LLaMA-7B
     "gpt2": 345e6,  # of Lion Cub's first author's scripts
     "resnet18": 11.2e6,
+    "resnet50": 25.56e6,
 }
 
 
@@ -322,6 +323,15 @@ def test_full_imagenet_is_the_papers():
         assert (config.workers, config.workers * config.batch_size) == (32, 4096)
         assert (config.epochs, config.steps, config.dataset.image_size) == (300, None, 224)
         assert (config.dataset.mixup, config.dataset.auto_augment) == (0.5, True)
+
+
+def test_full_imagenet_of_lion_cub_is_its_authors():
+    models = ("resnet50", "vit_small_patch16_224", "vit_base_patch16_224")
+    methods = ("g_lion", "dlion_mavo", "lion_cub")
+    expected = {(model, methods): (3e-4, 0.9, 0.99, 1.0) for model in models}
+    for config in check_methods("cub_imagenet", expected):
+        assert (config.workers, config.batch_size, config.epochs) == (8, 1024, 90)
+        assert (config.dataset.image_size, config.dataset.mixup) == (224, 0.8)
 
 
 def test_full_language_modelling_is_the_papers():

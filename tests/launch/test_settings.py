@@ -75,6 +75,7 @@ WRONG = {
     "timeout=10s": COUNT,
     "nonfinite=ignore": "nonfinite=ignore is unknown: choose stop, skip or null",
     "box=on": BOOLEAN,
+    "agreement=1": BOOLEAN,
     "profile=no": f"profile=no is not possible: {BOOLEAN}",
     "check_replicas_every=-1": "at least 0",
     # types of components
@@ -151,6 +152,7 @@ WRONG = {
     "accumulate=64": "type accumulate=",
     "faults.byzantine=9": "faults.byzantine=9 of workers=1 cannot lie",
     "box=true optimizer.weight_decay=0": "type optimizer.weight_decay=1",
+    "agreement=true optimizer=g_lion": "optimizer=g_lion does not vote with the sign of momenta",
     "backend=nccl device=cpu": "type backend=gloo",
     "resume=/nowhere": "resume=/nowhere holds no checkpoint",
     # names

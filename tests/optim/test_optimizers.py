@@ -174,7 +174,7 @@ def test_state_of_another_spread_or_cut_is_refused():
         with pytest.raises(ValueError, match="workers 0, 1 of 2, but"):
             cls(net().parameters(), **options).load_state_dict(saved)
     saved = DLion(net().parameters(), workers=workers).state_dict()
-    with pytest.raises(ValueError, match="ties and spread of workers"):
+    with pytest.raises(ValueError, match="bucket_cap_mb, ties and shards"):
         DLion(net().parameters(), workers=workers, bucket_cap_mb=1e-3).load_state_dict(saved)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.optim import DLion, GradDrop, LionCub, PowerSGD
+from dlion.workers import Workers
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +95,11 @@ def rates(r: int) -> str:
 
 
 @case
+def hosts(r: int) -> str:
+    return refused(lambda: DLion(net().parameters(), workers=Workers.current(local=1 + r)))
+
+
+@case
 def methods(r: int) -> str:
     return refused(lambda: (DLion if r else LionCub)(net().parameters()))
 
@@ -142,18 +147,6 @@ def other_state(r: int) -> str:
     saved = [None, None]
     dist.all_gather_object(saved, optimizer.state_dict())
     return refused(lambda: optimizer.load_state_dict(saved[0]))
-
-
-def torch_checkpoint(r: int, folder: str) -> str:
-    """torch.distributed.checkpoint takes what all processes name alike for the same thing."""
-    model = net()
-    optimizer = DLion(model.parameters())
-    backward(model, r)
-    optimizer.step()
-    state = {"optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=folder)
-    dcp.load(state, checkpoint_id=folder)
-    return refused(lambda: optimizer.load_state_dict(state["optimizer"]))
 
 
 @case
@@ -313,12 +306,11 @@ def powersgd(r: int) -> tuple[list[float], list[float]]:
     return flat(ours), flat(theirs)
 
 
-def run_cases(folder: str) -> dict[str, list[Any]]:
+def run_cases() -> dict[str, list[Any]]:
     join_process_group("gloo", 60)
     torch.set_num_threads(1)
     rank = dist.get_rank()
     mine = {case.__name__: case(rank) for case in CASES}
-    mine["torch_checkpoint"] = torch_checkpoint(rank, folder)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, mine)
     dist.destroy_process_group()
@@ -326,8 +318,8 @@ def run_cases(folder: str) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> Iterator[dict[str, list[Any]]]:
-    return run_processes(2, run_cases, str(tmp_path_factory.mktemp("dcp")))
+def seen() -> Iterator[dict[str, list[Any]]]:
+    return run_processes(2, run_cases)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +343,11 @@ def test_processes_that_were_built_differently_are_named_on_all(seen, case, what
         assert message.startswith("process 1 made its optimizer with other ") and what in message
 
 
+def test_processes_that_disagree_about_the_number_of_workers_are_named_on_all(seen):
+    for message in seen["hosts"]:
+        assert "process 1 hosts 2 workers and process 0 1" in message
+
+
 def test_inside_distributed_data_parallel_it_says_why_not(seen):
     for message in seen["wrapped"] + seen["wrapped_later"]:
         assert "would average the gradients in float32" in message and "bare model" in message
@@ -360,10 +357,10 @@ def test_all_parameters_are_those_of_process_0(seen):
     assert seen["parameters"] == [True, True]
 
 
-@pytest.mark.parametrize("case", ["other_state", "torch_checkpoint"])
-def test_the_state_of_another_worker_is_refused(seen, case):
-    assert seen[case][0] == "accepted"
-    assert "state of worker 0 of 2, but this process hosts worker 1 of 2" in seen[case][1]
+def test_the_state_of_another_worker_is_refused(seen):
+    accepted, refusal = seen["other_state"]
+    assert accepted == "accepted"
+    assert "state of worker 0 of 2, but this process hosts worker 1 of 2" in refusal
 
 
 def test_processes_in_different_steps_are_named(seen):

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 # with and without hardships: alone, each worker alone, and something between
 SPREADS = {"": (1, 2, 8), "-hard": (1, 4, 8)}
+VOTES = ("dlion", "lion_cub", "signum")  # how methods begin whose agreement can be measured
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 
 
@@ -85,6 +86,7 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
             "eval_every": 6,
             "log_every": 3,
             "check_replicas_every": 3,
+            "agreement": method.startswith(VOTES),
             "output_dir": str(directory),
             **(more or {}),
         },
@@ -137,6 +139,12 @@ def test_every_spread_gives_the_same_bits(runs, method, kind):
     assert expected[0]["sent_bytes_per_step"] > 0
     for other in others:
         assert other == expected
+
+
+def test_agreement_is_measured_where_there_are_votes(runs):
+    for (name, _), (_, rows) in runs.items():
+        measured = [row["step"] for row in rows if "agreement" in row]
+        assert measured == ([6] if name.startswith(VOTES) else [])
 
 
 def test_methods_differ(runs):

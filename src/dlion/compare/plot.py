@@ -41,6 +41,7 @@ REFERENCE = "g_lion"  # the method whose bits the others save
 FRONTS = ("sent_bits", "received_bits")  # what was counted, by which the best methods are known
 A_STEP = ("paper_bits", *FRONTS)  # axes of bits a step, which have a point for each method
 LABEL_DISTANCE = 9  # points between a marker and its name
+SHARES = ("accuracy", "outside_box", "agreement", "disagreement")  # whose axis is linear
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _size(panels: int, rows: int) -> tuple[float, float]:
 
 def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
     """Whether a metric that gets small as training goes on needs a logarithmic axis."""
-    if figure.metric in ("accuracy", "outside_box") or figure.x in (None, "bits", "paper_bits"):
+    if figure.metric in SHARES or figure.x in (None, "bits", "paper_bits"):
         return False
     low = min(curve.values.min() for curve in curves)
     high = max(curve.values.max() for curve in curves)

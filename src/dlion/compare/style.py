@@ -52,6 +52,9 @@ TITLES = {
     "outside_box": "share of parameters outside the box",
     "box_distance": "distance of the farthest parameter to the box",
     "kkt_score": "KKT score",
+    "agreement": "share of entries whose vote has the sign of the mean",
+    "disagreement": "share of entries whose vote has the opposite sign of the mean",
+    "momentum_variance": "variance of momenta over workers / mean square",
 }
 AXES = {
     "bits": "bits sent per parameter and worker, so far",

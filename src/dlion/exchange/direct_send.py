@@ -83,6 +83,16 @@ class Exchange(ABC):
     def decode(self) -> Tensor:
         """Unpack the answer: float32 ``[numel]``."""
 
+    def elementwise(self) -> dict[str, Tensor]:
+        """Return what ``state`` says of each parameter by itself, from all owners: ``[numel]``.
+
+        What is not among it depends on the slices. All processes must call this together.
+        """
+        return {}
+
+    def set_elementwise(self, values: dict[str, Tensor]) -> None:  # noqa: B027
+        """Put back what :meth:`elementwise` has returned."""
+
 
 class DirectSend(Exchange):
     """The exchange of messages of one size; subclasses say how an owner combines them.

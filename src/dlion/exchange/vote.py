@@ -139,6 +139,17 @@ class Vote(LevelExchange):
         values = self.down.decode(self.answer, self.slice).to(torch.float32).flatten()
         return values if isinstance(self.down, Ternary) else values.mul_(2).sub_(1)
 
+    def elementwise(self) -> dict[str, Tensor]:
+        if "previous" not in self.state:
+            return {}
+        everyones = self.channel.gather(self.state["previous"])
+        return {"previous": Sign().decode(everyones.view(torch.uint8), self.slice).flatten()}
+
+    def set_elementwise(self, values: dict[str, Tensor]) -> None:
+        for name, flat in values.items():
+            packed = Sign().encode(flat.view(-1, self.slice)).view(torch.int64)
+            self.state[name].copy_(packed[list(self.channel.workers.ids)])
+
     def _positive_ties(self, tied: Tensor, owner: int, step: int) -> Tensor:
         """The mask of those ties that become +1."""
         if self.ties == "previous":

@@ -26,6 +26,7 @@ from dlion.optim import LocalUpdate
 from dlion.optim.inner import INNER
 from dlion.record.loggers import check_logger
 from dlion.settings import check as check_types
+from dlion.training.agreement import VOTES
 from dlion.training.job import Job
 from dlion.training.weights import check_pretrained, check_weights
 from dlion.units import parse_rate
@@ -252,6 +253,11 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
     if isinstance(optimizer, LocalUpdate):
         _check_local(config, optimizer)
+    if config.agreement and not isinstance(optimizer, VOTES):
+        raise UserError(
+            f"agreement=true compares votes with a mean, but optimizer={config.optimizer.name} does"
+            " not vote with the sign of momenta: type agreement=false, or optimizer=dlion_mavo"
+        )
     if device == "cpu":
         optimizer.prepare()  # compiled once, before the fork, not by every process
 

@@ -10,14 +10,15 @@ from typing import Any, ClassVar, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from dlion.exchange import Channel
 from dlion.optim.bucket import Bucket, InFlight
-from dlion.optim.checks import check_alike, check_bare, check_hyperparameters
+from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, check_spread
 from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
-from dlion.workers import Workers
+from dlion.workers import Workers, voters
 
 NONFINITE = ("stop", "skip")
 
@@ -26,6 +27,8 @@ class Common(TypedDict, total=False):
     """Keyword arguments of every optimizer, see :class:`DistributedOptimizer`."""
 
     workers: Workers | None
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
     seed: int
     overlap: bool
     bucket_cap_mb: float | None
@@ -51,6 +54,21 @@ class DistributedOptimizer(BucketedOptimizer):
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
 
+    A model that FSDP2 shards has replicas as workers: shard it over one dimension of a mesh, and
+    let messages go along the other::
+
+        mesh = init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        optimizer = DLion(model.parameters(), lr=1e-4, mesh=mesh["replicate"])
+
+    FSDP then averages gradients inside a replica alone, and each process exchanges messages about
+    its shards with those that hold the same. Parameters stay where FSDP keeps them; state, and a
+    copy of the parameters, is of the local shards. A scale or a number of entries that a method
+    takes of each tensor it takes of each shard (LionCub, TernGrad, DGC, ...), so for these methods
+    results depend on the shards. Voters are replicas here, whose gradients have less noise than
+    those of single processes: that is better where links between nodes are slow, and another method
+    than a vote of all processes.
+
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
     residuals count it as zero everywhere: what they held back must still be sent.) A frozen
@@ -65,7 +83,9 @@ class DistributedOptimizer(BucketedOptimizer):
     Args:
         params: parameters, named parameters, or parameter groups.
         defaults: hyperparameters.
-        workers: who takes part; by default the processes of the default process group.
+        workers, process_group, mesh: who takes part, said in one of three ways: workers, for
+            several in a process; a process group; a mesh of one dimension (``mesh["replicate"]``).
+            By default the processes of the default process group.
         seed: of all random draws of the method (the same on every process).
         overlap: let messages leave during the (last virtual worker's) backward pass, bucket by
             bucket, each as soon as its gradients and the bucket before it are there; give
@@ -108,6 +128,8 @@ class DistributedOptimizer(BucketedOptimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         workers: Workers | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         seed: int = 0,
         overlap: bool = False,
         bucket_cap_mb: float | None = None,
@@ -116,7 +138,8 @@ class DistributedOptimizer(BucketedOptimizer):
         check_hyperparameters(defaults)
         if nonfinite not in (None, *NONFINITE):
             raise ValueError(f"nonfinite={nonfinite} is unknown: choose stop, skip or null (None)")
-        given = workers or Workers.current()
+        given = voters(workers, process_group, mesh)
+        check_spread(given)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite = nonfinite
         check_alike(Channel(given), {"settings": self._settings()})
@@ -243,6 +266,7 @@ class DistributedOptimizer(BucketedOptimizer):
             kept = bucket.untouched(bucket.flight.present, *flats)
             with self.channel.timer("apply"), kept:
                 self.update(bucket)
+            bucket.write_back()
         for bucket in self.buckets:
             self.after_step(bucket)
 

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Buffers, Exchange
+from dlion.optim.shards import local_part
 from dlion.wire import Header, Headers
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
@@ -22,12 +24,14 @@ class Slot(NamedTuple):
 
     Attributes:
         tensor, name: the parameter and its name (``""`` where unnamed).
+        shape: of what is here of it: all, but of a parameter that FSDP2 has sharded.
         start, stop: its elements in a flat buffer.
         order: its dimensions as they lie in memory, outermost first; None if that is their order.
     """
 
     tensor: torch.nn.Parameter
     name: str
+    shape: torch.Size
     start: int
     stop: int
     order: tuple[int, ...] | None
@@ -35,7 +39,7 @@ class Slot(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of the parameter as a matrix [outermost in memory, rest]; 1 of a vector."""
-        shape, order = self.tensor.shape, self.order or (0,)
+        shape, order = self.shape, self.order or (0,)
         return shape[order[0]] if len(shape) > 1 else 1
 
     def flatten(self, values: Tensor) -> Tensor:
@@ -47,11 +51,11 @@ class Slot(NamedTuple):
         grad = self.tensor.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        return None if grad is None else self.flatten(grad)
+        return None if grad is None else self.flatten(local_part(grad))
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
-        part, shape = flat[..., self.start : self.stop], self.tensor.shape
+        part, shape = flat[..., self.start : self.stop], self.shape
         if self.order is None:
             return part.view((*part.shape[:-1], *shape))
         leading = range(part.dim() - 1)
@@ -105,7 +109,8 @@ class Bucket:
     """Parameters of one group, dtype and device, laid out one after the other.
 
     Parameters become views into ``params``, so that an update is a few operations on one long
-    vector. Each starts at a multiple of 64. The gaps between them, and the end, are zero in
+    vector; those that FSDP2 has sharded stay where they are, and ``params`` is a copy of the shards
+    here. Each starts at a multiple of 64. The gaps between them, and the end, are zero in
     gradients; ``mask`` tells them apart where that is not enough.
 
     Attributes:
@@ -129,12 +134,14 @@ class Bucket:
     ):
         self.index, self.group = index, group
         self.device, self.dtype = tensors[0].device, tensors[0].dtype
+        self.sharded = isinstance(tensors[0], DTensor)
         self.slots: list[Slot] = []
         start = 0
         for tensor, name in zip(tensors, names, strict=True):
-            stop = start + tensor.numel()
-            self.slots.append(Slot(tensor, name, start, stop, _memory_order(tensor)))
-            start += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+            here = local_part(tensor)
+            stop = start + here.numel()
+            self.slots.append(Slot(tensor, name, here.shape, start, stop, _memory_order(here)))
+            start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
         self.numel = start
         self.header = Header(len(tensors))
         self.flight = InFlight()
@@ -184,9 +191,12 @@ class Bucket:
         return mask
 
     def adopt(self) -> None:
-        """Point parameters back into the buffer, should anyone have replaced their storage."""
+        """Point parameters back into the buffer, should anyone have replaced their storage.
+
+        Of sharded ones, which stay where they are, it takes a copy.
+        """
         for slot, view in zip(self.slots, self._views, strict=True):
-            tensor = slot.tensor
+            tensor = local_part(slot.tensor)
             if tensor.data_ptr() != view.data_ptr():
                 if tensor.device != view.device or tensor.dtype != view.dtype:
                     raise RuntimeError(
@@ -194,7 +204,15 @@ class Bucket:
                         f" {tensor.device}: create the optimizer after model.to(...)"
                     )
                 view.copy_(tensor.data)
-                tensor.data = view
+                if not self.sharded:
+                    slot.tensor.data = view
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Let sharded parameters be what the buffer holds; others are the buffer."""
+        if self.sharded:
+            shards = [local_part(slot.tensor) for slot in self.slots]
+            torch._foreach_copy_(shards, self._views)
 
     def copy_gradients(self, rows: Tensor) -> None:
         """Copy the latest gradients into a message, float32 ``[n, slice]``; zero without one."""
@@ -269,12 +287,12 @@ class Bucket:
         for slot in self.slots:
             grad = slot.tensor.grad
             if grad is not None:
-                self.flight.gradients.append((slot, grad, grad._version))
+                self.flight.gradients.append((slot, grad, local_part(grad)._version))
 
     def check_unchanged(self) -> None:
         """Refuse gradients that were changed after their messages had left."""
         for slot, grad, version in [] if self.flight.restarted else self.flight.gradients:
-            if slot.tensor.grad is not grad or grad._version != version:
+            if slot.tensor.grad is not grad or local_part(grad)._version != version:
                 raise RuntimeError(
                     f"the gradient of {slot.name or 'a parameter'} was changed between backward()"
                     " and step(), when it had been sent: clip or scale gradients with overlap=False"

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
+from dlion.optim.shards import EXCHANGE, local_part
 from dlion.wire.formats import VALUE_BITS
+from dlion.workers import Workers
 
 
 def check_hyperparameters(group: dict[str, Any]) -> None:
@@ -76,6 +79,22 @@ def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
             )
 
 
+def check_spread(workers: Workers) -> None:
+    """Compare how many workers the processes host.
+
+    Raises:
+        TrainingFailed: naming a process that differs from process 0.
+    """
+    channel = Channel(replace(workers, local=1))
+    first, *others = channel.gather(torch.tensor([[workers.local]])).flatten().tolist()
+    for process, local in enumerate(others, 1):
+        if local != first:
+            raise TrainingFailed(
+                f"process {process} hosts {local} workers and process 0 {first}: give all processes"
+                " the same number"
+            )
+
+
 def check_bare(params: list[Tensor]) -> None:
     """Refuse parameters of a DistributedDataParallel, which would send float32 besides."""
     if not dist.is_initialized():
@@ -94,35 +113,33 @@ def check_bare(params: list[Tensor]) -> None:
 
 
 def check_state(
-    saved: dict[int, dict[str, Tensor]], own: list[dict[str, Tensor]], worker: Tensor
+    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
 ) -> None:
     """Refuse the saved state of other workers, and of another model or method.
 
     Args:
-        saved, own: the tensors of each parameter by name; ``worker`` says whose they are.
+        parameter: its number or name.
+        saved, own: its tensors by name; ``worker`` says whose they are.
         worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
     """
-    for index, theirs in saved.items():
-        ours, owner = own[index], theirs.get("worker", worker)
-        if not torch.equal(owner, worker):
-            raise ValueError(
-                f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}:"
-                " let each process load what it has saved itself, with as many processes and"
-                " virtual workers"
-            )
-        if _shapes(theirs) != _shapes(ours):
-            raise ValueError(
-                f"the saved state of parameter {index} has {_shapes(theirs)}, this optimizer has"
-                f" {_shapes(ours)}: load it into the same model and method"
-            )
-
-
-def check_exchange_states(saved: list[dict[str, Tensor]], own: list[dict[str, Tensor]]) -> None:
-    """Refuse the saved state of exchanges that were cut otherwise."""
-    if list(map(_shapes, saved)) != list(map(_shapes, own)):
+    owner = local_part(saved.get("worker", worker))
+    if not torch.equal(owner, worker):
         raise ValueError(
-            "the saved state of the exchanges does not fit: load it with the bucket_cap_mb, ties"
-            " and spread of workers that it was saved with"
+            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
+            " each process load what it has saved itself, with as many processes and virtual"
+            " workers; torch.distributed.checkpoint can give it to as many workers on other"
+            " processes"
+        )
+    if _shapes(saved) != _shapes(own):
+        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
+        if all(name.startswith(EXCHANGE) for name in differ):
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the bucket_cap_mb,"
+                " ties and shards that it was saved with"
+            )
+        raise ValueError(
+            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
+            f" {_shapes(own)}: load it into the same model and method"
         )
 
 
@@ -133,4 +150,4 @@ def _owner(rows: Tensor) -> str:
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in state.items()}
+    return {name: tuple(local_part(value).shape) for name, value in state.items()}

@@ -79,7 +79,7 @@ class DeMo(DistributedOptimizer):
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
         sides = self.chunk, self.topk, self.value_bits
         matrices = [
-            (slot.start, slot.rows, slot.tensor.numel() // slot.rows) for slot in bucket.slots
+            (slot.start, slot.rows, (slot.stop - slot.start) // slot.rows) for slot in bucket.slots
         ]
         return CosineTopKMean(self.channel, bucket.numel, matrices, *sides, **bucket.buffers)
 

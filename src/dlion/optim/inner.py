@@ -97,7 +97,7 @@ class Muon(Inner):
         counts = bucket.count_own("step", local)
         for slot in bucket.slots:
             part = slice(slot.start, slot.stop)
-            if slot.tensor.dim() < 2 or re.search(EMBEDDINGS_AND_HEADS, slot.name):
+            if len(slot.shape) < 2 or re.search(EMBEDDINGS_AND_HEADS, slot.name):
                 for count, span in counts:
                     if span in (slice(None), part):
                         _adamw(bucket, local, gradients, count, part)
@@ -108,7 +108,7 @@ class Muon(Inner):
             matrix = alone.view(gradients[part].lerp(momentum, beta)).flatten(1)
             scale = 0.2 * math.sqrt(max(matrix.shape))
             step = orthogonalise(matrix, _NS_STEPS, "float32") * scale
-            flat = slot.flatten(step.reshape(slot.tensor.shape))
+            flat = slot.flatten(step.reshape(slot.shape))
             kernels.descend(own, flat, lr, group["weight_decay"])
 
 

@@ -79,6 +79,7 @@ class LocalUpdate(DistributedOptimizer):
         self.inner, self.local_steps = inner, local_steps
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
+        self.whole_matrices = inner == "muon"
         self.own_state = ["local", *self._inner.own_state, *self.own_state]
         self.own_counters = [*self._inner.own_counters, *self.own_counters]
         self.shared_state = ["outer", *self.shared_state]
@@ -95,6 +96,7 @@ class LocalUpdate(DistributedOptimizer):
             bucket.adopt()
             shared = bucket.shared["outer"]
             bucket.params.copy_(shared if local is None else bucket.own["local"][local])
+            bucket.write_back()
 
     def end_round(self) -> None:
         self._last = True

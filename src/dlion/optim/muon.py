@@ -79,6 +79,7 @@ class GMuon(MeanGradientOptimizer):
 
     shared_state = ["exp_avg", "exp_avg_sq"]
     counters = ["step"]
+    whole_matrices = True
 
     def __init__(
         self,

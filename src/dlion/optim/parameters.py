@@ -13,11 +13,12 @@ from dlion.optim.bucket import Bucket, StateNames
 from dlion.optim.checks import (
     check_alike,
     check_bare,
-    check_exchange_states,
     check_hyperparameters,
     check_parameters,
     check_state,
 )
+from dlion.optim.saving import put_back, spread_state
+from dlion.optim.shards import EXCHANGE, check_sharding, local_part
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):
@@ -42,6 +43,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     shared_state: list[str] = []
     counters: list[str] = []  # shared state, one number a parameter
     own_counters: list[str] = []  # a worker's state, one number a parameter
+    whole_matrices: bool = False  # whether a part of a matrix will not do
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         group, first = self.param_groups[-1], len(self.buckets)
         check_hyperparameters(group)
         check_parameters(group["params"])
+        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        check_sharding(tensors, self.workers, type(self).__name__, self.whole_matrices)
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
         self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
         if self._constructed:
@@ -93,7 +97,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             ],
             "parameter groups": [len(group["params"]) for group in groups],
             "parameter names": [group.get("param_names") for group in groups],
-            "parameter shapes": [list(tensor.shape) for tensor in params],
+            "parameter shapes": [list(local_part(tensor).shape) for tensor in params],
             "parameter dtypes": [str(tensor.dtype) for tensor in params],
             "frozen parameters": [tensor.requires_grad for tensor in params],
         }
@@ -101,18 +105,20 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         check_bare(params)
         for bucket in buckets:
             self.channel.broadcast(bucket.params)
+            bucket.write_back()
         for tensor in params:
             if not tensor.requires_grad:
-                values = tensor.detach().contiguous()
+                here = local_part(tensor)
+                values = here.contiguous()
                 self.channel.broadcast(values)
-                tensor.copy_(values)
+                here.copy_(values)
 
     def _add_buckets(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> None:
         """Put parameters of a group into buckets of one dtype and device each."""
         named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for tensor in tensors:
-            if tensor.numel():
+            if local_part(tensor).numel():
                 kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for kind in kinds.values():
             for part in self._cut(kind):
@@ -134,7 +140,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             return [tensors]
         cap, parts, rest = self.bucket_cap_mb * 1e6, [], tensors[::-1]
         while rest:
-            sizes = [4 * tensor.numel() for tensor in rest]
+            sizes = [4 * local_part(tensor).numel() for tensor in rest]
             room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
             count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
             parts.append(rest[:count])
@@ -159,6 +165,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Show the flat state as ``self.state[param][name]``, as views.
 
         ``worker`` says whose the per-worker state is: id and number of workers, int64 ``[k, 2]``.
+        What an exchange keeps for its bucket is with the first parameter, ``exchange.NAME``.
         """
         worker = self._worker()
         for index, slot in enumerate(bucket.slots):
@@ -171,6 +178,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 state[name] = counts[index]
             for name, counts in bucket.own_counters.items():
                 state[name] = counts[:, index]
+        if not bucket.sharded:
+            first = self.state[bucket.slots[0].tensor]
+            first |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
 
     def _worker(self) -> Tensor:
         return torch.tensor([[worker, self.workers.count] for worker in self.workers.ids])
@@ -201,23 +211,35 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         return sum(tensor.nbytes for tensor in (*self.worker_state(0).values(), *common.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with a leading dimension, the local workers, for per-worker state."""
-        state = super().state_dict()
-        state["exchanges"] = [bucket.exchange.state for bucket in self.buckets]
+        """As in torch, with a leading dimension, the workers, for per-worker state.
+
+        With several processes, what differs from one to another is a DTensor: so
+        torch.distributed.checkpoint (``get_state_dict`` and ``set_state_dict``) saves it for every
+        worker and gives it back to that worker, in another number of processes too. With
+        ``torch.save``, which writes the local part, save on every rank. Where FSDP has sharded the
+        parameters, all processes must call this together.
+        """
+        state, found = super().state_dict(), spread_state(self)
+        params = enumerate(self._all_params())
+        state["state"] = {index: found[param] for index, param in params if param in found}
         return state
 
+    def _all_params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a saved state in; it must be of the same workers in the same spread.
+        """Copy a saved state in; it must be of the same workers.
 
         Raises:
             ValueError: if it is of other workers, or of other parameters or settings.
         """
         self._include_unfrozen()
-        params = [param for group in self.param_groups for param in group["params"]]
-        own = [self.state.get(param, {}) for param in params]
-        check_state(state_dict["state"], own, self._worker())
-        states = [bucket.exchange.state for bucket in self.buckets]
-        check_exchange_states(state_dict["exchanges"], states)
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        param_of = dict(zip(names, self._all_params(), strict=False))  # torch compares how many
+        saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
+        here = spread_state(self)
+        for name, tensors in state_dict["state"].items():
+            check_state(name, tensors, here.get(param_of[name], {}), self._worker())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for bucket in self.buckets:
             first = bucket.slots[0].tensor
@@ -225,12 +247,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 group for group in self.param_groups if any(p is first for p in group["params"])
             )
             self._publish_state(bucket)
-        for index, saved in state_dict["state"].items():
-            for name, value in saved.items():
-                self.state[params[index]][name].copy_(value)
-        for state, saved in zip(states, state_dict["exchanges"], strict=True):
-            for name, value in saved.items():
-                state[name].copy_(value)
+        put_back(self, here, saved)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -11,6 +11,7 @@ from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
 from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
+from dlion.training.agreement import Agreement
 from dlion.training.checkpoint import Checkpoints, Progress, identity
 from dlion.training.evaluation import box_state, evaluate
 from dlion.training.faults import Byzantine, Participation
@@ -78,6 +79,7 @@ class Trainer:
             workers.count, config.participation, config.faults.drop, config.seed
         )
         self.control = Channel(workers)
+        self.agreement = Agreement(self.optimizer, workers) if config.agreement else None
         self.output = Output(job, model, self.optimizer)
         self.losses = torch.zeros(workers.local, dtype=torch.float64)
         self.gradient_norms = torch.zeros_like(self.losses)
@@ -107,10 +109,13 @@ class Trainer:
         for step in range(self.begun.step, job.steps):
             done = step + 1
             evaluates = _every(config.eval_every, done) or done == job.steps
+            evaluates |= config.box and done == 1  # nearly where it begins
             records = evaluates or _every(config.log_every, done)
             learning_rate = self.optimizer.param_groups[0]["lr"]
             if done == job.steps:
                 self.optimizer.end_round()
+            if evaluates and self.agreement:
+                self.agreement.begin()
             self.train_step(step, records)
             if step == self.begun.step:
                 self.output.banner()
@@ -144,6 +149,8 @@ class Trainer:
                 if measures:
                     norms = torch.cat([bucket.norms() for bucket in self.optimizer.buckets])
                     self.gradient_norms[i] = norms.double().norm()
+                if self.agreement:
+                    self.agreement.look(i)
                 self.optimizer.collect(i)
         self.optimizer.step()
         self.optimizer.host(None)
@@ -247,6 +254,8 @@ class Trainer:
         self.virtual.load_mean_buffers(self.control)
         watch, limit = self.output.console.watch, config.eval_limit
         results = evaluate(self.model, self.data, self.control, device, limit, watch)
+        if self.agreement:
+            results |= self.agreement.measure()
         if config.box and self.job.workers.rank == 0:
             decay = config.optimizer.weight_decay
             results |= box_state(self.model, self.data, decay, device, config.seed)

@@ -1,0 +1,136 @@
+"""What is saved of an optimizer: tensors that know which part of them is on which process."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from dlion.exchange import Channel
+from dlion.optim.shards import EXCHANGE, local_part
+from dlion.workers import Workers
+
+if TYPE_CHECKING:
+    from dlion.optim.parameters import BucketedOptimizer
+
+States = dict[torch.nn.Parameter, dict[str, Tensor]]  # of each parameter, by name
+
+
+class Spread:
+    """How state lies on processes: per-worker state on those of the workers, all of it on shards.
+
+    Attributes:
+        workers: the mesh of the processes that exchange messages; None for one process.
+        shards: the mesh over which parameters are sharded; None if they are not.
+        both: of the two, workers first; None if there is neither.
+    """
+
+    def __init__(self, workers: Workers, param: Tensor):
+        self.shards = param.device_mesh if isinstance(param, DTensor) else None
+        self.workers = self.both = None
+        group: Any = workers.group or dist.group.WORLD
+        device = param.device.type
+        if workers.processes > 1:
+            self.workers = DeviceMesh.from_group(group, device, mesh_dim_names=("workers",))
+        if self.workers is None or self.shards is None:
+            self.both = self.workers or self.shards
+            return
+        own = self.shards.mesh.flatten()[None]
+        one_each = Channel(Workers(workers.rank, workers.processes, group=workers.group))
+        ranks = one_each.gather(own).view(workers.processes, *self.shards.shape)
+        names = ("workers", *(self.shards.mesh_dim_names or map(str, range(self.shards.ndim))))
+        groups = [group, *self.shards.get_all_groups()]
+        self.both = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+
+    def own(self, rows: Tensor, param: Tensor | None = None) -> Tensor:
+        """Per-worker state, ``[k, ...]`` -> ``[n, ...]``, of a parameter's shape or not."""
+        if self.both is None:
+            return rows
+        over: list[Placement] = [Shard(0)] if self.workers else []
+        shape = rows.shape[1:] if param is None else param.shape
+        if self.shards is not None:
+            placements = param.placements if isinstance(param, DTensor) else ()
+            behind = [Shard(p.dim + 1) for p in placements if isinstance(p, Shard)]
+            over += behind or [Replicate()] * self.shards.ndim
+        count = self.workers.size() if self.workers else 1
+        return _dtensor(rows, self.both, over, (len(rows) * count, *shape))
+
+    def shared(self, values: Tensor, param: Tensor) -> Tensor:
+        """State of a parameter's shape that is equal on all workers."""
+        if not isinstance(param, DTensor):
+            return values
+        return _dtensor(values, param.device_mesh, list(param.placements), tuple(param.shape))
+
+    def of_shard(self, rows: Tensor) -> Tensor:
+        """Per-worker state that other shards have otherwise: ``[k, ...]`` -> ``[n, ...]``."""
+        if self.workers is None:
+            return rows
+        shape = (len(rows) * self.workers.size(), *rows.shape[1:])
+        return _dtensor(rows, self.workers, [Shard(0)], shape)
+
+
+def _dtensor(
+    here: Tensor, mesh: DeviceMesh, over: list[Placement], shape: tuple[int, ...]
+) -> Tensor:
+    stride = torch.empty(shape, device="meta").stride()
+    here = torch.from_dlpack(
+        here
+    )  # the same memory; pickle fails on one that begins inside another
+    return DTensor.from_local(
+        here, mesh, over, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+@torch.no_grad()
+def spread_state(optimizer: "BucketedOptimizer") -> States:
+    """Return the optimizer's state, which it shares, as DTensors where processes differ."""
+    params = optimizer._all_params()
+    spread = Spread(optimizer.workers, params[0])
+    found: States = {}
+    for bucket in optimizer.buckets:
+        for slot in bucket.slots:
+            param = slot.tensor
+            for name, value in optimizer.state[param].items():
+                if name in bucket.shared:
+                    kept = spread.shared(value, param)
+                elif name in bucket.counters:
+                    kept = value
+                else:
+                    kept = spread.own(value, param if name in bucket.own else None)
+                found.setdefault(param, {})[name] = kept
+        if spread.shards is not None:
+            exchange, first = bucket.exchange, found[bucket.slots[0].tensor]
+            elementwise = exchange.elementwise()
+            for name, flat in elementwise.items():
+                for slot in bucket.slots:
+                    kept = spread.shared(slot.view(flat).clone(), slot.tensor)
+                    found[slot.tensor][EXCHANGE + name] = kept
+            at = "x".join(map(str, spread.shards.get_coordinate() or ()))
+            for name, rows in exchange.state.items():
+                if name not in elementwise:
+                    first[f"{EXCHANGE}{name}.{at}"] = spread.of_shard(rows)
+    for param in params:  # of some parameters this process has an empty shard
+        if isinstance(param, DTensor) and param.requires_grad and param not in found:
+            here, k = local_part(param), optimizer.workers.local
+            found[param] = {
+                name: spread.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
+                for name in optimizer.own_state
+            }
+    return found
+
+
+@torch.no_grad()
+def put_back(optimizer: "BucketedOptimizer", here: States, saved: States) -> None:
+    """Copy saved state into the optimizer; ``here`` is its own, of the same names and shapes."""
+    for param, tensors in saved.items():
+        for name, value in tensors.items():
+            local_part(here[param][name]).copy_(local_part(value))
+    for bucket in optimizer.buckets:
+        if bucket.sharded:
+            elementwise = bucket.exchange.elementwise()
+            for name, flat in elementwise.items():
+                for slot in bucket.slots:
+                    slot.view(flat).copy_(local_part(here[slot.tensor][EXCHANGE + name]))
+            bucket.exchange.set_elementwise(elementwise)

@@ -1,0 +1,69 @@
+"""Parameters that FSDP2 has sharded: an optimizer sees and moves the local part of each."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from dlion.workers import Workers
+
+EXCHANGE = "exchange."  # before the names of what an exchange keeps, in saved state
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor: itself, if it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def check_sharding(
+    tensors: Sequence[Tensor], workers: Workers, method: str, whole_matrices: bool
+) -> None:
+    """Refuse shards of which the method or the voters could make nothing.
+
+    Raises:
+        ValueError: if the method needs whole matrices; if some parameters are sharded and others
+            not, or over different meshes; if FSDP averages the gradients of the voters; if voters
+            hold different shards.
+    """
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not sharded:
+        return
+    if whole_matrices:
+        raise ValueError(
+            f"{method} works on whole matrices, and no process has one where FSDP has sharded them:"
+            " choose another method"
+        )
+    mesh = sharded[0].device_mesh
+    if len(sharded) < len(tensors):
+        raise ValueError(
+            f"{len(tensors) - len(sharded)} of {len(tensors)} parameters are not sharded, and"
+            " nobody averages their gradients inside a worker: call fully_shard on the whole model"
+        )
+    if any(tensor.device_mesh != mesh for tensor in sharded):
+        raise ValueError(
+            "the parameters are sharded over different meshes: make an optimizer for those of each"
+        )
+    if any(not isinstance(placement, Shard) for t in sharded for placement in t.placements):
+        raise ValueError(
+            f"the parameters are replicated over a dimension of their mesh {_dimensions(mesh)},"
+            " where gradients are averaged before any message is made: call fully_shard with the"
+            " dimension of the shards alone (mesh['shard']) and give this optimizer the other"
+            " (mesh=mesh['replicate'])"
+        )
+    voters = {dist.get_rank()}
+    if workers.processes > 1:
+        voters |= set(dist.get_process_group_ranks(workers.group or dist.group.WORLD))
+    if len(voters & set(mesh.mesh.flatten().tolist())) > 1:
+        raise ValueError(
+            "the processes that are to vote hold different shards of the parameters: give the mesh"
+            " (or process_group) of the processes that hold the same, mesh=mesh['replicate']"
+        )
+
+
+def _dimensions(mesh: dist.DeviceMesh) -> str:
+    return f"({', '.join(mesh.mesh_dim_names or map(str, mesh.shape))})"

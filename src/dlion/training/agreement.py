@@ -1,0 +1,103 @@
+"""What a vote keeps of the workers' mean, and how far their momenta are apart."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from dlion.exchange import Channel, DenseMean, sum_in_order
+from dlion.optim import DistributedOptimizer, DLionADM
+from dlion.optim.bucket import Bucket
+from dlion.optim.dlion import SignedDescent
+from dlion.workers import Workers
+
+VOTES = (SignedDescent, DLionADM)  # who keep a momentum each, and are answered with its sign
+
+
+class Agreement:
+    """Compares the answer of single steps with what float32 messages would have said.
+
+    These are the arguments of Ishikawa et al. 2024 (arXiv 2411.16462) for more than one bit, and
+    for averaging the momenta of some layers only. What is compared travels over a channel of its
+    own, as float32; the step itself is as it would be without.
+
+    Args:
+        optimizer: of a class of VOTES.
+        workers: all of them, in a group that is idle while this measures.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer, workers: Workers):
+        self.optimizer, self._channel = optimizer, Channel(workers)
+        self._momenta: dict[Bucket, Tensor] = {}  # [k, padded], as the step begins
+        self._directions: dict[Bucket, Tensor] = {}  # [k, padded]
+
+    def begin(self) -> None:
+        """Watch the step that follows; all processes must do so together."""
+        for bucket in self.optimizer.buckets:
+            self._momenta[bucket] = bucket.own["momentum"].clone()
+            self._directions[bucket] = torch.zeros_like(self._momenta[bucket])
+
+    def look(self, local: int) -> None:
+        """In a step that is watched, take a local worker's direction from its gradients."""
+        for bucket, momenta in self._momenta.items():
+            beta = bucket.group["betas"][0] if "betas" in bucket.group else bucket.group["momentum"]
+            direction = beta * momenta[local] + (1 - beta) * bucket.gradients()
+            self._directions[bucket][local] = direction
+
+    def measure(self) -> dict[str, float]:
+        """Return what was seen in the step that was watched, over the workers that took part.
+
+        Returns:
+            ``agreement``, ``disagreement``: the shares of entries in which the answer has the sign
+            of the mean direction u, or the opposite, of those where that is not zero. In the others
+            the answer is zero.
+            ``momentum_variance``: of the workers' momenta before the step, summed over entries,
+            relative to their mean square: 0 where all are equal, 1 - 1 / n where they have nothing
+            in common. ``momentum_variance.KIND``: the same for each kind of parameter, which is its
+            name without the numbers of blocks.
+        """
+        self._channel.set_participants(self.optimizer.channel.participants)
+        agreed = opposed = entries = 0
+        squares: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2).double())
+        for bucket, momenta in self._momenta.items():
+            mean = self._mean(self._directions[bucket])
+            right = bucket.exchange.decode().sign() * mean.sign()
+            agreed += int((right > 0).sum())
+            opposed += int((right < 0).sum())
+            entries += int((mean != 0).sum())
+            for slot, found in zip(bucket.slots, self._squares(bucket, momenta), strict=True):
+                kind = ".".join(part for part in slot.name.split(".") if not part.isdigit())
+                squares[kind] += found
+        self._momenta.clear()
+        self._directions.clear()
+        total = sum_in_order(torch.stack([*squares.values()]))
+        return {
+            "agreement": agreed / max(entries, 1),
+            "disagreement": opposed / max(entries, 1),
+            "momentum_variance": _ratio(total),
+            **{f"momentum_variance.{kind}": _ratio(found) for kind, found in squares.items()},
+        }
+
+    def _mean(self, rows: Tensor) -> Tensor:
+        """Return the mean over the participants of ``[k, padded]``, everywhere: ``[padded]``."""
+        exchange = DenseMean(self._channel, rows.shape[1], device=rows.device)
+        for local in self._channel.local_participants:
+            exchange.encode(local, rows[local])
+        exchange.run(0)
+        return exchange.decode()
+
+    def _squares(self, bucket: Bucket, momenta: Tensor) -> Tensor:
+        """Sum the squares of ``m_i - mean`` and of ``m_i`` over participants: ``[T, 2]``."""
+        apart = momenta - self._mean(momenta)
+        parts = [
+            [rows[:, start:stop].double().square().sum(1) for rows in (apart, momenta)]
+            for start, stop in bucket.spans
+        ]
+        found = torch.stack([torch.stack(pair, 1) for pair in parts], 1).cpu()  # [k, T, 2]
+        return sum_in_order(self._channel.gather(found)[self._channel.participants])
+
+
+def _ratio(squares: Tensor) -> float:
+    """Divide the first by the second; 0 where nobody has a momentum yet."""
+    apart, whole = squares.tolist()
+    return apart / whole if whole else 0.0

@@ -1,0 +1,134 @@
+"""torch.distributed.checkpoint gives every worker its own state back, on other processes too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
+from dlion.optim import DLion, DLionADM, EF21Sign, GAdamW, LionCub
+from dlion.workers import Workers
+
+pytestmark = pytest.mark.slow
+
+N, BEFORE, AFTER = 4, 3, 3
+METHODS = {"vote": DLion, "cub": LionCub, "ef21": EF21Sign, "adm": DLionADM, "adamw": GAdamW}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 3))
+
+
+def train(model: nn.Module, optimizer: Any, first: int, steps: int) -> Tensor:
+    """Train on; worker i of a step has its own samples. Returns the parameters, whole."""
+    for step in range(first, first + steps):
+        for local, worker in enumerate(optimizer.workers.ids):
+            generator = torch.Generator().manual_seed(100 * step + worker)
+            x = torch.randn(8, 9, generator=generator)
+            (model(x) - x[:, :3].sin()).square().mean().backward()
+            optimizer.collect(local)
+        optimizer.step()
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def load(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def straight(root: str) -> dict[str, list[float]]:
+    """Four workers on two processes: save in the middle, and go on."""
+    join_process_group("gloo", 60)
+    ends = {}
+    for name, method in METHODS.items():
+        model = net()
+        optimizer = method(model.named_parameters(), lr=1e-2, workers=Workers.current(local=2))
+        train(model, optimizer, 0, BEFORE)
+        save(model, optimizer, Path(root) / name)
+        ends[name] = train(model, optimizer, BEFORE, AFTER).tolist()
+    dist.destroy_process_group()
+    return ends
+
+
+def resumed(root: str, processes: int) -> dict[str, list[float]]:
+    join_process_group("gloo", 60)
+    ends = {}
+    for name, method in METHODS.items():
+        model = net()
+        workers = Workers.current(local=N // processes)
+        optimizer = method(model.named_parameters(), lr=1e-2, workers=workers)
+        load(model, optimizer, Path(root) / name)
+        ends[name] = train(model, optimizer, BEFORE, AFTER).tolist()
+    dist.destroy_process_group()
+    return ends
+
+
+def fewer(root: str) -> str:
+    """Two workers want the state of four."""
+    join_process_group("gloo", 60)
+    model = net()
+    optimizer = DLion(model.named_parameters(), lr=1e-2)
+    try:
+        load(model, optimizer, Path(root) / "vote")
+    except dcp.api.CheckpointException as error:  # which is no Exception
+        return str(error)
+    return "accepted"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[str, dict[str, list[float]]]:
+    root = str(tmp_path_factory.mktemp("dcp"))
+    return root, run_processes(2, straight, root)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_two_processes_save_and_others_go_on(saved, processes):
+    root, ends = saved
+    assert run_processes(processes, resumed, root, processes) == ends
+
+
+def test_another_number_of_workers_is_refused(saved):
+    assert "Size mismatch between saved" in run_processes(2, fewer, saved[0])
+
+
+def sharded(root: str, replicas: int, goes_on: bool) -> list[float]:
+    """Two workers, in two replicas of two shards, or both in one of four."""
+    join_process_group("gloo", 60)
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    group = mesh["replicate"].get_group()
+    ends: list[float] = []
+    for name, method in {"vote": DLion, "adamw": GAdamW}.items():
+        model = net()
+        fully_shard(model, mesh=mesh["shard"])
+        workers = Workers.current(local=2 // replicas, group=group)
+        optimizer = method(model.named_parameters(), lr=1e-2, workers=workers)
+        if goes_on:
+            load(model, optimizer, Path(root) / name)
+        else:
+            train(model, optimizer, 0, BEFORE)
+            save(model, optimizer, Path(root) / name)
+        ends += train(model, optimizer, BEFORE, AFTER).tolist()
+    dist.destroy_process_group()
+    return ends
+
+
+def test_shards_may_be_cut_otherwise(tmp_path):
+    ends = run_processes(4, sharded, str(tmp_path), 2, False)
+    assert run_processes(4, sharded, str(tmp_path), 2, True) == ends
+    assert run_processes(4, sharded, str(tmp_path), 1, True) == ends
