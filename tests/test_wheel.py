@@ -73,18 +73,19 @@ def place(tmp_path_factory) -> Path:
     """A folder with ``bin/python`` of an environment that has the wheel and what it asks for."""
     place = tmp_path_factory.mktemp("wheel")
     source, wheels = place / "source", place / "wheels"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", source / "src", ignore=left_out)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     plain = ["--no-deps", "--no-index"]
-    subprocess.run(
-        [*pip, "wheel", *plain, "--no-build-isolation", "-w", wheels, source], check=True
-    )
+    build = [*pip, "wheel", *plain, "--no-build-isolation", "-w", wheels, source]
+    subprocess.run(build, env=away_from_here(), check=True)
     shutil.rmtree(source)
     venv.create(place)
     own = ["--python", place / "bin" / "python"]
-    subprocess.run([*pip, *own, "install", *plain, *wheels.iterdir()], check=True)
+    install = [*pip, *own, "install", *plain, *wheels.iterdir()]
+    subprocess.run(install, env=away_from_here(), check=True)
     (packages,) = place.glob("lib/python*/site-packages")
     (wheel,) = importlib.metadata.distributions(path=[str(packages)])
     for name in needed_by(wheel):
@@ -113,8 +114,13 @@ def bring(name: str, packages: Path) -> None:
             (packages / part).symlink_to(distribution.locate_file(part))
 
 
+def away_from_here() -> dict[str, str]:
+    """The variables of the tests, without what would find this checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def start(place: Path, *arguments: object, **variables: str) -> subprocess.Popen[str]:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    env = away_from_here() | variables
     command = [place / "bin" / "python", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=place, env=env, stdout=pipe, stderr=pipe, text=True)
