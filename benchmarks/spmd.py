@@ -27,21 +27,23 @@ def time_together(
     *args: Any,
     rounds: int,
     warmups: int = 1,
+    per_node: int = 1,
 ) -> Measured:
     """Time the cases that ``make_cases(*args)`` returns in every process.
 
     Args:
         rate: of the emulated links, bits per second; None: loopback.
         rounds, warmups: how often every case is timed, and run before that.
+        per_node: processes that share a link.
 
     Returns:
         case -> ``{"seconds": [...], "nic_bytes": [...]}``, a value for each round; bytes are those
-        of a process's interface, 0 on loopback.
+        of a node's interface, 0 on loopback.
     """
     work = (make_cases, args, rounds, warmups)
     if rate is None:
         return run_processes(processes, _work, None, None, *work)
-    with Network(processes, max(rate, WARMUP_RATE)) as network:
+    with Network(processes, max(rate, WARMUP_RATE), per_node) as network:
         return run_processes(processes, _work, network, rate, *work, network=network)
 
 

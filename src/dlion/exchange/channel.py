@@ -171,13 +171,14 @@ class Channel:
         self._all_to_all([outgoing] * w.processes, incoming.split(receive))
         return list(incoming.split(sizes))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` everywhere with that of process 0."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` everywhere with that of process ``source``."""
         w = self.workers
-        peers = (w.processes - 1) * tensor.nbytes if w.rank == 0 else 0
-        self._count(sent=peers, received=tensor.nbytes if w.rank else 0, process=peers)
+        peers = (w.processes - 1) * tensor.nbytes if w.rank == source else 0
+        received = tensor.nbytes if w.rank != source else 0
+        self._count(sent=peers, received=received, process=peers)
         if w.processes > 1:
-            dist.broadcast(tensor, group=w.group, group_src=0)
+            dist.broadcast(tensor, group=w.group, group_src=source)
 
     def _all_to_all(self, outgoing: Tensors, incoming: Tensors) -> None:
         """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it.

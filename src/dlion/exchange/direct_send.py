@@ -11,7 +11,7 @@ answer does not depend on how workers are spread over processes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ class Exchange(ABC):
     def decode(self) -> Tensor:
         """Unpack the answer: float32 ``[numel]``."""
 
+    can_follow: ClassVar[bool] = False  # whether its answer can be handed on, see expect
+
+    def expect(self) -> None:
+        """Make room for ``answer`` and ``headers``, which another process is to hand on."""
+        raise NotImplementedError
+
+    def accept(self) -> None:  # noqa: B027
+        """Take note of the answer that was handed on."""
+
     def elementwise(self) -> dict[str, Tensor]:
         """Return what ``state`` says of each parameter by itself, from all owners: ``[numel]``.
 
@@ -143,6 +152,12 @@ class DirectSend(Exchange):
                 self.combine(messages[:, owner], owner, step, answer)
         self.answer = channel.gather(self._answers, self._everyones)
 
+    def expect(self) -> None:
+        senders = len(self.channel.participants)
+        self._resize(senders)
+        self.headers = self._buffer(senders, self.header_bytes)
+        self.answer = self._answers if self._everyones is None else self._everyones
+
     @abstractmethod
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         """Combine the messages about one slice into the packed answer.
@@ -174,6 +189,8 @@ class DirectSend(Exchange):
 
 class DenseMean(DirectSend):
     """The mean of float32 messages, added in the order of the workers."""
+
+    can_follow = True
 
     def __init__(
         self,

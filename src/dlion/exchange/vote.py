@@ -73,6 +73,8 @@ class LevelMean(LevelExchange):
     The sum travels back in ``ceil(log2(n (levels - 1) + 1))`` bits a parameter.
     """
 
+    can_follow = True
+
     def __init__(
         self,
         channel: Channel,
@@ -106,6 +108,8 @@ class Vote(LevelExchange):
     All but ``zero`` cost 1 bit down. ``previous`` learns fastest (results/ties).
     """
 
+    can_follow = True
+
     def __init__(
         self,
         channel: Channel,
@@ -138,6 +142,11 @@ class Vote(LevelExchange):
     def decode(self) -> Tensor:
         values = self.down.decode(self.answer, self.slice).to(torch.float32).flatten()
         return values if isinstance(self.down, Ternary) else values.mul_(2).sub_(1)
+
+    def accept(self) -> None:
+        if "previous" in self.state:
+            words = self.answer.view(torch.int64)
+            self.state["previous"].copy_(words[list(self.channel.workers.ids)])
 
     def elementwise(self) -> dict[str, Tensor]:
         if "previous" not in self.state:
@@ -180,6 +189,8 @@ class WeightedVote(Vote):
     Args:
         mask: bool ``[numel]``, False for padding, which is nobody's opinion; None: no padding.
     """
+
+    can_follow = False  # owners learn from messages, not from answers
 
     def __init__(
         self,

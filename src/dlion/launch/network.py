@@ -1,9 +1,9 @@
-"""Emulates a slow Ethernet on one machine: a network namespace for each process, and a switch.
+"""Emulates a slow Ethernet on one machine: a network namespace for each node, and a switch.
 
-Each process gets a namespace with one interface, a link to a bridge, and both directions of the
-link are shaped by a token bucket (``tc tbf``), as by a switch port of that speed. The bridge has a
-namespace as well: no interface of the machine is touched, and removing the namespaces removes
-everything.
+Each node, usually of one process, gets a namespace with one interface, a link to a bridge, and both
+directions of the link are shaped by a token bucket (``tc tbf``), as by a switch port of that speed.
+Processes of a node talk to each other over loopback. The bridge has a namespace as well: no
+interface of the machine is touched, and removing the namespaces removes everything.
 """
 
 import ctypes
@@ -55,10 +55,11 @@ class Network:
     Args:
         processes: number of processes in the run.
         rate: of each link, in bits per second.
+        per_node: processes that share a link, those of neighbouring ranks.
     """
 
-    def __init__(self, processes: int, rate: int):
-        self.processes, self.rate = processes, rate
+    def __init__(self, processes: int, rate: int, per_node: int = 1):
+        self.nodes, self.rate, self.per_node = processes // per_node, rate, per_node
         self._prefix = f"dlion-{os.getpid()}-{_started(os.getpid())}-"
 
     def __enter__(self) -> "Network":
@@ -78,26 +79,26 @@ class Network:
     ) -> None:
         self._remove()
 
-    def namespace(self, rank: int) -> str:
-        """Return the name of a process's namespace."""
-        return f"{self._prefix}{rank}"
+    def namespace(self, node: int) -> str:
+        """Return the name of a node's namespace; a node of one process has the number of that."""
+        return f"{self._prefix}{node}"
 
     def enter(self, rank: int) -> None:
         """Move this process into its namespace; it must not have a socket yet."""
-        with (_NAMESPACES / self.namespace(rank)).open() as file:
+        with (_NAMESPACES / self.namespace(rank // self.per_node)).open() as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 error = ctypes.get_errno()
-                raise OSError(error, os.strerror(error), self.namespace(rank))
+                raise OSError(error, os.strerror(error), file.name)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def set_rate(self, rate: int) -> None:
         """Change the rate of all links, in bits per second."""
         self.rate = rate
         burst = max(rate // 8 // 250, 16384)  # bytes: what may pass between two timer ticks
-        for rank in range(self.processes):
+        for node in range(self.nodes):
             for name, device in (
-                (self.namespace(rank), INTERFACE),
-                (f"{self._prefix}switch", f"port{rank}"),
+                (self.namespace(node), INTERFACE),
+                (f"{self._prefix}switch", f"port{node}"),
             ):
                 shape = f"tbf rate {rate}bit burst {burst} limit {_QUEUE + burst}"
                 _call("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape.split())
@@ -107,13 +108,13 @@ class Network:
         _call("ip", "netns", "add", switch)
         _call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _call("ip", "-n", switch, "link", "set", "bridge", "up")
-        for rank in range(self.processes):
-            name = self.namespace(rank)
+        for node in range(self.nodes):
+            name = self.namespace(node)
             _call("ip", "netns", "add", name)
-            port = f"port{rank} type veth peer name {INTERFACE} netns {name}"
+            port = f"port{node} type veth peer name {INTERFACE} netns {name}"
             _call("ip", "-n", switch, "link", "add", *port.split())
-            _call("ip", "-n", switch, "link", "set", f"port{rank}", "master", "bridge", "up")
-            high, low = divmod(rank + 1, 250)
+            _call("ip", "-n", switch, "link", "set", f"port{node}", "master", "bridge", "up")
+            high, low = divmod(node + 1, 250)
             address = f"10.177.{high}.{low + 1}/16"
             _call("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
             _call("ip", "-n", name, "link", "set", INTERFACE, "up")

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from dlion.exchange import Channel
 from dlion.optim.bucket import Bucket, InFlight
 from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, check_spread
+from dlion.optim.node import DenseWire, Node
 from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
 from dlion.workers import Workers, voters
@@ -29,6 +30,8 @@ class Common(TypedDict, total=False):
     workers: Workers | None
     process_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None
+    dense_group: dist.ProcessGroup | None
+    dense_wire: DenseWire
     seed: int
     overlap: bool
     bucket_cap_mb: float | None
@@ -86,6 +89,10 @@ class DistributedOptimizer(BucketedOptimizer):
         workers, process_group, mesh: who takes part, said in one of three ways: workers, for
             several in a process; a process group; a mesh of one dimension (``mesh["replicate"]``).
             By default the processes of the default process group.
+        dense_group: processes (of a node, say) that are one worker together: they average their
+            gradients in ``dense_wire``, and one of them exchanges messages for all. Then
+            process_group or mesh is of the processes that have the same place in other nodes.
+        dense_wire: bf16, or float32.
         seed: of all random draws of the method (the same on every process).
         overlap: let messages leave during the (last virtual worker's) backward pass, bucket by
             bucket, each as soon as its gradients and the bucket before it are there; give
@@ -130,6 +137,8 @@ class DistributedOptimizer(BucketedOptimizer):
         workers: Workers | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        dense_group: dist.ProcessGroup | None = None,
+        dense_wire: DenseWire = "bf16",
         seed: int = 0,
         overlap: bool = False,
         bucket_cap_mb: float | None = None,
@@ -140,11 +149,15 @@ class DistributedOptimizer(BucketedOptimizer):
             raise ValueError(f"nonfinite={nonfinite} is unknown: choose stop, skip or null (None)")
         given = voters(workers, process_group, mesh)
         check_spread(given)
+        self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
-        self.nonfinite = nonfinite
+        self.nonfinite, self.dense_wire = nonfinite, dense_wire
         check_alike(Channel(given), {"settings": self._settings()})
         # others may talk during the backward pass
         own = given.with_own_group() if overlap else given
+        self.node = None
+        if dense_group is not None:
+            self.node = Node(dense_group, dense_wire, given, overlap)
         self.flag = self.flagged = False
         self.skipped = 0
         self._thread = ExchangeThread(overlap)
@@ -156,8 +169,8 @@ class DistributedOptimizer(BucketedOptimizer):
         self._synchronising = True
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self._hooks: list[RemovableHandle] = []
-        finalizer = weakref.finalize(self, _close, self._thread, self._hooks, own)
-        finalizer.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
+        close = weakref.finalize(self, _close, self._thread, self._hooks, own, self.node)
+        close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         super().__init__(params, defaults, Channel(own), bucket_cap_mb)
 
     # ------------------------------------------------------------------ what a method fills in
@@ -384,6 +397,8 @@ class DistributedOptimizer(BucketedOptimizer):
     def _encode(self, bucket: Bucket, local: int) -> None:
         if self.nonfinite is not None:
             self._look_at_gradients(bucket, local)
+        if self.node is not None:
+            self.node.average(bucket)
         self._write_message(bucket, local)
 
     def _write_message(self, bucket: Bucket, local: int) -> None:
@@ -475,7 +490,20 @@ class DistributedOptimizer(BucketedOptimizer):
         facts = {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, plain)}
         return {"method": type(self).__name__, **facts}
 
+    def _give(self, values: Tensor) -> None:
+        if self.node is not None:
+            self.node.hand_out(values)
+        super()._give(values)
+
     def _watch(self, bucket: Bucket) -> None:
+        if self.node is not None:
+            if bucket.sharded or not bucket.exchange.can_follow:
+                what = "parameters that FSDP has sharded" if bucket.sharded else type(self).__name__
+                raise ValueError(
+                    f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
+                    " LionCub, GAdamW or GLion (without weighted votes) on a plain model"
+                )
+            bucket.run_led = self.node.run
         if self.overlap:
             ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
             tensors = (slot.tensor for slot in bucket.slots)
@@ -489,9 +517,13 @@ def _call(method: weakref.WeakMethod, bucket: Bucket, tensor: Tensor) -> None:
         alive(bucket, tensor)
 
 
-def _close(thread: ExchangeThread, hooks: list[RemovableHandle], workers: Workers) -> None:
-    """Give back the hooks, the thread and the group of an optimizer that nobody uses any more."""
+def _close(
+    thread: ExchangeThread, hooks: list[RemovableHandle], workers: Workers, node: Node | None
+) -> None:
+    """Give back the hooks, the thread and the groups of an optimizer that nobody uses any more."""
     for hook in hooks:
         hook.remove()
     if thread.close():
         workers.give_back()
+        if node is not None:
+            node.close()

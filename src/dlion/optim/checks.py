@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.errors import TrainingFailed
@@ -96,19 +97,26 @@ def check_spread(workers: Workers) -> None:
 
 
 def check_bare(params: list[Tensor]) -> None:
-    """Refuse parameters of a DistributedDataParallel, which would send float32 besides."""
+    """Refuse parameters of a DistributedDataParallel, which would send float32 besides.
+
+    One whose communication hook is torch's ``noop_hook`` sends no gradients.
+    """
     if not dist.is_initialized():
         return
     ids = set(map(id, params))
     for found in gc.get_objects():
         # its metaclass makes isinstance slow, and there are some hundred thousand objects
-        if DistributedDataParallel in type(found).__mro__ and any(
-            id(param) in ids for param in found.parameters()
+        if (
+            DistributedDataParallel in type(found).__mro__
+            and any(id(param) in ids for param in found.parameters())
+            and not any(hook is noop_hook for hook, _ in found._comm_hooks)
         ):
             raise RuntimeError(
                 "the model is wrapped in DistributedDataParallel, which would average the gradients"
                 " in float32 before any message is made: give the bare model, as this optimizer"
-                " takes the place of DistributedDataParallel too"
+                " takes the place of DistributedDataParallel too; where a framework insists on it,"
+                " call its register_comm_hook(None, noop_hook), of"
+                " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
             )
 
 

@@ -104,14 +104,18 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         check_alike(self.channel, facts)
         check_bare(params)
         for bucket in buckets:
-            self.channel.broadcast(bucket.params)
+            self._give(bucket.params)
             bucket.write_back()
         for tensor in params:
             if not tensor.requires_grad:
                 here = local_part(tensor)
                 values = here.contiguous()
-                self.channel.broadcast(values)
+                self._give(values)
                 here.copy_(values)
+
+    def _give(self, values: Tensor) -> None:
+        """Give all processes the values of process 0."""
+        self.channel.broadcast(values)
 
     def _add_buckets(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> None:
         """Put parameters of a group into buckets of one dtype and device each."""

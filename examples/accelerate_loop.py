@@ -1,0 +1,31 @@
+"""Distributed Lion with Hugging Face accelerate.
+
+torchrun --nproc_per_node=2 examples/accelerate_loop.py
+"""
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from common import make_data, make_model, report
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.utils.data import DataLoader
+
+from dlion.optim import DLion
+
+accelerator = Accelerator(cpu=True)
+model = make_model()
+optimizer = DLion(model.parameters(), lr=3e-3)
+loader = DataLoader(make_data(), batch_size=32, shuffle=True)
+
+model, prepared, loader = accelerator.prepare(model, optimizer, loader)
+model.register_comm_hook(None, noop_hook)  # accelerate insists on DistributedDataParallel
+
+steps = 0
+for _ in range(3):
+    for x, y in loader:
+        prepared.zero_grad()
+        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
+        prepared.step()
+        steps += 1
+report(accelerator.unwrap_model(model), optimizer, steps)
+dist.destroy_process_group()

@@ -1,0 +1,35 @@
+"""Distributed Lion between replicas of a model that FSDP2 shards: 2 nodes of 2 processes.
+
+torchrun --nproc_per_node=4 examples/fsdp2.py
+"""
+
+import torch
+import torch.distributed as dist
+from common import make_data, make_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dlion.optim import DLion
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+model = make_model()
+fully_shard(model, mesh=mesh["shard"])  # averages gradients between the two processes of a node
+optimizer = DLion(model.parameters(), lr=3e-3, mesh=mesh["replicate"])  # votes between nodes
+
+x, y = make_data().tensors
+x, y = x[dist.get_rank() :: 4], y[dist.get_rank() :: 4]
+for _ in range(200):
+    batch = torch.randint(len(x), (32,))
+    loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+sent = optimizer.channel.traffic.sent_bytes / 200
+shard = sum(param.to_local().numel() for param in model.parameters())
+accuracy = (model(x).argmax(1) == y).float().mean()
+if dist.get_rank() == 0:
+    ring = 4 * shard  # float32, 2 (n - 1) / n of two nodes
+    print(f"accuracy {accuracy:.1%}, {sent:,.0f} bytes sent to the other node; HSDP: {ring:,}")
+dist.destroy_process_group()

@@ -1,0 +1,58 @@
+"""Distributed Lion in the Trainer of transformers.
+
+torchrun --nproc_per_node=2 examples/hf_trainer.py
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from common import make_data, make_model, report
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from dlion.optim import DLion
+
+
+class Classifier(torch.nn.Module):
+    """A model as Trainer wants it, which computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels)}
+
+
+class NoSecondAverage(TrainerCallback):
+    """Trainer wraps the model in DistributedDataParallel, which is to send nothing."""
+
+    def on_train_begin(self, *_, **__) -> None:
+        trainer.model_wrapped.register_comm_hook(None, noop_hook)
+
+
+model = Classifier()
+arguments = TrainingArguments(
+    output_dir=tempfile.mkdtemp(),
+    per_device_train_batch_size=32,
+    num_train_epochs=3,
+    use_cpu=True,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+)
+dist.is_initialized() or dist.init_process_group("gloo")
+optimizer = DLion(model.parameters(), lr=3e-3)
+schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+data = [{"x": x, "labels": y} for x, y in make_data()]
+trainer = Trainer(
+    model,
+    arguments,
+    train_dataset=data,
+    optimizers=(optimizer, schedule),
+    callbacks=[NoSecondAverage()],
+)
+trainer.train()
+report(model.net, optimizer, trainer.state.global_step)
+dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""Two levels: processes of a node average their gradients densely, and nodes exchange messages."""
+
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dlion.exchange import Channel, RoundedMean, Traffic
+from dlion.optim.bucket import Bucket
+from dlion.wire import BFloat16, Float32, Wire
+from dlion.workers import Workers
+
+DenseWire = Literal["bf16", "float32"]
+DENSE_WIRES = get_args(DenseWire)
+
+
+class Node:
+    """Processes that are one worker together, all with the same parameters and state.
+
+    They give each other the mean of their gradients. Of each bucket one of them, in turn, then
+    exchanges messages with its counterparts in the other nodes, and hands on the answer.
+
+    Args:
+        group: these processes, connected by fast links.
+        wire: of gradients.
+        voters: those that this process exchanges messages with, one in each node.
+        overlap: whether answers are handed on while other gradients are averaged.
+
+    Raises:
+        ValueError: for another wire; if voters are among these processes.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, wire: DenseWire, voters: Workers, overlap: bool
+    ) -> None:
+        if wire not in DENSE_WIRES:
+            raise ValueError(f"dense_wire={wire} is unknown: choose bf16 or float32")
+        workers = Workers.current(group=group)
+        node, others = set(dist.get_process_group_ranks(group)), {dist.get_rank()}
+        if voters.processes > 1:
+            others |= set(dist.get_process_group_ranks(voters.group or dist.group.WORLD))
+        if len(node & others) > 1:
+            raise ValueError(
+                "the processes of dense_group are also to exchange messages: give the mesh (or"
+                " process_group) of one process in each node"
+            )
+        self._rank, self._processes = workers.rank, workers.processes
+        self._wire: Wire = BFloat16() if wire == "bf16" else Float32()
+        self._gradients = Channel(workers)
+        self._answers = Channel(workers.with_own_group() if overlap else workers)
+        self._means: dict[int, RoundedMean] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes inside the node."""
+        one, two = self._gradients.traffic, self._answers.traffic
+        return Traffic(
+            *(a + b for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
+        )
+
+    def close(self) -> None:
+        """Give back the group that answers are handed on in."""
+        self._answers.workers.give_back()
+
+    def hand_out(self, values: Tensor) -> None:
+        """Overwrite ``values`` with those of the first process of the node."""
+        self._gradients.broadcast(values)
+
+    def average(self, bucket: Bucket) -> None:
+        """Give all processes the mean gradient; one that some have counts as zero elsewhere."""
+        present = self._gradients.gather(torch.tensor([bucket.present()])).any(0).tolist()
+        numel = bucket.exchange.numel
+        if bucket.index not in self._means:
+            mean = RoundedMean(self._gradients, numel, self._wire, device=bucket.device)
+            self._means[bucket.index] = mean
+        exchange = self._means[bucket.index]
+        exchange.encode(0, pad(bucket.gradients(), (0, exchange.numel - numel)))
+        exchange.run(bucket.step)
+        mean = exchange.decode()
+        for slot, here in zip(bucket.slots, present, strict=True):
+            if not here:
+                continue
+            if slot.tensor.grad is None:
+                slot.tensor.grad = torch.empty_like(slot.tensor)
+            slot.tensor.grad.copy_(slot.view(mean))
+
+    def run(self, bucket: Bucket) -> None:
+        """Run the exchange of a bucket on one process, and hand on what came of it."""
+        exchange, leader = bucket.exchange, bucket.index % self._processes
+        if leader == self._rank:
+            exchange.run(bucket.step)
+        else:
+            exchange.expect()
+        for part in (exchange.answer, exchange.headers):
+            whole = part.contiguous()
+            self._answers.broadcast(whole, leader)
+            if leader != self._rank:
+                part.copy_(whole)
+        if leader != self._rank:
+            exchange.accept()
