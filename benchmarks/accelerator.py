@@ -408,6 +408,8 @@ def measured(key: Row, args: argparse.Namespace, seconds: float) -> list[Row]:
     An ``attempt`` at what need not be possible has no aim.
     """
     try:
+        if seconds < 1:
+            raise TimeoutError("not begun: the points before it took all of this part's budget")
         with at_most(seconds):
             return run_processes(key["processes"], work, key, args)
     except (RunFailed, TimeoutError) as error:
@@ -434,7 +436,7 @@ def at_most(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"not done within {seconds:.0f} s, what was left of this part's budget")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
@@ -472,8 +474,10 @@ def facts_of_device(device: str) -> Row:
     return facts
 
 
-def import_models() -> None:
-    """Import what takes seconds, once for all processes."""
+def warm_up(small: bool) -> None:
+    """Import and compile what takes seconds, once for all processes."""
+    if small:
+        optim.DLion([torch.nn.Parameter(torch.zeros(64))]).prepare()
     declare_missing_operators()
     import timm  # noqa: F401
     from transformers import GPT2LMHeadModel  # noqa: F401
@@ -519,7 +523,7 @@ def main(args: argparse.Namespace) -> None:
     points = Points(args.output / "accelerator.json", facts, {"rounds": args.rounds}, args.fresh)
     points.rows = [row for row in points.rows if "error" not in row]
     if "train" in args.only:
-        import_models()
+        warm_up(args.small)
     for part in args.only:
         deadline = time.monotonic() + SECONDS[part]
         for key in points.missing(keys(part, args)):

@@ -61,7 +61,8 @@ class ExchangeThread:
             return None
         if bucket.device not in self._streams:
             self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
-        with torch.cuda.stream(self._streams[bucket.device]):  # and its device
+        stream = self._streams[bucket.device]
+        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
             ready.wait()
             bucket.run_exchange()
             done = torch.cuda.Event()
