@@ -178,7 +178,7 @@ class Channel:
         w = self.workers
         peers = (w.processes - 1) * tensor.nbytes if w.rank == 0 else 0
         self._count(sent=peers, received=tensor.nbytes if w.rank else 0, process=peers)
-        if not self.alone:
+        if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=0)
 
     def _all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
