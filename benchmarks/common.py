@@ -142,14 +142,24 @@ def in_random_order(
             yield round_, name
 
 
-def interleaved(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def wall_clock(case: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
+    start = time.perf_counter()
+    case()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    cases: dict[str, Callable[[], Any]],
+    rounds: int,
+    clock: Callable[[Callable[[], Any]], float] = wall_clock,
+) -> dict[str, list[float]]:
     """Return the seconds of every case in every round; one warm-up round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for round_, name in in_random_order(cases, rounds):
-        start = time.perf_counter()
-        cases[name]()
+        taken = clock(cases[name])
         if round_ >= 0:
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(taken)
     return seconds
 
 

@@ -25,10 +25,10 @@ OURS = ("dlion", "lion_cub")
 
 
 def make_cases(d: int) -> dict[str, Callable[[], object]]:
-    """Return what is timed, for d parameters."""
+    """Return what is timed, for d parameters on torch's default device."""
     from lion_pytorch import Lion
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     grad = torch.randn(d, generator=generator)
     words = -(-d // (64 * VOTERS))
     momentum, params = torch.zeros(d), torch.randn(d, generator=generator)

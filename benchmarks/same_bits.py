@@ -332,6 +332,8 @@ def _run_cases(rank: int, processes: int, cases: list[Case], scratch: Path, line
     """The cases with so many processes, of which this is one; the first reports."""
     import torch.distributed as dist
 
+    from dlion.workers import Workers
+
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     runs = [(c, overlap) for c in cases for count, overlap in c.runs if count == processes]
     marker = scratch / f"zero-{processes}"
@@ -346,7 +348,7 @@ def _run_cases(rank: int, processes: int, cases: list[Case], scratch: Path, line
                 timeout=timedelta(seconds=60),
             )
         try:
-            digest = run_case(case, WORKERS // processes, overlap)
+            digest = run_case(case, Workers.current(local=WORKERS // processes), overlap)
             everyone: list[Any] = [digest] * processes
             if processes > 1:
                 dist.all_gather_object(everyone, digest)
@@ -362,28 +364,34 @@ def _run_cases(rank: int, processes: int, cases: list[Case], scratch: Path, line
             _report(lines, case.name, (processes, overlap), outcome)
 
 
-def run_case(case: Case, local: int, overlap: bool) -> str:
-    """The SHA-256 of all parameters after all steps."""
+def run_case(
+    case: Case, workers: Any, overlap: bool, device: str = "cpu", travelling: bool = False
+) -> str:
+    """The SHA-256 of all parameters after all steps.
+
+    ``travelling``: one process, too, sends its messages through collectives.
+    """
     import torch
 
     from dlion import optim
-    from dlion.workers import Workers
 
     params = {}
     for index, (name, shape) in enumerate(case.shapes.items()):
         dtype = torch.bfloat16 if case.bfloat16 and index % 2 else torch.float32
         generator = torch.Generator().manual_seed(index)
-        values = torch.randn(shape, generator=generator).to(dtype)
+        values = torch.randn(shape, generator=generator).to(device, dtype)
         params[name] = torch.nn.Parameter(values)
     class_name, settings = METHODS[case.method]
     settings = {"bucket_cap_mb": 0.008, **settings, **case.options}
-    pairs, workers = list(params.items()), Workers.current(local=local)
+    pairs = list(params.items())
     groups = [{"params": pairs[i :: case.groups]} for i in range(case.groups)]
     for i, group in enumerate(groups[1:], 1):
         group |= {"lr": settings["lr"] / (1 + i), "weight_decay": 0.0}
     optimizer = getattr(optim, class_name)(
         groups, workers=workers, seed=3, overlap=overlap, **settings
     )
+    if travelling:
+        optimizer.channel.alone = False
     digest = hashlib.sha256()
     for step in range(case.steps):
         participants = list(range(WORKERS))
@@ -398,7 +406,7 @@ def run_case(case: Case, local: int, overlap: bool) -> str:
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         for param in params.values():
-            digest.update(param.detach().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(param.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -410,6 +418,7 @@ def _backward(case: Case, params: list[Any], step: int, worker: int) -> None:
     grads = [_gradient(step, worker, i, params[i].shape, params[i].dtype).clone() for i in given]
     if case.options.get("nonfinite") == "skip" and (step, worker) in ((2, 1), (3, 1), (3, 2)):
         grads[worker].view(-1)[-1] = torch.inf if step == 2 else torch.nan
+    grads = [grad.to(params[0].device) for grad in grads]
     torch.autograd.backward([params[i] for i in given], grads)
 
 

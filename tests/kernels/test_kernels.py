@@ -1,9 +1,6 @@
 """The compiled kernels give the bits of the reference, and the reference means what it says."""
 
-import math
 import os
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,31 +10,19 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 from dlion import kernels
 from dlion.kernels import Coder, numba_cpu, reference, triton_cuda
 from dlion.wire import packing
+from tests.benchmarks.scripts import script
 
-INTERPRETED = not torch.cuda.is_available()
-NAN, INF = math.nan, math.inf
-LENGTHS = [1, 63, 64, 65, 1100]
-ODD = [NAN, INF, -INF, 0.0, -0.0, 1e-45, -1e-45, 1e-39, 3e38, -3e38, 1.0, -1.0]
+shared = script("kernel_cases")
+Compiled, Case, INF, NAN = shared.Compiled, shared.Case, shared.INF, shared.NAN
+both, coder, coins, copied = shared.both, shared.coder, shared.coins, shared.copied
+message, same, vector, words = shared.message, shared.same, shared.vector, shared.words
+CPU = Compiled(kernels, "cpu")
 COMPILED = {
-    "cpu": (kernels, "cpu"),
-    "triton": (triton_cuda, "cpu") if INTERPRETED else (kernels, "cuda"),
+    "cpu": CPU,
+    "triton": Compiled(kernels, "cuda")
+    if torch.cuda.is_available()
+    else Compiled(triton_cuda, "cpu", interpreted=True),
 }
-
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-lengths = pytest.mark.parametrize("length", LENGTHS)
-
-
-class Message(NamedTuple):
-    """A message inside longer rows: words precede and follow each."""
-
-    rows: torch.Tensor
-    planes: int
-    words: int
-    flat: bool = False  # without the dimension of planes
-
-    def view(self) -> torch.Tensor:
-        inside = self.rows[:, 3 : 3 + self.planes * self.words]
-        return inside if self.flat else inside.unflatten(1, (self.planes, self.words))
 
 
 @pytest.fixture(params=COMPILED)
@@ -46,110 +31,18 @@ def compiled(request):
     return COMPILED[request.param]
 
 
-def both(compiled, name: str, *arguments) -> bool:
-    """Whether a compiled kernel and the reference leave the same bits in all their arguments."""
-    results = []
-    for module, device in (compiled, (reference, "cpu")):
-        copies = [copied(argument, device) for argument in arguments]
-        run(module, name, *copies)
-        results.append([tensor.cpu() for tensor in tensors(copies)])
-    exact = not (INTERPRETED and compiled[0] is triton_cuda)
-    return all(same(a, b, exact) for a, b in zip(*results, strict=True))
+@pytest.mark.parametrize("case", shared.cases(), ids=lambda case: case.name)
+def test_the_bits_are_those_of_the_reference(compiled, case):
+    assert case.holds(compiled)
 
 
-def run(module, name: str, *arguments) -> None:
-    getattr(module, name)(*(a.view() if isinstance(a, Message) else a for a in arguments))
-
-
-def copied(argument, device: str):
-    if isinstance(argument, Message):
-        return argument._replace(rows=copied(argument.rows, device))
-    if isinstance(argument, Coder):
-        return Coder(*(copied(tensor, device) for tensor in argument))
-    return argument.to(device, copy=True) if isinstance(argument, torch.Tensor) else argument
-
-
-def tensors(arguments) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments and in them."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, Message | Coder):
-            yield from tensors(argument)
-
-
-def same(first: torch.Tensor, second: torch.Tensor, exact: bool = True) -> bool:
-    if first.dtype == torch.bfloat16 and not exact:  # an interpreter cuts off where a GPU rounds
-        return torch.allclose(first.float(), second.float(), rtol=2**-7, equal_nan=True)
-    if first.dtype.is_floating_point:
-        integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[first.dtype.itemsize]
-        first, second = (t.nan_to_num(nan=12345.0).view(integers) for t in (first, second))
-    return torch.equal(first, second)
-
-
-def coins(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def vector(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random values of many sizes, every third one replaced by an odd one."""
-    generator = coins(seed)
-    values = torch.randn(length, generator=generator)
-    values *= 10.0 ** torch.randint(-6, 3, (length,), generator=generator)
-    odd = torch.tensor(ODD)[torch.randint(len(ODD), (length,), generator=generator)]
-    values = values.where(torch.rand(length, generator=generator) > 0.3, odd).to(dtype)
-    if dtype == torch.bfloat16:  # Triton's interpreter cannot read its denormals; Numba's own test
-        values = values.where(values.abs() > 2e-38, 0.0)
-    return values
-
-
-def words(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(-(2**63), 2**63 - 1, shape, generator=coins(seed))
-
-
-def message(n: int, planes: int, length: int) -> Message:
-    """Random words; ``length``: words of a plane."""
-    return Message(words(n, planes * length + 5), planes, length)
-
-
-@dtypes
-@lengths
-@pytest.mark.parametrize("positive", [True, False], ids=["plus", "minus"])
-def test_encode_signs(compiled, length, dtype, positive):
-    momentum, grad = vector(length, torch.float32, 1), vector(length, dtype, 2)
-    rows = message(5, 1, length // 256 + 1)
-    assert both(compiled, "encode_signs", rows, 64, momentum, grad, 0.9, 0.99, positive)
-
-
-@dtypes
-@lengths
-@pytest.mark.parametrize("largest", [1, 7, 127])
-def test_encode_levels(compiled, length, dtype, largest):
-    momentum, grad = vector(length, torch.float32, 1), vector(length, dtype, 2)
-    rows = message(5, (2 * largest).bit_length(), length // 256 + 1)
-    for multiplier in (largest / 1e-3, 0.0, NAN, 1e30):
-        factors = (0.9, 0.99, torch.tensor(multiplier), largest)
-        assert both(compiled, "encode_levels", rows, 64, momentum, grad, *factors)
-
-
-@lengths
 @pytest.mark.parametrize("scale", ["l1", "max", "geometric"])
-def test_measure(compiled, scale, length):
-    momentum = torch.randn(length, generator=coins(1))
-    grad = torch.randn(length, generator=coins(2)).bfloat16()
-    grad[length // 2] = momentum[length // 2] = 0
-    broken = grad.clone()
-    broken[length // 2] = NAN
-    zeros = torch.zeros(length)
-
-    def measured(module, device, momentum, grad):
-        return module.measure(momentum.to(device), grad.to(device), 0.9, scale).cpu()
-
-    expected = measured(reference, "cpu", momentum, grad)
-    torch.testing.assert_close(measured(*compiled, momentum, grad), expected)
-    for module in (compiled, (reference, "cpu")):
-        assert measured(*module, momentum, broken).isnan()
-        assert measured(*module, zeros, zeros) == (1.0 if scale == "geometric" else 0.0)
+def test_nan_has_no_scale_and_zero_has_one(scale):
+    zeros, broken = torch.zeros(65), torch.zeros(65)
+    broken[32] = NAN
+    for module in (kernels, reference):
+        assert module.measure(zeros, broken, 0.9, scale).isnan()
+        assert module.measure(zeros, zeros, 0.9, scale) == (1.0 if scale == "geometric" else 0.0)
 
 
 def test_nothing_measures_zero():
@@ -157,61 +50,13 @@ def test_nothing_measures_zero():
     assert all(kernels.measure(nothing, nothing, 0.9, s) == 0 for s in ("l1", "max", "geometric"))
 
 
-@pytest.mark.parametrize(
-    ("n", "largest"),
-    [(1, 1), (2, 1), (3, 1), (8, 1), (33, 1), (1, 14), (3, 2), (8, 14), (5, 254)],
-)
-def test_sums_and_votes(compiled, n, largest):
-    length = 700 if compiled[0] is kernels else 20  # an interpreter takes its time
-    values = torch.randint(largest + 1, (n, 64 * length), generator=coins())
-    rows = message(n, largest.bit_length(), length)
-    rows.view().copy_(packing.pack_planes(values, rows.planes).view(torch.int64))
-    total = torch.zeros((n * largest).bit_length(), length, dtype=torch.int64)
-    assert both(compiled, "sum_planes", rows, largest, total)
-    for constant in (0, n * largest // 2, n * largest):
-        masks = words(2, length)
-        assert both(compiled, "compare_sum", rows, largest, constant, *masks)
+@pytest.mark.parametrize(("n", "largest"), shared.SUMS)
+def test_sums_are_sums(n, largest):
+    values, rows = shared.levels(n, largest, length=20)
+    total = torch.zeros((n * largest).bit_length(), 20, dtype=torch.int64)
     kernels.sum_planes(rows.view(), largest, total)
-    sums = packing.unpack_planes(total.view(torch.uint8), 64 * length)
+    sums = packing.unpack_planes(total.view(torch.uint8), 64 * 20)
     assert torch.equal(sums, values.sum(0, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("length", [1, 5, 300])
-def test_pack_votes(compiled, length):
-    greater = words(length)
-    equal = words(length, seed=1) & ~greater
-    out = torch.zeros(-(-64 * length // 5), dtype=torch.uint8)
-    assert both(compiled, "pack_votes", greater, equal, out)
-
-
-@dtypes
-@pytest.mark.parametrize("length", [64, 65, 1216])
-def test_apply(compiled, length, dtype):
-    n, params = 3, vector(length, dtype, 1)
-    size = -(-length // (64 * n))
-    answers = message(n, 1, size)
-    assert both(compiled, "apply_signs", params, answers._replace(flat=True), 0.1, 0.2)
-    for largest in (1, 3, 8, 112):
-        answers = message(n, largest.bit_length(), size)
-        assert both(compiled, "apply_levels", params, answers, largest, 0.1, 0.2)
-    trits = packing.pack_trits(torch.randint(-1, 2, (n, 64 * size), generator=coins()))
-    assert both(compiled, "apply_trits", params, trits, 64 * size, 0.1, 0.2)
-
-
-@dtypes
-@lengths
-def test_lion(compiled, length, dtype):
-    params, momentum = vector(length, dtype, 1), vector(length, torch.float32, 2)
-    for grad in (vector(length, torch.float32, 3), vector(length, torch.bfloat16, 3)):
-        assert both(compiled, "lion", params, momentum, grad, 0.9, 0.99, 0.1, 0.2)
-
-
-def coder(*shape: int, seed: int = 0) -> Coder:
-    """A coder of ``[..., d]`` elements in the middle of its life, many at the ends of the scale."""
-    *rows, length = shape
-    estimate = vector(math.prod(shape), torch.float32, seed).view(shape)
-    level = torch.randint(-200, 456, shape, generator=coins(seed)).clamp(0, 255).to(torch.uint8)
-    return Coder(estimate, level, words(*rows, 2, length // 64, seed=seed))
 
 
 def fresh(*shape: int, level: int = 128, sums: bool = False) -> Coder:
@@ -220,35 +65,6 @@ def fresh(*shape: int, level: int = 128, sums: bool = False) -> Coder:
     estimate = torch.zeros((1, length) if sums else shape)
     levels = torch.full(shape, level, dtype=torch.uint8)
     return Coder(estimate, levels, torch.zeros(*rows, 2, length // 64, dtype=torch.int64))
-
-
-@dtypes
-@lengths
-@pytest.mark.parametrize("rise", [2, 4])
-def test_encode_deltas(compiled, length, dtype, rise):
-    rows, momentum = message(5, 1, length // 256 + 1), vector(length, torch.float32, 1)
-    state = coder(5 * 64 * rows.words)
-    for step in range(3):
-        grad = vector(length, dtype, 2 + step)
-        arguments = (rows, 64, momentum, grad, state, 0.9, 0.99, rise)
-        assert both(compiled, "encode_deltas", *arguments)
-        run(reference, "encode_deltas", *arguments)
-
-
-@lengths
-@pytest.mark.parametrize("weighted", [False, True], ids=["sum", "weighted"])
-def test_decode_deltas(compiled, length, weighted):
-    size = -(-length // 64)
-    state, masks = coder(4, 64 * size), words(2, size)
-    if not weighted:
-        state = state._replace(estimate=state.estimate[:1])
-    weights = torch.tensor([0.3, 1.0, 2.7, 0.0]) if weighted else None
-    for step, senders in enumerate(([2, 0, 3, 1], [-1, 1, -1, 0], [0, -1, -1, -1])):
-        messages = Message(words(4, size + 5, seed=step), 1, size)
-        received = (messages, torch.tensor(senders))
-        arguments = (*received, state, weights, 2 + step, 1 - 0.7 * step, *masks)
-        assert both(compiled, "decode_deltas", *arguments)
-        run(reference, "decode_deltas", *arguments)
 
 
 def test_a_cpu_has_compiled_kernels():
@@ -262,19 +78,17 @@ def test_the_reference_takes_what_compiled_kernels_do_not():
     params, grad = torch.randn(128, 2, generator=coins()).half().unbind(1)
     momentum, rows = torch.zeros(128), message(1, 1, 2)
     numbers = torch.zeros(128, dtype=torch.float64)
-    cpu = (kernels, "cpu")
-    assert both(cpu, "encode_signs", rows, 0, momentum, grad, 0.9, 0.99, True)
-    assert both(cpu, "apply_signs", params, rows._replace(flat=True), 0.1, 0.2)
-    assert both(cpu, "apply_signs", numbers, rows._replace(flat=True), 0.1, 0.2)
+    assert both(CPU, "encode_signs", rows, 0, momentum, grad, 0.9, 0.99, True)
+    assert both(CPU, "apply_signs", params, rows._replace(flat=True), 0.1, 0.2)
+    assert both(CPU, "apply_signs", numbers, rows._replace(flat=True), 0.1, 0.2)
 
 
 def test_bfloat16_rounds_and_keeps_denormals():
     tiny = torch.tensor([1e-39, -1e-39, 2e-39, 9.2e-41, -9.2e-41, 1e-38]).bfloat16()
     assert tiny.abs().min() > 0
-    cpu = (kernels, "cpu")
-    assert both(cpu, "encode_signs", message(1, 1, 1), 0, torch.zeros(6), tiny, 0.9, 0.5, True)
+    assert both(CPU, "encode_signs", message(1, 1, 1), 0, torch.zeros(6), tiny, 0.9, 0.5, True)
     params = torch.cat([tiny, vector(58, torch.bfloat16, 1)])
-    assert both(cpu, "apply_signs", params, message(1, 1, 1)._replace(flat=True), 1e-39, 0.1)
+    assert both(CPU, "apply_signs", params, message(1, 1, 1)._replace(flat=True), 1e-39, 0.1)
 
 
 def test_threads_do_not_change_a_bit():
@@ -302,7 +116,7 @@ def test_threads_do_not_change_a_bit():
 
 
 def test_deltas_over_threads_are_those_of_the_reference():
-    length, cpu = (1 << 17) + 65, (kernels, "cpu")  # the last share ends within a word
+    length = (1 << 17) + 65  # the last share ends within a word
     momentum, grad = vector(length, torch.float32, 1), vector(length, torch.bfloat16, 2)
     rows = message(2, 1, length // 128 + 2)
     state, masks = coder(2, 64 * rows.words), words(2, rows.words)
@@ -310,11 +124,11 @@ def test_deltas_over_threads_are_those_of_the_reference():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert both(cpu, "encode_deltas", rows, 64, *sent, 0.9, 0.99, 3)
+        assert both(CPU, "encode_deltas", rows, 64, *sent, 0.9, 0.99, 3)
         weights = torch.tensor([0.4, 0.6])
-        assert both(cpu, "decode_deltas", rows, senders, state, weights, 3, 0.7, *masks)
+        assert both(CPU, "decode_deltas", rows, senders, state, weights, 3, 0.7, *masks)
         state = state._replace(estimate=state.estimate[:1])
-        assert both(cpu, "decode_deltas", rows, senders, state, None, 3, 0.7, *masks)
+        assert both(CPU, "decode_deltas", rows, senders, state, None, 3, 0.7, *masks)
     finally:
         torch.set_num_threads(before)
 

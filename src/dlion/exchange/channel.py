@@ -45,13 +45,18 @@ class Channel:
     more than ``IN_FLIGHT`` bytes are under way. Gloo's own all-to-all starts all at once; on a
     switched Ethernet long messages then get in each other's way (1.45 instead of 1.1 times the wire
     time, results/speed), but short ones share one latency and one handing over to its thread.
+
+    Attributes:
+        alone: whether messages stay in this process, as there is no other. Set to False they go
+            through the collectives of a group of one process: how NCCL is tried on one GPU.
     """
 
     def __init__(self, workers: Workers):
         self.workers = workers
         self.traffic = Traffic()
         self.timer = Timer()
-        self._gloo = workers.processes > 1 and dist.get_backend(workers.group) == "gloo"
+        self.alone = workers.processes == 1
+        self._gloo = dist.is_initialized() and dist.get_backend(workers.group) == "gloo"
         self.set_participants(None)
 
     def set_participants(self, participants: Sequence[int] | None) -> None:
@@ -87,7 +92,7 @@ class Channel:
             received=(m * k - senders) * s,
             process=senders * (n - k) * s,
         )
-        if w.processes == 1:
+        if self.alone:
             return parts
         if m < n:
             rows = parts.view(senders, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
@@ -112,7 +117,7 @@ class Channel:
         sent = part.contiguous().view(torch.uint8).view(k, s)
         others = w.count - 1
         self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
-        if w.processes == 1:
+        if self.alone:
             return part
         if not self._gloo and not sent.is_cuda:
             sent = sent.cuda()
@@ -142,7 +147,7 @@ class Channel:
             received=int(sizes.sum()) - to_self,
             process=leaves,
         )
-        if w.processes == 1:
+        if self.alone:
             return parts
         ordered = [p for q in blocks for row in parts for p in row[q * k : (q + 1) * k]]
         outgoing = torch.cat(ordered) if ordered else sizes.new_empty(0, dtype=torch.uint8)
@@ -163,7 +168,7 @@ class Channel:
             received=w.local * sum(sizes) - mine,
             process=(w.processes - 1) * mine,
         )
-        if w.processes == 1:
+        if self.alone:
             return part
         outgoing = torch.cat(part)
         receive = [sum(sizes[q * w.local : (q + 1) * w.local]) for q in range(w.processes)]
@@ -226,7 +231,7 @@ class Channel:
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received what was sent before."""
-        if self.workers.processes > 1:
+        if not self.alone:
             dist.barrier(group=self.workers.group)
 
     def _count(self, sent: int, received: int, process: int) -> None:

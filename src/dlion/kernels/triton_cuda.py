@@ -20,6 +20,8 @@ _WORDS = tl.constexpr(16)  # of a program
 _BYTES = tl.constexpr(256)  # of a program, where it packs trits
 _SHIFT, _BASE = tl.constexpr(SHIFT), tl.constexpr(BASE)
 _EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
+# where a message lies differs from parameter to parameter, and none of it is worth a compilation
+_PLACE = ["row", "plane", "words", "first", "n", "length"]
 
 
 def _on_device(function: Callable) -> Callable:
@@ -109,7 +111,7 @@ def apply_levels(params, answers, largest, lr, weight_decay):
 def apply_trits(params, answers, length, lr, weight_decay):
     size, row = params.numel(), answers.stride(0)
     factors = _rates(lr, weight_decay)
-    _apply_trits[_grid(size)](params, size, answers, row, length, *factors, **_EXACT)
+    _apply_trits[_grid(size)](params, size, answers, row, length // 64, *factors, **_EXACT)
 
 
 @_on_device
@@ -172,7 +174,7 @@ def _direction(momentum, grad, index, inside, b1, a1, b2, a2):
     return m * b1 + g * a1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _encode_signs(
     message, row, plane, words, first, momentum, grad, size, b1, a1, b2, a2, POSITIVE: tl.constexpr
 ):
@@ -184,7 +186,7 @@ def _encode_signs(
     tl.store(start, _pack(flags & inside), mask=word * 64 < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _encode_levels(
     message,
     row,
@@ -250,7 +252,7 @@ def _sum(rows, row, plane, words, n, word, PLANES: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _sum_planes(rows, row, plane, words, n, PLANES: tl.constexpr, out, Q: tl.constexpr):
     word, _ = _indices()
     total = _sum(rows, row, plane, words, n, word, PLANES)
@@ -258,7 +260,7 @@ def _sum_planes(rows, row, plane, words, n, PLANES: tl.constexpr, out, Q: tl.con
         tl.store(out + b * words + word, _pack(total >> b & 1), mask=word < words)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _compare_sum(rows, row, plane, words, n, PLANES: tl.constexpr, constant, greater, equal):
     word, _ = _indices()
     total = _sum(rows, row, plane, words, n, word, PLANES)
@@ -266,7 +268,7 @@ def _compare_sum(rows, row, plane, words, n, PLANES: tl.constexpr, constant, gre
     tl.store(equal + word, _pack(total == constant), mask=word < words)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _pack_votes(greater, equal, length, out, size):
     byte = tl.program_id(0).to(tl.int64) * _BYTES + tl.arange(0, _BYTES)
     value = tl.zeros((_BYTES,), dtype=tl.int32)
@@ -298,7 +300,7 @@ def _delta_steps(bits, level, history, plane, used, rise):
     return (((levels << _SHIFT) + _BASE) | negative).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _encode_deltas(
     message,
     row,
@@ -330,7 +332,7 @@ def _encode_deltas(
     tl.store(message + _offset(word, row, words), bits, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _decode_deltas(
     messages,
     row,
@@ -391,7 +393,7 @@ def _descend(params, index, inside, change, decay):
     tl.store(params + index, moved.to(x.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _apply_signs(params, size, answers, row, plane, words, decay, rate):
     word, index = _indices()
     votes = tl.load(answers + _offset(word, row, words), mask=word * 64 < size, other=0)
@@ -399,7 +401,7 @@ def _apply_signs(params, size, answers, row, plane, words, decay, rate):
     _descend(params, index, index < size, change, decay)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLACE)
 def _apply_levels(
     params, size, answers, row, plane, words, PLANES: tl.constexpr, unit, decay, rate
 ):
@@ -409,12 +411,14 @@ def _apply_levels(
     _descend(params, index, index < size, change, decay)
 
 
-@triton.jit
-def _apply_trits(params, size, answers, row, length, decay, rate):
-    _, index = _indices()
-    inside, value = index < size, index % length
-    byte = tl.load(answers + index // length * row + value // 5, mask=inside, other=121)
-    trits, digit = byte.to(tl.int32), value % 5
+@triton.jit(do_not_specialize=_PLACE)
+def _apply_trits(params, size, answers, row, words, decay, rate):
+    word, index = _indices()
+    inside, first = index < size, word % words * 64  # 64-bit divisions are slow: one a word
+    start = answers + word // words * row + first // 5
+    trit = (first % 5).to(tl.int32)[:, None] + tl.arange(0, 64)[None, :]
+    byte = tl.load(start[:, None] + trit // 5, mask=inside, other=121)
+    trits, digit = byte.to(tl.int32), trit % 5
     for j in tl.static_range(4):
         trits = tl.where(digit > j, trits // 3, trits)
     change = (trits % 3 - 1).to(tl.float32) * rate

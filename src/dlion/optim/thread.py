@@ -11,15 +11,15 @@ class ExchangeThread:
     """Runs the exchanges of buckets in the order they are submitted.
 
     With ``overlap`` they run on a thread of its own, first in first out, as collectives must be
-    issued in the same order on every process. On CUDA that thread works on a stream of its own,
-    which waits for the gradients and which the update waits for. Without ``overlap`` an exchange
-    runs when it is waited for.
+    issued in the same order on every process. On CUDA that thread works on a stream of its own for
+    each device, which waits for the messages and which the update waits for. Without ``overlap`` an
+    exchange runs when it is waited for.
     """
 
     def __init__(self, overlap: bool):
         self.overlap = overlap
         self._executor: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: dict[Bucket, Future[torch.cuda.Event | None]] = {}
 
     def submit(self, bucket: Bucket) -> None:
@@ -59,9 +59,10 @@ class ExchangeThread:
         if ready is None:
             bucket.run_exchange()
             return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(bucket.device)
-        with torch.cuda.device(bucket.device), torch.cuda.stream(self._stream):
+        if bucket.device not in self._streams:
+            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
+        stream = self._streams[bucket.device]
+        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
             ready.wait()
             bucket.run_exchange()
             done = torch.cuda.Event()
