@@ -3,6 +3,7 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
+from dlion.exchange.grid import WAYS, Way, grid_shape
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
@@ -13,6 +14,7 @@ from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, Weig
 
 __all__ = [
     "TIES",
+    "WAYS",
     "Buffers",
     "Channel",
     "CosineTopKMean",
@@ -36,6 +38,8 @@ __all__ = [
     "Traffic",
     "Vote",
     "WarmedUpSignMean",
+    "Way",
     "WeightedVote",
+    "grid_shape",
     "sum_in_order",
 ]

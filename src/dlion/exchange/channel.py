@@ -1,8 +1,10 @@
 """How bytes travel between workers, and the one place where they are counted."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +24,27 @@ class Traffic:
 
     A message from a virtual worker to another counts as if it had travelled, even inside one
     process: ``sent_bytes`` and ``received_bytes`` belong to the n workers, not to their spread.
-    ``process_sent_bytes`` is what this process really handed to the network.
+    ``process_sent_bytes`` is what this process really handed to the network. ``sent_along`` has the
+    part of ``sent_bytes`` that went along a dimension of a grid, by its stride.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     process_sent_bytes: int = 0
     collectives: int = 0
+    sent_along: dict[int, int] = field(default_factory=dict)
+
+
+class Line(NamedTuple):
+    """A dimension of a grid of workers: ``size`` of them in a line, their numbers a stride apart."""
+
+    size: int
+    stride: int
+
+    def workers(self, worker: int) -> range:
+        """The workers in the line of one, by their places in it."""
+        first = worker - worker // self.stride % self.size * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
 
 
 class Channel:
@@ -116,6 +132,37 @@ class Channel:
         everything = sent.new_empty(w.count, s) if out is None else out
         self._all_to_all(sent.expand(w.processes, k, s), everything.view(w.processes, k, s))
         return everything.to(part.device).view(part.dtype).view(w.count, *shape)
+
+    def along(self, parts: Tensor, line: Line, senders: Collection[int] | None = None) -> Tensor:
+        """Send ``parts[i, c]`` from local worker i to the one in place c of its line.
+
+        Args:
+            parts: ``[k, size, s]``.
+            line: a dimension of the grid of all workers.
+            senders: numbers of senders, divided by the stride; None: all. Equal everywhere.
+
+        Returns:
+            ``[k, size, s]``: what each local worker got from the places in its line, zeros from
+            those who do not send.
+        """
+        w = self.workers
+        route = _route(w.rank, w.processes, w.local, line, senders and frozenset(senders))
+        s = parts.shape[2]
+        self._count(route.sent * s, route.received * s, route.leaves * s)
+        sent_along = self.traffic.sent_along
+        sent_along[line.stride] = sent_along.get(line.stride, 0) + route.sent * s
+        flat = parts.flatten(0, 1)
+        result = torch.zeros_like(flat) if senders else torch.empty_like(flat)
+        outgoing = [_rows(flat, places) for places in route.outgoing]
+        incoming = [_rows(result, places) for places in route.incoming]
+        if w.processes > 1:
+            self._all_to_all(outgoing, incoming)
+        else:
+            incoming = outgoing
+        for places, received in zip(route.incoming, incoming, strict=True):
+            if received.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
+                result[places] = received
+        return result.view(parts.shape)
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
         """Like :meth:`scatter` for parts of differing size.
@@ -226,6 +273,55 @@ class Channel:
         self.traffic.received_bytes += received
         self.traffic.process_sent_bytes += process
         self.traffic.collectives += 1
+
+
+class _Route(NamedTuple):
+    """The way of messages along a line.
+
+    Attributes:
+        outgoing, incoming: for each process the places of what goes there, and of what comes from
+            there, in ``[k * size]``; in the order of senders and receivers.
+        sent, received: messages of the workers here to and from others.
+        leaves: those to other processes.
+    """
+
+    outgoing: list[list[int]]
+    incoming: list[list[int]]
+    sent: int
+    received: int
+    leaves: int
+
+
+@lru_cache(maxsize=256)
+def _route(
+    rank: int, processes: int, local: int, line: Line, senders: frozenset[int] | None
+) -> _Route:
+    """Return the way of messages between the workers of process ``rank`` and those in their lines.
+
+    ``senders``: as for :meth:`Channel.along`.
+    """
+    there: list[list[tuple[int, int, int]]] = [[] for _ in range(processes)]
+    back: list[list[tuple[int, int, int]]] = [[] for _ in range(processes)]
+    for i in range(local):
+        worker = rank * local + i
+        for place, other in enumerate(line.workers(worker), i * line.size):
+            if senders is None or worker // line.stride in senders:
+                there[other // local].append((worker, other, place))
+            if senders is None or other // line.stride in senders:
+                back[other // local].append((other, worker, place))
+    sent, received = (sum(a != b for pairs in way for a, b, _ in pairs) for way in (there, back))
+    outgoing, incoming = (
+        [[place for *_, place in sorted(p)] for p in way] for way in (there, back)
+    )
+    leaves = sum(map(len, there)) - len(there[rank])
+    return _Route(outgoing, incoming, sent, received, leaves)
+
+
+def _rows(values: Tensor, places: list[int]) -> Tensor:
+    """Rows of a matrix: a view of a single one, else a copy."""
+    if len(places) == 1:
+        return values[places[0]].unsqueeze(0)
+    return values[places]
 
 
 def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:

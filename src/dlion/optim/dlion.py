@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.exchange import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
+from dlion.exchange import (
+    TIES,
+    WAYS,
+    LevelExchange,
+    LevelMean,
+    Ties,
+    Vote,
+    Way,
+    WeightedVote,
+    grid_shape,
+)
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import sign_descent
@@ -53,6 +63,7 @@ class SignedDescent(DistributedOptimizer):
         aggregation: str,
         ties: str,
         weighted: bool = False,
+        exchange: str = "direct",
         **common: Unpack[Common],
     ):
         if aggregation not in AGGREGATIONS:
@@ -63,7 +74,14 @@ class SignedDescent(DistributedOptimizer):
             raise ValueError(f"weighted={weighted} is not possible: choose true or false")
         if weighted and (aggregation != "mavo" or ties == "zero"):
             raise ValueError("weighted=true needs aggregation=mavo, and ties other than zero")
+        if exchange not in WAYS:
+            raise ValueError(f"exchange={exchange} is unknown: choose one of {', '.join(WAYS)}")
+        if weighted and exchange == "grid":
+            raise ValueError(
+                "weighted=true needs exchange=direct: on a grid owners see sums, not who voted how"
+            )
         self.aggregation, self.ties, self.weighted = aggregation, ties, weighted
+        self.exchange = exchange
         super().__init__(params, defaults, **common)
 
     @property
@@ -77,11 +95,12 @@ class SignedDescent(DistributedOptimizer):
     def make_exchange(self, bucket: Bucket) -> LevelExchange:
         channel, numel = self.channel, bucket.numel
         seed = stream_seed(self.seed, "exchange", bucket.index)
-        if self.aggregation == "avg":
-            return LevelMean(channel, numel, self.levels, **bucket.buffers)
         if self.weighted:
             return WeightedVote(channel, numel, self.ties, seed, bucket.mask, **bucket.buffers)
-        return Vote(channel, numel, self.levels, self.ties, seed, **bucket.buffers)
+        grid = grid_shape(self.workers.count) if self.exchange == "grid" else ()
+        if self.aggregation == "avg":
+            return LevelMean(channel, numel, self.levels, grid, **bucket.buffers)
+        return Vote(channel, numel, self.levels, self.ties, seed, grid, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         message = bucket.exchange.message(local)
@@ -164,10 +183,11 @@ class DLion(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
+        exchange: Way = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, weighted, **common)
+        super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
 
 
 class Signum(SignedDescent):
@@ -196,10 +216,11 @@ class Signum(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
+        exchange: Way = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, weighted, **common)
+        super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
 
     def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
         beta = group["momentum"]  # Lion's direction with equal betas is the new momentum

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 
 from dlion import kernels
-from dlion.exchange import Ties
+from dlion.exchange import Ties, Way
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
 from dlion.optim.dlion import Part, SignedDescent
@@ -66,6 +66,7 @@ class LionCub(SignedDescent):
         momentum_sync: Whole | Literal["exponential"] = 0,
         sync_rate: Positive = 1.0,
         sync_pattern: Name | None = None,
+        exchange: Way = "direct",
         **common: Unpack[Common],
     ):
         if bits not in BITS:
@@ -78,7 +79,7 @@ class LionCub(SignedDescent):
         self.sync_pattern = sync_pattern
         self._sync = MomentumSync(momentum_sync, sync_rate, sync_pattern)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, "mavo", ties, **common)
+        super().__init__(params, defaults, "mavo", ties, exchange=exchange, **common)
         if sync_pattern is not None and not any(map(self._sync.spans, self.buckets)):
             raise ValueError(
                 f"sync_pattern={sync_pattern} matches no parameter name: pass"
