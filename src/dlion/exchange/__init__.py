@@ -3,7 +3,7 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
-from dlion.exchange.grid import WAYS, Way, grid_shape
+from dlion.exchange.grid import WAYS, Costs, Way, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
@@ -18,6 +18,7 @@ __all__ = [
     "Buffers",
     "Channel",
     "CosineTopKMean",
+    "Costs",
     "DeltaVote",
     "DenseMean",
     "DirectSend",
@@ -41,5 +42,6 @@ __all__ = [
     "Way",
     "WeightedVote",
     "grid_shape",
+    "measure_costs",
     "sum_in_order",
 ]

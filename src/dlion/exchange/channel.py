@@ -36,7 +36,7 @@ class Traffic:
 
 
 class Line(NamedTuple):
-    """A dimension of a grid of workers: ``size`` of them in a line, their numbers a stride apart."""
+    """A dimension of a grid of workers: ``size`` in a line, their numbers ``stride`` apart."""
 
     size: int
     stride: int
@@ -145,23 +145,31 @@ class Channel:
             ``[k, size, s]``: what each local worker got from the places in its line, zeros from
             those who do not send.
         """
-        w = self.workers
+        w, s = self.workers, parts.shape[2]
         route = _route(w.rank, w.processes, w.local, line, senders and frozenset(senders))
-        s = parts.shape[2]
         self._count(route.sent * s, route.received * s, route.leaves * s)
-        sent_along = self.traffic.sent_along
-        sent_along[line.stride] = sent_along.get(line.stride, 0) + route.sent * s
+        along = self.traffic.sent_along
+        along[line.stride] = along.get(line.stride, 0) + route.sent * s
         flat = parts.flatten(0, 1)
-        result = torch.zeros_like(flat) if senders else torch.empty_like(flat)
-        outgoing = [_rows(flat, places) for places in route.outgoing]
-        incoming = [_rows(result, places) for places in route.incoming]
-        if w.processes > 1:
-            self._all_to_all(outgoing, incoming)
-        else:
-            incoming = outgoing
-        for places, received in zip(route.incoming, incoming, strict=True):
-            if received.untyped_storage().data_ptr() != result.untyped_storage().data_ptr():
-                result[places] = received
+        result = torch.empty_like(flat) if senders is None else torch.zeros_like(flat)
+        outgoing = {  # views of single rows, else copies
+            q: flat[places] if len(places) > 1 else flat[places[0]]
+            for q, places in route.outgoing.items()
+        }
+        incoming = {
+            q: flat.new_empty(len(places), s) if len(places) > 1 else result[places[0]]
+            for q, places in route.incoming.items()
+        }
+        with self.timer("travel", beside=True):
+            if self._gloo or w.processes == 1:
+                self._in_rounds(outgoing, incoming)
+            else:
+                nothing, everyone = flat[:0], range(w.processes)
+                there, back = ([p.get(q, nothing) for q in everyone] for p in (outgoing, incoming))
+                dist.all_to_all(back, there, group=w.group)
+        for q, places in route.incoming.items():
+            if len(places) > 1:
+                result[places] = incoming[q]
         return result.view(parts.shape)
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
@@ -232,36 +240,43 @@ class Channel:
         with self.timer("travel", beside=True):
             if not self._gloo:
                 dist.all_to_all(list(incoming), list(outgoing), group=w.group)
-            elif incoming[0].is_cuda:  # gloo sends from main memory
-                there = [torch.empty_like(part, device="cpu") for part in incoming]
-                self._in_rounds([part.cpu() for part in outgoing], there)
-                for part, received in zip(incoming, there, strict=True):
-                    part.copy_(received)
-            elif torch.is_tensor(outgoing) and outgoing.nbytes <= AT_ONCE:
+            elif torch.is_tensor(outgoing) and not outgoing.is_cuda and outgoing.nbytes <= AT_ONCE:
                 sent = outgoing.contiguous().view(-1)
                 dist.all_to_all_single(incoming.view(-1), sent, group=w.group)
             else:
-                self._in_rounds(outgoing, incoming)
+                self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
-    def _in_rounds(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        w = self.workers
-        incoming[w.rank].copy_(outgoing[w.rank])
+    def _in_rounds(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        """As :meth:`_all_to_all`, by process; there need not be something for every one."""
+        w, received = self.workers, incoming
+        if w.processes > 1 and any(part.is_cuda for part in incoming.values()):
+            outgoing = {q: part.cpu() for q, part in outgoing.items()}  # gloo sends from there
+            incoming = {q: torch.empty_like(part, device="cpu") for q, part in received.items()}
+        if w.rank in incoming:
+            incoming[w.rank].copy_(outgoing[w.rank])
         rounds: deque[tuple[int, list[dist.Work]]] = deque()
         in_flight = 0
-        for i in range(1, w.processes):
+        distances = {(q - w.rank) % w.processes for q in outgoing}
+        distances |= {(w.rank - q) % w.processes for q in incoming}
+        for i in sorted(distances - {0}):
             to, source = (w.rank + i) % w.processes, (w.rank - i) % w.processes
-            requests = []
-            if incoming[source].numel():
+            requests: list[dist.Work] = []
+            size = 0
+            if source in incoming and incoming[source].numel():
                 requests.append(dist.irecv(incoming[source], group=w.group, group_src=source))
-            if outgoing[to].numel():
+                size = incoming[source].numel()
+            if to in outgoing and outgoing[to].numel():
                 requests.append(dist.isend(outgoing[to], group=w.group, group_dst=to))
-            rounds.append((max(incoming[source].numel(), outgoing[to].numel()), requests))
-            in_flight += rounds[-1][0]
-            while rounds and (in_flight > IN_FLIGHT or i == w.processes - 1):
-                size, requests = rounds.popleft()
-                for request in requests:
-                    request.wait()
-                in_flight -= size
+                size = max(size, outgoing[to].numel())
+            rounds.append((size, requests))
+            in_flight += size
+            while in_flight > IN_FLIGHT:
+                in_flight -= _complete(*rounds.popleft())
+        for round_ in rounds:
+            _complete(*round_)
+        if received is not incoming:
+            for q, part in received.items():
+                part.copy_(incoming[q])
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received what was sent before."""
@@ -279,14 +294,14 @@ class _Route(NamedTuple):
     """The way of messages along a line.
 
     Attributes:
-        outgoing, incoming: for each process the places of what goes there, and of what comes from
-            there, in ``[k * size]``; in the order of senders and receivers.
+        outgoing, incoming: by process, the places in ``[k * size]`` of what goes there, and of what
+            comes from there; in the order of senders and receivers.
         sent, received: messages of the workers here to and from others.
         leaves: those to other processes.
     """
 
-    outgoing: list[list[int]]
-    incoming: list[list[int]]
+    outgoing: dict[int, list[int]]
+    incoming: dict[int, list[int]]
     sent: int
     received: int
     leaves: int
@@ -300,28 +315,31 @@ def _route(
 
     ``senders``: as for :meth:`Channel.along`.
     """
-    there: list[list[tuple[int, int, int]]] = [[] for _ in range(processes)]
-    back: list[list[tuple[int, int, int]]] = [[] for _ in range(processes)]
+    there: list[tuple[int, int, int]] = []
+    back: list[tuple[int, int, int]] = []
     for i in range(local):
         worker = rank * local + i
         for place, other in enumerate(line.workers(worker), i * line.size):
             if senders is None or worker // line.stride in senders:
-                there[other // local].append((worker, other, place))
+                there.append((worker, other, place))
             if senders is None or other // line.stride in senders:
-                back[other // local].append((other, worker, place))
-    sent, received = (sum(a != b for pairs in way for a, b, _ in pairs) for way in (there, back))
-    outgoing, incoming = (
-        [[place for *_, place in sorted(p)] for p in way] for way in (there, back)
-    )
-    leaves = sum(map(len, there)) - len(there[rank])
+                back.append((other, worker, place))
+    outgoing: dict[int, list[int]] = {}
+    incoming: dict[int, list[int]] = {}
+    for _, receiver, place in sorted(there):
+        outgoing.setdefault(receiver // local, []).append(place)
+    for sender, _, place in sorted(back):
+        incoming.setdefault(sender // local, []).append(place)
+    sent, received = (sum(a != b for a, b, _ in way) for way in (there, back))
+    leaves = len(there) - len(outgoing.get(rank, []))
     return _Route(outgoing, incoming, sent, received, leaves)
 
 
-def _rows(values: Tensor, places: list[int]) -> Tensor:
-    """Rows of a matrix: a view of a single one, else a copy."""
-    if len(places) == 1:
-        return values[places[0]].unsqueeze(0)
-    return values[places]
+def _complete(size: int, requests: list[dist.Work]) -> int:
+    """Wait for the messages of a round; return its size."""
+    for request in requests:
+        request.wait()
+    return size
 
 
 def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:

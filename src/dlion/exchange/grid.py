@@ -16,8 +16,10 @@ dimension, only sums leave the node.
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -25,11 +27,13 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel, Line
-
+from dlion.workers import Workers
 
 Way = Literal["direct", "grid", "auto"]
 WAYS = get_args(Way)
-SQUARE = 256  # workers, from which on a third dimension saves more messages than it costs bytes
+SQUARE = 256  # workers, beyond which a third dimension saves more messages than it costs bytes
+PROBE = 128 * 1024  # bytes that each worker sends to measure what a byte costs
+REPEATS = 5
 
 
 class Sums(NamedTuple):
@@ -78,7 +82,9 @@ class Grid:
             below, highest = highest, largest * max(senders.values())
             if line.stride > 1:
                 held = _add(rows, below, highest).unflatten(2, (-1, messages.shape[3]))
-            rows, headers = self._send(held, headers, line, set(senders))
+            all_send = len(senders) == self.channel.workers.count // line.stride
+            who = None if all_send else set(senders)
+            rows, headers = self._send(held, headers, line, who)
         return Sums(rows, highest, headers[0, participants])
 
     def spread(self, answers: Tensor) -> Tensor:
@@ -91,14 +97,14 @@ class Grid:
         return held[0]
 
     def _send(
-        self, held: Tensor, headers: Tensor, line: Line, senders: set[int]
+        self, held: Tensor, headers: Tensor, line: Line, senders: set[int] | None
     ) -> tuple[Tensor, Tensor]:
         """Send along one dimension what is about slices in each direction.
 
         Args:
             held: int64 ``[k, planes, slices, words]``.
             headers: uint8 ``[k, workers, bytes]`` of the workers whose sums are held.
-            senders: the numbers, divided by the stride, of those who have anything to send.
+            senders: as for :meth:`Channel.along`: who has anything to send.
 
         Returns:
             ``[k, size, planes, slices / size * words]``, and all headers that were received.
@@ -112,6 +118,79 @@ class Grid:
         received = self.channel.along(message, line, senders)
         rows = received[..., :size].view(torch.int64).unflatten(2, (shape[0], -1))
         return rows, received[..., size:].unflatten(2, headers.shape[1:]).flatten(1, 2)
+
+
+class Costs(NamedTuple):
+    """What exchanges cost between these workers, measured.
+
+    Attributes:
+        rounds: seconds of an exchange of next to nothing, by the shape of its grid.
+        byte: seconds for a byte that a worker sends.
+    """
+
+    rounds: dict[tuple[int, ...], float]
+    byte: float
+
+    def best(self, numel: int, largest: int) -> tuple[int, ...]:
+        """Return the grid on which an exchange of so many parameters is the shortest.
+
+        Args:
+            numel: number of parameters.
+            largest: the largest value in a message.
+        """
+
+        def seconds(shape: tuple[int, ...]) -> float:
+            return self.rounds[shape] + self.byte * numel / 8 * bits_up(shape, largest)
+
+        return min(self.rounds, key=seconds)
+
+
+def measure_costs(workers: Workers, device: torch.device | str = "cpu") -> Costs:
+    """Measure exchanges on grids of one, two and three dimensions; all processes call it together.
+
+    All get the same result, medians averaged over processes. It takes some dozens of exchanges of
+    short messages, and some of 128 KB a worker.
+    """
+    channel, n, k = Channel(workers), workers.count, workers.local
+    tiny = torch.zeros(k, n, 1, 1, dtype=torch.int64, device=device)
+    answer, share = tiny[:, 0, 0].view(torch.uint8), PROBE // n
+    large = answer.new_zeros(k, share)
+
+    def direct() -> Tensor:
+        channel.scatter(tiny.flatten(1).view(torch.uint8).view(k, n, -1))
+        return channel.gather(answer)
+
+    def on_grid(grid: Grid) -> Tensor:
+        grid.collect(tiny, answer, largest=1)
+        return grid.spread(answer)
+
+    shapes = list(dict.fromkeys(grid_shape(n, dimensions) for dimensions in (1, 2, 3)))
+    grids = (Grid(channel, shape) for shape in shapes[1:])
+    cases = [direct, *(partial(on_grid, grid) for grid in grids)]
+    cases += [partial(channel.gather, answer), partial(channel.gather, large)]
+    seconds = torch.zeros(k, len(cases), 1 + REPEATS, dtype=torch.float64)
+    for turn in range(1 + REPEATS):
+        for index, case in enumerate(cases):
+            channel.barrier()
+            start = time.perf_counter()
+            case().cpu()  # waits for a GPU
+            seconds[:, index, turn] = time.perf_counter() - start
+    medians = seconds[..., 1:].median(-1).values
+    *rounds, short, long = channel.gather(medians).mean(0).tolist()
+    byte = max(0.0, long - short) / ((n - 1) * share)
+    return Costs(dict(zip(shapes, rounds, strict=True)), byte)
+
+
+def bits_up(shape: tuple[int, ...], largest: int) -> float:
+    """Return the bits per parameter that a worker sends on the way to the owners.
+
+    ``largest``: of a value in a message. Back they are those of direct-send on any grid.
+    """
+    bits, workers = 0.0, 1
+    for size in reversed(shape):
+        bits += (size - 1) / (workers * size) * (largest * workers).bit_length()
+        workers *= size
+    return bits
 
 
 def grid_shape(n: int, dimensions: int | None = None) -> tuple[int, ...]:
@@ -138,7 +217,7 @@ def _factorings(n: int, most: int, least: int = 2) -> Iterator[tuple[int, ...]]:
 
 
 def _add(rows: Tensor, largest: int, limit: int) -> Tensor:
-    """Add ``[k, m, planes, words]`` over m: ``[k, q, words]``, with the planes that ``limit`` needs.
+    """Add ``[k, m, planes, words]`` over m: ``[k, q, words]``, with the planes ``limit`` needs.
 
     ``largest``: of a value in a row; ``limit``: of a sum, which some rows may be absent from.
     """
