@@ -88,6 +88,8 @@ WRONG = {
     "optimizer.weight_decay=null": "optimizer.weight_decay=null is not possible",
     "optimizer.weighted=no": f"optimizer.weighted=no is not possible: {BOOLEAN}",
     "optimizer.weighted=true optimizer.ties=zero": "weighted=true needs aggregation=mavo",
+    "optimizer.weighted=true optimizer.exchange=grid": "weighted=true needs exchange=direct",
+    "optimizer.exchange=ring": "choose direct, grid or auto",
     "optimizer.ties=first": "choose zero, plus, alternate, random or previous",
     "optimizer.aggregation=sum": "choose mavo or avg",
     "optimizer=lion_cub optimizer.bits=3": "choose 1, 2, 4 or 8",
