@@ -85,6 +85,14 @@ def test_a_grid_has_few_messages_and_no_place_for_a_prime_number():
     assert exchange.buckets[0].exchange.grid is None
 
 
+def test_buckets_grow_with_the_workers_if_asked():
+    def count(n: int, cap: float | str) -> int:
+        params = [torch.nn.Parameter(torch.zeros(125_000)) for _ in range(60)]  # 30 MB
+        return len(DLion(params, workers=Workers(local=n), bucket_cap_mb=cap).buckets)
+
+    assert count(2, "auto") == count(8, "auto") == count(8, 5) > count(24, "auto") == count(24, 15)
+
+
 @pytest.mark.parametrize(("n", "shape"), [(64, (8, 8)), (36, (6, 6)), (24, (2, 3, 4))])
 def test_bytes_are_counted_for_each_dimension(n, shape):
     """One-bit votes first, then sums in as many bits as they need, then answers of one bit."""

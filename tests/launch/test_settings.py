@@ -49,7 +49,7 @@ WRONG = {
     "backend=mpi": "choose gloo, nccl or null",
     "overlap=maybe": f"overlap=maybe is not possible: {BOOLEAN}",
     "overlap=null": BOOLEAN,
-    "bucket_cap_mb=abc": "bucket_cap_mb=abc is not possible: give a number, above 0, or null",
+    "bucket_cap_mb=abc": "bucket_cap_mb=abc is not possible: give a number, above 0, auto or null",
     "bucket_cap_mb=nan": NUMBER,
     "threads=1000": "at least 1 and at most 256",
     "participation=0": "give a number, above 0 and at most 1",
