@@ -13,6 +13,8 @@ of integers do not depend on their order and owners are those of direct-send, so
 state are too, element by element. The first messages, which are the largest part, stay among
 neighbours: where the workers of a node are numbered one after the other and are as many as the last
 dimension, only sums leave the node.
+
+Virtual workers of one process send and receive as if each had a process of its own.
 """
 
 import math
@@ -76,12 +78,13 @@ class Grid:
         """
         participants = self.channel.participants
         held, headers = messages.transpose(1, 2), headers.unsqueeze(1)
-        rows, highest = messages, largest
+        rows, highest = messages, largest  # of the dimension before
         for line in self.lines:
             senders = Counter(worker // line.stride for worker in participants)
             below, highest = highest, largest * max(senders.values())
             if line.stride > 1:
-                held = _add(rows, below, highest).unflatten(2, (-1, messages.shape[3]))
+                with self.channel.timer("vote", beside=True):
+                    held = _add(rows, below, highest).unflatten(2, (-1, messages.shape[3]))
             all_send = len(senders) == self.channel.workers.count // line.stride
             who = None if all_send else set(senders)
             rows, headers = self._send(held, headers, line, who)

@@ -27,6 +27,10 @@ AGREEMENT = 0.75  # of every worker with the outcome, before anything is known
 class LevelExchange(DirectSend):
     """Messages of levels, as bit planes in whole words.
 
+    They go to their owners directly, or along a ``grid`` of so many workers in each dimension, on
+    the way of which they are added (:mod:`dlion.exchange.grid`); answer, headers and state are the
+    same to the bit. One dimension is the direct way.
+
     Attributes:
         levels: number of values that a message can hold for a parameter.
         planes: bits of a level.
@@ -47,6 +51,8 @@ class LevelExchange(DirectSend):
         super().__init__(channel, numel, up, down, **buffers)
         self.words = self.slice // 64
         self.grid = Grid(channel, grid) if len(grid) > 1 else None
+        if self.grid is not None:
+            self._inbox = None
 
     def message(self, local: int) -> Tensor:
         """The message of a local worker, to be written: int64 ``[n, planes, words]``."""
