@@ -1,6 +1,6 @@
 """How bytes travel between workers, and the one place where they are counted."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,7 +32,7 @@ class Traffic:
     received_bytes: int = 0
     process_sent_bytes: int = 0
     collectives: int = 0
-    sent_along: dict[int, int] = field(default_factory=dict)
+    sent_along: Counter[int] = field(default_factory=Counter)
 
 
 class Line(NamedTuple):
@@ -148,8 +148,7 @@ class Channel:
         w, s = self.workers, parts.shape[2]
         route = _route(w.rank, w.processes, w.local, line, senders and frozenset(senders))
         self._count(route.sent * s, route.received * s, route.leaves * s)
-        along = self.traffic.sent_along
-        along[line.stride] = along.get(line.stride, 0) + route.sent * s
+        self.traffic.sent_along[line.stride] += route.sent * s
         flat = parts.flatten(0, 1)
         result = torch.empty_like(flat) if senders is None else torch.zeros_like(flat)
         outgoing = {  # views of single rows, else copies
