@@ -18,6 +18,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "local_step": {"local_step.json", "local_step.png"},
     "exchange": {"exchange.json", "exchange.png"},
     "two_levels": {"two_levels.json"},
+    "grid": {"grid.json", "grid.png"},
     "end_to_end": {"end_to_end.json", "end_to_end.png"},
     "workers": {"workers.json", "workers.png"},
     "buckets": {"buckets.json", "buckets.png"},

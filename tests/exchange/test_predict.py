@@ -23,17 +23,20 @@ RUNS = {
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
-@pytest.mark.parametrize("n", [2, 4, 6])
+@pytest.mark.parametrize(
+    ("n", "exchange"), [(2, "direct"), (4, "direct"), (6, "direct"), (6, "grid"), (16, "grid")]
+)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_step_of_the_optimizer_sends_the_predicted_bytes(name, n):
+def test_a_step_of_the_optimizer_sends_the_predicted_bytes(name, n, exchange):
+    way = {} if METHODS[name].largest is None else {"exchange": exchange}
     d = 320 * n * 50  # whole words and whole groups of five trits for every worker
     param = torch.nn.Parameter(torch.randn(d))
-    optimizer = RUNS[name]([param], lr=1e-3, workers=Workers(local=n))
+    optimizer = RUNS[name]([param], lr=1e-3, workers=Workers(local=n), **way)
     for worker in range(n):
         param.grad = torch.randn(d)
         optimizer.collect(worker)
     optimizer.step()
-    setting = predict.Setting(parameters=d, workers=n, rate=None, compute=0.0)
+    setting = predict.Setting(d, n, rate=None, compute=0.0, exchange=exchange)
     sent = optimizer.channel.traffic.sent_bytes / n
     headers = 32 * n  # bytes at most, those of n messages each way
     predicted = predict.payload_bytes(METHODS[name], setting)
@@ -104,6 +107,18 @@ def test_messages_that_are_many_and_far_cost_their_waits():
     assert predict.step_seconds(voted, crowd) > crowd.buckets * 2 * 1023 * 1e-3
     far = replace(SETTING, latency=1.0)
     assert predict.step_seconds(voted, far) > 2 * far.buckets
+
+
+def test_a_grid_pays_where_messages_are_many_and_not_where_the_link_is_slow():
+    voted, dense = METHODS["dlion_mavo"], METHODS["g_lion"]
+    crowd = replace(SETTING, workers=1024, rate=1e11, exchange="grid")
+    assert predict.shape_of(voted, crowd) == (8, 8, 16)
+    assert predict.shape_of(dense, crowd) == (1024,)  # sums of floats depend on their order
+    direct, auto = (replace(crowd, exchange=exchange) for exchange in ("direct", "auto"))
+    assert predict.exchange_seconds(voted, crowd) < predict.exchange_seconds(voted, direct) / 5
+    assert predict.exchange_seconds(voted, auto) <= predict.exchange_seconds(voted, crowd)
+    slow = replace(SETTING, workers=8, rate=1e7, exchange="auto")
+    assert predict.shape_of(voted, slow) == (8,)
 
 
 def test_what_a_step_waits_for_is_named():

@@ -480,6 +480,11 @@ def test_exponential_synchronisation_steps():
     [
         (lambda p: DLion(p, ties="maybe"), "ties=maybe is unknown"),
         (lambda p: DLion(p, aggregation="sum"), "choose mavo or avg"),
+        (
+            lambda p: DLion(p, exchange="ring"),
+            "exchange=ring is unknown: choose one of direct, grid",
+        ),
+        (lambda p: DLion(p, weighted=True, exchange="grid"), "owners see sums, not who voted how"),
         (lambda p: DLion(p, lr=-1.0), "lr=-1.0 is out of range"),
         (lambda p: DLion(p, lr=None), "lr=None is not a number"),
         (lambda p: DLion(p, betas=(1.0, 0.9)), "betas="),

@@ -3,6 +3,7 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
+from dlion.exchange.grid import WAYS, Costs, Way, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
@@ -13,9 +14,11 @@ from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, Weig
 
 __all__ = [
     "TIES",
+    "WAYS",
     "Buffers",
     "Channel",
     "CosineTopKMean",
+    "Costs",
     "DeltaVote",
     "DenseMean",
     "DirectSend",
@@ -36,6 +39,9 @@ __all__ = [
     "Traffic",
     "Vote",
     "WarmedUpSignMean",
+    "Way",
     "WeightedVote",
+    "grid_shape",
+    "measure_costs",
     "sum_in_order",
 ]

@@ -1,9 +1,10 @@
 """How bytes travel between workers, and the one place where they are counted."""
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,27 @@ class Traffic:
 
     A message from a virtual worker to another counts as if it had travelled, even inside one
     process: ``sent_bytes`` and ``received_bytes`` belong to the n workers, not to their spread.
-    ``process_sent_bytes`` is what this process really handed to the network.
+    ``process_sent_bytes`` is what this process really handed to the network. ``sent_along`` has the
+    part of ``sent_bytes`` that went along a dimension of a grid, by its stride.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     process_sent_bytes: int = 0
     collectives: int = 0
+    sent_along: Counter[int] = field(default_factory=Counter)
+
+
+class Line(NamedTuple):
+    """A dimension of a grid of workers: ``size`` in a line, their numbers ``stride`` apart."""
+
+    size: int
+    stride: int
+
+    def workers(self, worker: int) -> range:
+        """The workers in the line of one, by their places in it."""
+        first = worker - worker // self.stride % self.size * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
 
 
 class Channel:
@@ -125,6 +140,44 @@ class Channel:
         self._all_to_all(sent.expand(w.processes, k, s), everything.view(w.processes, k, s))
         return everything.to(part.device).view(part.dtype).view(w.count, *shape)
 
+    def along(self, parts: Tensor, line: Line, senders: Collection[int] | None = None) -> Tensor:
+        """Send ``parts[i, c]`` from local worker i to the one in place c of its line.
+
+        Args:
+            parts: ``[k, size, s]``.
+            line: a dimension of the grid of all workers.
+            senders: numbers of senders, divided by the stride; None: all. Equal everywhere.
+
+        Returns:
+            ``[k, size, s]``: what each local worker got from the places in its line, zeros from
+            those who do not send.
+        """
+        w, s = self.workers, parts.shape[2]
+        route = _route(w.rank, w.processes, w.local, line, senders and frozenset(senders))
+        self._count(route.sent * s, route.received * s, route.leaves * s)
+        self.traffic.sent_along[line.stride] += route.sent * s
+        flat = parts.flatten(0, 1)
+        result = torch.empty_like(flat) if senders is None else torch.zeros_like(flat)
+        outgoing = {  # views of single rows, else copies
+            q: flat[places] if len(places) > 1 else flat[places[0]]
+            for q, places in route.outgoing.items()
+        }
+        incoming = {
+            q: flat.new_empty(len(places), s) if len(places) > 1 else result[places[0]]
+            for q, places in route.incoming.items()
+        }
+        with self.timer("travel", beside=True):
+            if self._gloo or self.alone:
+                self._in_rounds(outgoing, incoming)
+            else:
+                nothing, everyone = flat[:0], range(w.processes)
+                there, back = ([p.get(q, nothing) for q in everyone] for p in (outgoing, incoming))
+                dist.all_to_all(back, there, group=w.group)
+        for q, places in route.incoming.items():
+            if len(places) > 1:
+                result[places] = incoming[q]
+        return result.view(parts.shape)
+
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
         """Like :meth:`scatter` for parts of differing size.
 
@@ -194,40 +247,48 @@ class Channel:
         with self.timer("travel", beside=True):
             if not self._gloo:
                 dist.all_to_all(list(incoming), list(outgoing), group=w.group)
-            elif incoming[0].is_cuda:  # gloo sends from main memory
-                there = [torch.empty_like(part, device="cpu") for part in incoming]
-                self._in_rounds([part.cpu() for part in outgoing], there)
-                for part, received in zip(incoming, there, strict=True):
-                    part.copy_(received)
             elif (
                 torch.is_tensor(outgoing)
                 and torch.is_tensor(incoming)
+                and not outgoing.is_cuda
                 and outgoing.nbytes <= AT_ONCE
             ):
                 sent = outgoing.contiguous().view(-1)
                 dist.all_to_all_single(incoming.view(-1), sent, group=w.group)
             else:
-                self._in_rounds(outgoing, incoming)
+                self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
-    def _in_rounds(self, outgoing: Tensors, incoming: Tensors) -> None:
-        w = self.workers
-        incoming[w.rank].copy_(outgoing[w.rank])
+    def _in_rounds(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        """As :meth:`_all_to_all`, by process; there need not be something for every one."""
+        w, received = self.workers, incoming
+        if w.processes > 1 and any(part.is_cuda for part in incoming.values()):
+            outgoing = {q: part.cpu() for q, part in outgoing.items()}  # gloo sends from there
+            incoming = {q: torch.empty_like(part, device="cpu") for q, part in received.items()}
+        if w.rank in incoming:
+            incoming[w.rank].copy_(outgoing[w.rank])
         rounds: deque[tuple[int, list[Any]]] = deque()
         in_flight = 0
-        for i in range(1, w.processes):
+        distances = {(q - w.rank) % w.processes for q in outgoing}
+        distances |= {(w.rank - q) % w.processes for q in incoming}
+        for i in sorted(distances - {0}):
             to, source = (w.rank + i) % w.processes, (w.rank - i) % w.processes
-            requests = []
-            if incoming[source].numel():
+            requests: list[Any] = []
+            size = 0
+            if source in incoming and incoming[source].numel():
                 requests.append(dist.irecv(incoming[source], group=w.group, group_src=source))
-            if outgoing[to].numel():
+                size = incoming[source].numel()
+            if to in outgoing and outgoing[to].numel():
                 requests.append(dist.isend(outgoing[to], group=w.group, group_dst=to))
-            rounds.append((max(incoming[source].numel(), outgoing[to].numel()), requests))
-            in_flight += rounds[-1][0]
-            while rounds and (in_flight > IN_FLIGHT or i == w.processes - 1):
-                size, requests = rounds.popleft()
-                for request in requests:
-                    request.wait()
-                in_flight -= size
+                size = max(size, outgoing[to].numel())
+            rounds.append((size, requests))
+            in_flight += size
+            while in_flight > IN_FLIGHT:
+                in_flight -= _complete(*rounds.popleft())
+        for round_ in rounds:
+            _complete(*round_)
+        if received is not incoming:
+            for q, part in received.items():
+                part.copy_(incoming[q])
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received what was sent before."""
@@ -239,6 +300,58 @@ class Channel:
         self.traffic.received_bytes += received
         self.traffic.process_sent_bytes += process
         self.traffic.collectives += 1
+
+
+class _Route(NamedTuple):
+    """The way of messages along a line.
+
+    Attributes:
+        outgoing, incoming: by process, the places in ``[k * size]`` of what goes there, and of what
+            comes from there; in the order of senders and receivers.
+        sent, received: messages of the workers here to and from others.
+        leaves: those to other processes.
+    """
+
+    outgoing: dict[int, list[int]]
+    incoming: dict[int, list[int]]
+    sent: int
+    received: int
+    leaves: int
+
+
+@lru_cache(maxsize=256)
+def _route(
+    rank: int, processes: int, local: int, line: Line, senders: frozenset[int] | None
+) -> _Route:
+    """Return the way of messages between the workers of process ``rank`` and those in their lines.
+
+    ``senders``: as for :meth:`Channel.along`.
+    """
+    there: list[tuple[int, int, int]] = []
+    back: list[tuple[int, int, int]] = []
+    for i in range(local):
+        worker = rank * local + i
+        for place, other in enumerate(line.workers(worker), i * line.size):
+            if senders is None or worker // line.stride in senders:
+                there.append((worker, other, place))
+            if senders is None or other // line.stride in senders:
+                back.append((other, worker, place))
+    outgoing: dict[int, list[int]] = {}
+    incoming: dict[int, list[int]] = {}
+    for _, receiver, place in sorted(there):
+        outgoing.setdefault(receiver // local, []).append(place)
+    for sender, _, place in sorted(back):
+        incoming.setdefault(sender // local, []).append(place)
+    sent, received = (sum(a != b for a, b, _ in way) for way in (there, back))
+    leaves = len(there) - len(outgoing.get(rank, []))
+    return _Route(outgoing, incoming, sent, received, leaves)
+
+
+def _complete(size: int, requests: list[Any]) -> int:
+    """Wait for the messages of a round; return its size."""
+    for request in requests:
+        request.wait()
+    return size
 
 
 def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:

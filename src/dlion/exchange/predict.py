@@ -5,8 +5,9 @@
     step     = a bucket after the other: each leaves when its gradients are there and the exchange
                before it is over; then the update
 
-Direct-send sends n - 1 messages each way for every bucket. Short ones go all at once, long ones
-wait for each other while more than 128 KB are under way; a ring waits n - 1 times each way.
+Direct-send sends n - 1 messages each way for every bucket, a grid of m_1 x m_2 x ... workers
+sum (m_j - 1), with more bits to the owner. Short ones go all at once, long ones wait for each other
+while more than 128 KB are under way; a ring waits n - 1 times each way.
 
 The bits are the methods'. The nanoseconds of local work were measured on one machine, and are named
 after it; ``--speed`` scales them to another.
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from dlion.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
 from dlion.exchange.channel import IN_FLIGHT
+from dlion.exchange.grid import WAYS, Way, bits_up, grid_shape
 from dlion.units import show_rate
 
 DIRECT, RING = "direct-send", "ring"
@@ -69,26 +71,30 @@ class Method:
     """What a method sends.
 
     Attributes:
-        bits: for a parameter to the owner of its slice and back, a function of n.
+        up: bits for a parameter to the owner of its slice.
+        down: those back, a function of n.
         work: what it computes.
-        schedule: DIRECT or RING.
+        largest: the largest value in a message, where they are counts; None: a grid cannot add.
+        schedule: DIRECT, which can be on a grid, or RING.
         overhead: bytes' worth of time on the link for a byte of payload.
     """
 
-    bits: Callable[[int], float]
+    up: float
+    down: Callable[[int], float]
     work: LocalWork
+    largest: int | None = None
     schedule: str = DIRECT
     overhead: float = SHORT_MESSAGES
 
 
 METHODS = {
-    "ddp_float32": Method(lambda n: 64, EPYC_CORE["ddp_float32"], RING, HEADERS),
-    "ddp_bf16": Method(lambda n: 32, EPYC_CORE["ddp_bf16"], RING, HEADERS),
-    "g_lion": Method(lambda n: 64, EPYC_CORE["g_lion"], overhead=HEADERS),
-    "dlion_mavo": Method(lambda n: 2, EPYC_CORE["dlion_mavo"]),
-    "dlion_avg": Method(lambda n: 1 + n.bit_length(), EPYC_CORE["dlion_avg"]),
-    "lion_cub_2": Method(lambda n: 3.6, EPYC_CORE["lion_cub_2"]),
-    "lion_cub_4": Method(lambda n: 5.6, EPYC_CORE["lion_cub_4"]),
+    "ddp_float32": Method(32, lambda n: 32, EPYC_CORE["ddp_float32"], None, RING, HEADERS),
+    "ddp_bf16": Method(16, lambda n: 16, EPYC_CORE["ddp_bf16"], None, RING, HEADERS),
+    "g_lion": Method(32, lambda n: 32, EPYC_CORE["g_lion"], overhead=HEADERS),
+    "dlion_mavo": Method(1, lambda n: 1, EPYC_CORE["dlion_mavo"], 1),
+    "dlion_avg": Method(1, lambda n: n.bit_length(), EPYC_CORE["dlion_avg"], 1),
+    "lion_cub_2": Method(2, lambda n: 1.6, EPYC_CORE["lion_cub_2"], 2),
+    "lion_cub_4": Method(4, lambda n: 1.6, EPYC_CORE["lion_cub_4"], 14),
 }
 BASELINE = "ddp_float32"
 
@@ -110,6 +116,8 @@ class Setting:
         shares: of the parameters in each bucket, in the order they leave, where they differ.
         sharing: processes that share a core.
         speed: of the local work, times that of the core in EPYC_CORE.
+        exchange: direct; grid: on that of ``grid_shape(n)``, where a method can be; auto: directly,
+            or in the number of dimensions that takes the shortest time.
     """
 
     parameters: float
@@ -125,26 +133,45 @@ class Setting:
     shares: tuple[float, ...] | None = None
     sharing: float = 1.0
     speed: float = 1.0
+    exchange: Way = "direct"
 
 
-def payload_bytes(method: Method, setting: Setting) -> float:
-    """Return the bytes that a worker sends in a step, headers not included."""
+def shape_of(method: Method, setting: Setting) -> tuple[int, ...]:
+    """Return the grid on which the workers exchange messages, ``(n,)`` where there is none."""
     n = setting.workers
-    return (n - 1) / n * setting.parameters * method.bits(n) / 8
+    if method.largest is None or setting.exchange == "direct":
+        return (n,)
+    if setting.exchange == "grid":
+        return grid_shape(n)
+    shapes = (grid_shape(n, dimensions) for dimensions in (1, 2, 3))
+    share = max(_shares(setting))
+    return min(shapes, key=lambda shape: _exchange(method, setting, share, shape)[0])
+
+
+def payload_bytes(method: Method, setting: Setting, shape: tuple[int, ...] | None = None) -> float:
+    """Return the bytes that a worker sends in a step, headers not included.
+
+    ``shape``: of the grid; None: that of the setting.
+    """
+    n, shape = setting.workers, shape or shape_of(method, setting)
+    others = (n - 1) / n
+    up = others * method.up if len(shape) == 1 else bits_up(shape, method.largest or 1)
+    return setting.parameters * (up + others * method.down(n)) / 8
 
 
 def exchange_seconds(method: Method, setting: Setting) -> float:
     """Return the seconds of all exchanges of a step, were nothing else going on."""
-    return sum(_exchange(method, setting, share)[0] for share in _shares(setting))
+    shape = shape_of(method, setting)
+    return sum(_exchange(method, setting, share, shape)[0] for share in _shares(setting))
 
 
 def step_seconds(method: Method, setting: Setting) -> float:
     """Return the seconds of a training step."""
-    s = setting
+    s, shape = setting, shape_of(method, setting)
     local = 1e-9 * s.parameters * s.sharing / s.speed  # seconds of a nanosecond a parameter
     computed, arrived = s.compute * (1 - s.backward), 0.0
     for share in _shares(s):
-        exchange, work = _exchange(method, s, share)
+        exchange, work = _exchange(method, s, share, shape)
         computed += s.compute * s.backward * share + local * method.work.encode * share
         arrived = max(arrived, computed) + exchange
         if s.sharing > 1:  # what the exchange computes is taken from the backward pass
@@ -165,18 +192,21 @@ def _shares(setting: Setting) -> tuple[float, ...]:
     return setting.shares or setting.buckets * (1 / setting.buckets,)
 
 
-def _exchange(method: Method, setting: Setting, share: float) -> tuple[float, float]:
+def _exchange(
+    method: Method, setting: Setting, share: float, shape: tuple[int, ...]
+) -> tuple[float, float]:
     """Return the seconds of an exchange of a share of the parameters, and those of a core in it."""
-    s, payload = setting, share * payload_bytes(method, setting)
+    s, payload = setting, share * payload_bytes(method, setting, shape)
     if s.workers == 1:
         return 0.0, 0.0
-    messages = waits = s.workers - 1
+    messages = waits = sum(shape) - len(shape)
     if method.schedule == DIRECT:
-        waits = min(messages, max(1.0, payload / 2 / IN_FLIGHT))
+        rounds = max(1.0, payload / 2 / len(shape) / IN_FLIGHT)  # of a dimension, each way
+        waits = sum(min(size - 1, rounds) for size in shape)
     vote = 1e-9 * share * s.parameters * method.work.vote / s.speed
     work = s.sharing * (2 * messages * s.message + s.host * payload + vote)
     wire = method.overhead * 8 * payload / s.rate if s.rate else 0.0
-    return max(wire, work) + 2 * (waits * s.latency + s.wakeup), work
+    return max(wire, work) + 2 * (waits * s.latency + len(shape) * s.wakeup), work
 
 
 MEASURED_AS = {  # methods of end_to_end.json by their names there
@@ -225,13 +255,15 @@ def show(setting: Setting) -> None:
     from rich.table import Table
 
     table = Table(title="predicted step")
-    for column in ("method", "payload", "exchange", "step", "speed-up", "waits for"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    for column in ("method", "workers", "payload", "exchange", "step", "speed-up", "waits for"):
+        first = column == "method"
+        table.add_column(column, justify="left" if first else "right", no_wrap=first)
     baseline = step_seconds(METHODS[BASELINE], setting)
     for name, method in METHODS.items():
         step = step_seconds(method, setting)
         table.add_row(
             name,
+            "x".join(map(str, shape_of(method, setting))),
             f"{payload_bytes(method, setting) / 1e6:,.2f} MB",
             f"{1e3 * exchange_seconds(method, setting):,.1f} ms",
             f"{1e3 * step:,.1f} ms",
@@ -241,63 +273,75 @@ def show(setting: Setting) -> None:
     Console().print(table)
 
 
-def accelerated(d: float, n: int, rate: float) -> Setting:
+def accelerated(d: float, n: int, rate: float, exchange: Way = "direct") -> Setting:
     """Return a cluster of accelerators, assumed, not measured.
 
     3,000 tokens a worker at 200 TFLOP/s; 10 µs a message, 20 µs until one has come; local work 100
     times faster than on a core, as memory is; no copies by the host; 8 buckets.
     """
     compute = 6 * d * 3000 / 200e12
-    return Setting(d, n, rate, compute, latency=2e-5, message=1e-5, host=0.0, speed=100)
+    few = {"latency": 2e-5, "message": 1e-5, "host": 0.0}
+    return Setting(d, n, rate, compute, **few, speed=100, exchange=exchange)
 
 
 RATES = (10**9, 10**10, 10**11, 4 * 10**11)
 SIZES = (1e8, 1e9, 1e10, 1e11)
-WORKERS = tuple(2**i for i in range(1, 11))
+WORKERS = tuple(2**i for i in range(1, 13))
 
 
 def draw(file: Path) -> None:
-    """Draw speed-up over DDP float32 to 1,024 workers, 1e8 to 1e11 parameters, 1 to 400 Gbit/s."""
+    """Draw speed-up over DDP float32 to 4,096 workers, 1e8 to 1e11 parameters, 1 to 400 Gbit/s."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 12), layout="constrained")
     axes = figure.subplots(len(SIZES), len(RATES), sharex=True, sharey=True)
     for panels, d in zip(axes, SIZES, strict=True):
         for axis, rate in zip(panels, RATES, strict=True):
-            settings = [accelerated(d, n, rate) for n in WORKERS]
             for name in ("dlion_mavo", "dlion_avg", "lion_cub_4"):
-                gains = [
-                    step_seconds(METHODS[BASELINE], s) / step_seconds(METHODS[name], s)
-                    for s in settings
-                ]
-                axis.plot(WORKERS, gains, marker="o", ms=3, label=name)
+                color = None
+                for exchange, line in (("direct", "-"), ("auto", ":")):
+                    settings = [accelerated(d, n, rate, exchange) for n in WORKERS]
+                    gains = [
+                        step_seconds(METHODS[BASELINE], s) / step_seconds(METHODS[name], s)
+                        for s in settings
+                    ]
+                    label = name if exchange == "direct" else f"{name}, grid"
+                    (drawn,) = axis.plot(
+                        WORKERS, gains, marker="o", ms=3, ls=line, label=label, color=color
+                    )
+                    color = drawn.get_color()
             axis.axhline(1, color="black", lw=0.8, ls=":")
             axis.set(xscale="log", yscale="log", title=f"d = {d:.0e}, {rate / 1e9:g} Gbit/s")
-    gains = (1, 2, 5, 10, 20)
+    gains = (1, 2, 5, 10, 20, 50, 100)
     axes[0][0].set_yticks(gains, labels=[f"{gain}x" for gain in gains])
     axes[0][0].minorticks_off()
-    axes[0][0].legend(fontsize=8)
+    axes[-1][-1].legend(fontsize=8, loc="upper left", ncols=2)
     for axis in axes[-1]:
         axis.set_xlabel("workers")
     figure.suptitle(
         "predicted speed-up over DDP float32; assumed: 3,000 tokens a worker at 200 TFLOP/s,"
-        " 10 µs a message, 20 µs until one has come, 8 buckets"
+        " 10 µs a message, 20 µs until one has come, 8 buckets; dotted: on the best grid"
     )
     figure.savefig(file, dpi=80)
 
 
 def show_where_messages_count() -> None:
     """Print from how many workers on dlion_mavo waits for messages more than for bandwidth."""
-    for d in SIZES:
-        words = []
-        for rate in RATES:
-            bound = [
-                bottleneck(METHODS["dlion_mavo"], accelerated(d, n, rate)) == "messages"
-                for n in WORKERS
-            ]
-            first = WORKERS[bound.index(True)] if any(bound) else "never"
-            words.append(f"{rate / 1e9:g} Gbit/s: {first}")
-        print(f"d = {d:.0e}: dlion_mavo waits for messages from workers on, at {', '.join(words)}")
+    for exchange in ("direct", "auto"):
+        for d in SIZES:
+            words = []
+            for rate in RATES:
+                bound = [
+                    bottleneck(METHODS["dlion_mavo"], accelerated(d, n, rate, exchange))
+                    == "messages"
+                    for n in WORKERS
+                ]
+                first = WORKERS[bound.index(True)] if any(bound) else "never"
+                words.append(f"{rate / 1e9:g} Gbit/s: {first}")
+            print(
+                f"exchange={exchange}, d = {d:.0e}: dlion_mavo waits for messages from workers on,"
+                f" at {', '.join(words)}"
+            )
 
 
 def existing(text: str) -> Path:
@@ -331,6 +375,9 @@ def main(arguments: list[str]) -> None:
             f"--{name}", type=kind, metavar="X", default=argparse.SUPPRESS, help=shown
         )
     parser.add_argument(
+        "--exchange", choices=WAYS, default="direct", help="as in train.py; default: direct"
+    )
+    parser.add_argument(
         "--check", type=existing, metavar="END_TO_END.json", help="compare with it instead"
     )
     parser.add_argument(
@@ -356,7 +403,7 @@ def main(arguments: list[str]) -> None:
         typed = {name: getattr(options, name) for name in NUMBERS if hasattr(options, name)}
         assumed = {name: NUMBERS[name] for name in NUMBERS if name not in typed}
         values = {name: kind(default) for name, (kind, default, _) in assumed.items()} | typed
-        show(Setting(**values))
+        show(Setting(**values, exchange=options.exchange))
         if assumed:
             words = (f"--{name} {default}" for name, (_, default, _) in assumed.items())
             print(f"assumed, as nothing else was typed: {' '.join(words)}")

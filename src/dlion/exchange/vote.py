@@ -5,6 +5,7 @@ levels a message is a vote of one bit, with an odd number the middle level absta
 as bit planes, whole words at a time, and never unpacked on the way.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Literal, Unpack, get_args
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DirectSend
+from dlion.exchange.grid import Grid
 from dlion.streams import stream
 from dlion.wire import Level, Sign, Ternary, Wire
 
@@ -24,6 +26,10 @@ AGREEMENT = 0.75  # of every worker with the outcome, before anything is known
 
 class LevelExchange(DirectSend):
     """Messages of levels, as bit planes in whole words.
+
+    They go to their owners directly, or along a ``grid`` of so many workers in each dimension, on
+    the way of which they are added (:mod:`dlion.exchange.grid`); answer, headers and state are the
+    same to the bit. One dimension is the direct way.
 
     Attributes:
         levels: number of values that a message can hold for a parameter.
@@ -37,16 +43,46 @@ class LevelExchange(DirectSend):
         numel: int,
         levels: int,
         down: Callable[[int], Wire],
+        grid: tuple[int, ...] = (),
         **buffers: Unpack[Buffers],
     ) -> None:
         self.levels, self.planes = levels, (levels - 1).bit_length()
         up = Sign() if levels == 2 else Level(levels)
         super().__init__(channel, numel, up, down, **buffers)
         self.words = self.slice // 64
+        self.grid = Grid(channel, grid) if len(grid) > 1 else None
+        if self.grid is not None:
+            self._inbox = None
 
     def message(self, local: int) -> Tensor:
         """The message of a local worker, to be written: int64 ``[n, planes, words]``."""
         return self._planes(self._messages[local])
+
+    def run(self, step: int) -> None:
+        if self.grid is None:
+            super().run(step)
+            return
+        channel = self.channel
+        self._resize(len(channel.participants))
+        messages, headers = self._planes(self._messages), self._message_headers[:, 0]
+        rows, largest, self.headers = self.grid.collect(messages, headers, self.levels - 1)
+        with channel.timer("vote", beside=True):
+            for owner, (sums, answer) in enumerate(zip(rows, self._answers, strict=True)):
+                self.decide(sums, largest, owner, step, answer)
+        self.answer = self.grid.spread(self._answers)
+
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        self.decide(self._planes(messages), self.levels - 1, owner, step, answer)
+
+    @abstractmethod
+    def decide(self, rows: Tensor, largest: int, owner: int, step: int, answer: Tensor) -> None:
+        """Add rows about one slice and write what follows.
+
+        Args:
+            rows: int64 ``[m, planes, words]``: messages, or sums of messages.
+            largest: the largest value in a row.
+            owner, step, answer: as for :meth:`combine`.
+        """
 
     @property
     def largest(self) -> int:
@@ -63,8 +99,8 @@ class LevelExchange(DirectSend):
         return owned.view(-1, self.slice)[list(self.channel.workers.ids)]
 
     def _planes(self, messages: Tensor) -> Tensor:
-        """uint8 ``[m, up bytes]`` -> int64 ``[m, planes, words]``, a view."""
-        return messages.view(torch.int64).unflatten(1, (self.planes, self.words))
+        """uint8 ``[..., up bytes]`` -> int64 ``[..., planes, words]``, a view."""
+        return messages.view(torch.int64).unflatten(-1, (self.planes, self.words))
 
 
 class LevelMean(LevelExchange):
@@ -80,13 +116,23 @@ class LevelMean(LevelExchange):
         channel: Channel,
         numel: int,
         levels: int = 2,
+        grid: tuple[int, ...] = (),
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, levels, lambda n: Level(n * (levels - 1) + 1), **buffers)
+        def down(n: int) -> Wire:
+            return Level(n * (levels - 1) + 1)
 
-    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        super().__init__(channel, numel, levels, down, grid, **buffers)
+
+    def decide(self, rows: Tensor, largest: int, owner: int, step: int, answer: Tensor) -> None:
         sums = answer.view(torch.int64).view(-1, self.words)
-        kernels.sum_planes(self._planes(messages), self.levels - 1, sums)
+        planes = (len(rows) * largest).bit_length()
+        if planes == len(sums):
+            kernels.sum_planes(rows, largest, sums)
+        else:  # of fewer workers than it has room for
+            total = sums.new_empty(planes, self.words)
+            kernels.sum_planes(rows, largest, total)
+            sums.copy_(total[: len(sums)])
 
     def decode(self) -> Tensor:
         sums = self.down.decode(self.answer, self.slice).to(torch.float32).flatten()
@@ -117,21 +163,21 @@ class Vote(LevelExchange):
         levels: int = 2,
         ties: str = "previous",
         seed: int = 0,
+        grid: tuple[int, ...] = (),
         **buffers: Unpack[Buffers],
     ) -> None:
         def down(n: int) -> Wire:
             return Ternary() if ties == "zero" and n * (levels - 1) % 2 == 0 else Sign()
 
         self.ties, self.seed = ties, seed
-        super().__init__(channel, numel, levels, down, **buffers)
+        super().__init__(channel, numel, levels, down, grid, **buffers)
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=self.device)
         if ties == "previous":
             self.state["previous"] = self._masks.new_full((channel.workers.local, self.words), -1)
 
-    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+    def decide(self, rows: Tensor, largest: int, owner: int, step: int, answer: Tensor) -> None:
         positive, tied = self._masks
-        balance = self.largest // 2
-        kernels.compare_sum(self._planes(messages), self.levels - 1, balance, positive, tied)
+        kernels.compare_sum(rows, largest, self.largest // 2, positive, tied)
         if isinstance(self.down, Ternary):
             kernels.pack_votes(positive, tied, answer)
             return

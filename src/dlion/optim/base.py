@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from dlion.optim.thread import ExchangeThread
 from dlion.workers import Workers, voters
 
 NONFINITE = ("stop", "skip")
+BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
 
 
 class Common(TypedDict, total=False):
@@ -34,7 +35,7 @@ class Common(TypedDict, total=False):
     dense_wire: DenseWire
     seed: int
     overlap: bool
-    bucket_cap_mb: float | None
+    bucket_cap_mb: float | Literal["auto"] | None
     nonfinite: str | None
 
 
@@ -102,7 +103,8 @@ class DistributedOptimizer(BucketedOptimizer):
             (for equal buckets, where a method draws random numbers).
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
-            one bucket a group.
+            one bucket a group. ``auto``: 5, and in proportion to n beyond 8 workers, so that a
+            slice, and what a message about it costs, stays as large.
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
             raises TrainingFailed on that worker before the parameters of that bucket are updated
             (state may hold the gradient by then: go on from a checkpoint only); ``skip`` treats it
@@ -141,7 +143,7 @@ class DistributedOptimizer(BucketedOptimizer):
         dense_wire: DenseWire = "bf16",
         seed: int = 0,
         overlap: bool = False,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         nonfinite: str | None = None,
     ):
         check_hyperparameters(defaults)
@@ -150,6 +152,8 @@ class DistributedOptimizer(BucketedOptimizer):
         given = voters(workers, process_group, mesh)
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
+        if bucket_cap_mb == "auto":
+            bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
         check_alike(Channel(given), {"settings": self._settings()})

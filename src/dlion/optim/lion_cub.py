@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 
 from dlion import kernels
-from dlion.exchange import Ties
+from dlion.exchange import Ties, Way
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
 from dlion.optim.dlion import Part, SignedDescent
@@ -52,6 +52,7 @@ class LionCub(SignedDescent):
         sync_rate: of exponential: T_{j+1} = T_j + 2^(j / rate).
         sync_pattern: a regular expression: average only parameters whose name contains it. It needs
             ``model.named_parameters()``.
+        exchange: how messages travel, as for :class:`dlion.optim.DLion`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LionCub(SignedDescent):
         momentum_sync: Whole | Literal["exponential"] = 0,
         sync_rate: Positive = 1.0,
         sync_pattern: Name | None = None,
+        exchange: Way = "direct",
         **common: Unpack[Common],
     ):
         if bits not in BITS:
@@ -78,7 +80,7 @@ class LionCub(SignedDescent):
         self.sync_pattern = sync_pattern
         self._sync = MomentumSync(momentum_sync, sync_rate, sync_pattern)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, "mavo", ties, **common)
+        super().__init__(params, defaults, "mavo", ties, exchange=exchange, **common)
         if sync_pattern is not None and not any(map(self._sync.spans, self.buckets)):
             raise ValueError(
                 f"sync_pattern={sync_pattern} matches no parameter name: pass"

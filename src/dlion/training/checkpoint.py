@@ -52,7 +52,10 @@ _DECISIVE_SETTINGS = (
     "local_lr",
 )
 _DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
-_NOT_DECISIVE = {"dataset": ("path", "loaders")}  # where data lies, and how it is loaded
+_NOT_DECISIVE = {
+    "dataset": ("path", "loaders"),  # where data lies, and how it is loaded
+    "optimizer": ("exchange",),  # how messages travel
+}
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 
