@@ -86,6 +86,8 @@ def check_spread(workers: Workers) -> None:
     Raises:
         TrainingFailed: naming a process that differs from process 0.
     """
+    if workers.processes == 1:
+        return
     channel = Channel(replace(workers, local=1))
     first, *others = channel.gather(torch.tensor([[workers.local]])).flatten().tolist()
     for process, local in enumerate(others, 1):
