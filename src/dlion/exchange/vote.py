@@ -28,7 +28,7 @@ class LevelExchange(DirectSend):
     """Messages of levels, as bit planes in whole words.
 
     They go to their owners directly, or along a ``grid`` of so many workers in each dimension, on
-    the way of which they are added (:mod:`dlion.exchange.grid`); answer, headers and state are the
+    the way of which they are added (``dlion.exchange.grid``); answer, headers and state are the
     same to the bit. One dimension is the direct way.
 
     Attributes:
@@ -81,7 +81,7 @@ class LevelExchange(DirectSend):
         Args:
             rows: int64 ``[m, planes, words]``: messages, or sums of messages.
             largest: the largest value in a row.
-            owner, step, answer: as for :meth:`combine`.
+            owner, step, answer: as for ``combine``.
         """
 
     @property

@@ -52,7 +52,7 @@ class LionCub(SignedDescent):
         sync_rate: of exponential: T_{j+1} = T_j + 2^(j / rate).
         sync_pattern: a regular expression: average only parameters whose name contains it. It needs
             ``model.named_parameters()``.
-        exchange: how messages travel, as for :class:`dlion.optim.DLion`.
+        exchange: how messages travel, as for :class:`dlion.DLion`.
     """
 
     def __init__(
