@@ -21,7 +21,7 @@ model, prepared, loader = accelerator.prepare(model, optimizer, loader)
 model.register_comm_hook(None, noop_hook)  # accelerate insists on DistributedDataParallel
 
 steps = 0
-for _ in range(3):
+for _ in range(2):
     for x, y in loader:
         prepared.zero_grad()
         accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))

@@ -30,7 +30,7 @@ class Classifier(lightning.LightningModule):
 
 model = Classifier()
 trainer = lightning.Trainer(
-    max_epochs=3,
+    max_epochs=2,
     accelerator="cpu",
     devices=2,
     strategy="ddp",

@@ -21,8 +21,8 @@ from tests.runs import record
 
 pytestmark = pytest.mark.slow
 
-# with and without hardships: alone, each worker alone, and something between
-SPREADS = {"": (1, 2, 8), "-hard": (1, 4, 8)}
+# processes of 8 workers, without hardships and with them: one, some, and one each
+SPREADS = {"": (1, 2), "-hard": (1, 4, 8)}
 VOTES = ("dlion", "lion_cub", "signum")  # how methods begin whose agreement can be measured
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 
