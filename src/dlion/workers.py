@@ -52,6 +52,13 @@ class Workers:
         """The workers hosted by this process."""
         return range(self.rank * self.local, (self.rank + 1) * self.local)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The processes, by their numbers in the default group; 0 where there is none."""
+        if self.processes > 1:
+            return dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        return [dist.get_rank() if dist.is_initialized() else 0]
+
     def with_own_group(self) -> "Workers":
         """The same workers with a process group of their own, to talk while others do.
 
@@ -60,11 +67,10 @@ class Workers:
         """
         if self.processes == 1:
             return self
-        ranks = tuple(dist.get_process_group_ranks(self.group or dist.group.WORLD))
         world = dist.group.WORLD
         for key in [key for key in _pools if key[0] is not world]:  # of a world that has ended
             del _pools[key]
-        pool = _pools.setdefault((world, ranks, self.timeout), _Pool())
+        pool = _pools.setdefault((world, tuple(self.ranks), self.timeout), _Pool())
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         free = torch.tensor([False, *pool.free], dtype=torch.int64, device=device)
         dist.all_reduce(free, dist.ReduceOp.MIN, group=self.group)
@@ -72,8 +78,8 @@ class Workers:
         if not common:
             limit = None if self.timeout is None else timedelta(seconds=self.timeout)
             # a name that counts groups is the safer one, but all processes have to be there
-            some = len(ranks) < dist.get_world_size()
-            group = dist.new_group(list(ranks), limit, use_local_synchronization=some)
+            some = self.processes < dist.get_world_size()
+            group = dist.new_group(self.ranks, limit, use_local_synchronization=some)
             pool.groups.append(group)  # pyrefly: ignore[bad-argument-type] - this process is in it
             pool.free.append(False)
             common = [len(pool.groups) - 1]

@@ -16,6 +16,7 @@ from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.optim import DiLoCo, DLion, GAdamW, GMuon, simple
 from dlion.workers import Workers
+from tests.optim.refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -129,14 +130,6 @@ def both_ways(method: type, settings: dict[str, Any], mesh: DeviceMesh) -> tuple
             theirs.collect(replica)
         theirs.step()
     return got, nn.utils.parameters_to_vector(plain.parameters()).detach()
-
-
-def refused(make: Any) -> str:
-    try:
-        make()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "accepted"
 
 
 def in_each_process() -> dict[str, Any]:

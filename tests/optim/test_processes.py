@@ -17,6 +17,7 @@ from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.optim import DLion, GradDrop, LionCub, PowerSGD
 from dlion.workers import Workers
+from tests.optim.refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +38,6 @@ def backward(model: torch.nn.Module, seed: int) -> None:
 
 def flat(model: torch.nn.Module) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-
-
-def refused(make: Callable[[], Any]) -> str:
-    try:
-        make()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "accepted"
 
 
 CASES: list[Callable[[int], Any]] = []

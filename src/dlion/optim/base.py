@@ -256,7 +256,7 @@ class DistributedOptimizer(BucketedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._stepped:
-            check_bare([tensor for group in self.param_groups for tensor in group["params"]])
+            check_bare(self.params)
         if self._overflowed():
             return loss
         local = self.channel.local_participants
@@ -471,8 +471,7 @@ class DistributedOptimizer(BucketedOptimizer):
         if self.channel.gather(mine).any():
             return True
         if self.grad_scale is not None:
-            tensors = (tensor for group in self.param_groups for tensor in group["params"])
-            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            grads = [tensor.grad for tensor in self.params if tensor.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, 1 / self.grad_scale.item())
         return False

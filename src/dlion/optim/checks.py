@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +99,7 @@ def check_spread(workers: Workers) -> None:
             )
 
 
-def check_bare(params: list[Tensor]) -> None:
+def check_bare(params: Sequence[Tensor]) -> None:
     """Refuse parameters of a DistributedDataParallel, which would send float32 besides.
 
     One whose communication hook is torch's ``noop_hook`` sends no gradients.

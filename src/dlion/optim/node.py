@@ -38,10 +38,7 @@ class Node:
         if wire not in DENSE_WIRES:
             raise ValueError(f"dense_wire={wire} is unknown: choose bf16 or float32")
         workers = Workers.current(group=group)
-        node, others = set(dist.get_process_group_ranks(group)), {dist.get_rank()}
-        if voters.processes > 1:
-            others |= set(dist.get_process_group_ranks(voters.group or dist.group.WORLD))
-        if len(node & others) > 1:
+        if len({*workers.ranks} & {*voters.ranks}) > 1:
             raise ValueError(
                 "the processes of dense_group are also to exchange messages: give the mesh (or"
                 " process_group) of one process in each node"

@@ -72,6 +72,11 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Return what the state of a bucket's parameters is called."""
         return self
 
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """The parameters of all groups, frozen ones too."""
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _watch(self, bucket: Bucket) -> None:
         """Do what a new bucket needs besides."""
 
@@ -80,8 +85,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         group, first = self.param_groups[-1], len(self.buckets)
         check_hyperparameters(group)
         check_parameters(group["params"])
-        tensors = [tensor for group in self.param_groups for tensor in group["params"]]
-        check_sharding(tensors, self.workers, type(self).__name__, self.whole_matrices)
+        check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
         self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
         if self._constructed:
@@ -223,13 +227,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         ``torch.save``, which writes the local part, save on every rank. Where FSDP has sharded the
         parameters, all processes must call this together.
         """
-        state, found = super().state_dict(), spread_state(self)
-        params = enumerate(self._all_params())
+        state, (found, _) = super().state_dict(), spread_state(self)
+        params = enumerate(self.params)
         state["state"] = {index: found[param] for index, param in params if param in found}
         return state
-
-    def _all_params(self) -> list[torch.nn.Parameter]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a saved state in; it must be of the same workers.
@@ -239,9 +240,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """
         self._include_unfrozen()
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        param_of = dict(zip(names, self._all_params(), strict=False))  # torch compares how many
+        param_of = dict(zip(names, self.params, strict=False))  # torch compares how many
         saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
-        here = spread_state(self)
+        here, flats = spread_state(self)
         for name, tensors in state_dict["state"].items():
             check_state(name, tensors, here.get(param_of[name], {}), self._worker())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -251,7 +252,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 group for group in self.param_groups if any(p is first for p in group["params"])
             )
             self._publish_state(bucket)
-        put_back(self, here, saved)
+        put_back(self, here, flats, saved)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -1,5 +1,6 @@
 """What is saved of an optimizer: tensors that know which part of them is on which process."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from dlion.optim.parameters import BucketedOptimizer
 
 States = dict[torch.nn.Parameter, dict[str, Tensor]]  # of each parameter, by name
+Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
 class Spread:
@@ -38,8 +40,8 @@ class Spread:
             self.both = self.workers or self.shards
             return
         own = self.shards.mesh.flatten()[None]
-        one_each = Channel(Workers(workers.rank, workers.processes, group=workers.group))
-        ranks = one_each.gather(own).view(workers.processes, *self.shards.shape)
+        everyones = Channel(replace(workers, local=1)).gather(own)
+        ranks = everyones.view(workers.processes, *self.shards.shape)
         names = ("workers", *(self.shards.mesh_dim_names or map(str, range(self.shards.ndim))))
         groups = [group, *self.shards.get_all_groups()]
         self.both = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
@@ -75,20 +77,23 @@ def _dtensor(
     here: Tensor, mesh: DeviceMesh, over: list[Placement], shape: tuple[int, ...]
 ) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
-    here = torch.from_dlpack(
-        here
-    )  # the same memory; pickle fails on one that begins inside another
+    # the same memory: pickle fails on a tensor that begins inside another
+    here = torch.from_dlpack(here)
     return DTensor.from_local(
         here, mesh, over, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
 @torch.no_grad()
-def spread_state(optimizer: "BucketedOptimizer") -> States:
-    """Return the optimizer's state, which it shares, as DTensors where processes differ."""
-    params = optimizer._all_params()
+def spread_state(optimizer: "BucketedOptimizer") -> tuple[States, Elementwise]:
+    """Return the optimizer's state, which it shares, as DTensors where processes differ.
+
+    Beside it, what exchanges keep of each parameter: the state shares that, and they do not.
+    """
+    params = optimizer.params
     spread = Spread(optimizer.workers, params[0])
     found: States = {}
+    flats: Elementwise = []
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             param = slot.tensor
@@ -102,14 +107,14 @@ def spread_state(optimizer: "BucketedOptimizer") -> States:
                 found.setdefault(param, {})[name] = kept
         if spread.shards is not None:
             exchange, first = bucket.exchange, found[bucket.slots[0].tensor]
-            elementwise = exchange.elementwise()
-            for name, flat in elementwise.items():
+            flats.append(exchange.elementwise())
+            for name, flat in flats[-1].items():
                 for slot in bucket.slots:
-                    kept = spread.shared(slot.view(flat).clone(), slot.tensor)
+                    kept = spread.shared(slot.view(flat), slot.tensor)
                     found[slot.tensor][EXCHANGE + name] = kept
             at = "x".join(map(str, spread.shards.get_coordinate() or ()))
             for name, rows in exchange.state.items():
-                if name not in elementwise:
+                if name not in flats[-1]:
                     first[f"{EXCHANGE}{name}.{at}"] = spread.of_shard(rows)
     for param in params:  # of some parameters this process has an empty shard
         if isinstance(param, DTensor) and param.requires_grad and param not in found:
@@ -118,19 +123,17 @@ def spread_state(optimizer: "BucketedOptimizer") -> States:
                 name: spread.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
                 for name in optimizer.own_state
             }
-    return found
+    return found, flats
 
 
 @torch.no_grad()
-def put_back(optimizer: "BucketedOptimizer", here: States, saved: States) -> None:
-    """Copy saved state into the optimizer; ``here`` is its own, of the same names and shapes."""
+def put_back(
+    optimizer: "BucketedOptimizer", here: States, flats: Elementwise, saved: States
+) -> None:
+    """Copy saved state into the optimizer; what :func:`spread_state` returned leads to its own."""
     for param, tensors in saved.items():
         for name, value in tensors.items():
             local_part(here[param][name]).copy_(local_part(value))
-    for bucket in optimizer.buckets:
-        if bucket.sharded:
-            elementwise = bucket.exchange.elementwise()
-            for name, flat in elementwise.items():
-                for slot in bucket.slots:
-                    slot.view(flat).copy_(local_part(here[slot.tensor][EXCHANGE + name]))
-            bucket.exchange.set_elementwise(elementwise)
+    sharded = (bucket.exchange for bucket in optimizer.buckets if bucket.sharded)
+    for exchange, values in zip(sharded, flats, strict=True):
+        exchange.set_elementwise(values)

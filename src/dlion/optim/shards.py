@@ -55,10 +55,7 @@ def check_sharding(
             " dimension of the shards alone (mesh['shard']) and give this optimizer the other"
             " (mesh=mesh['replicate'])"
         )
-    voters = {dist.get_rank()}
-    if workers.processes > 1:
-        voters |= set(dist.get_process_group_ranks(workers.group or dist.group.WORLD))
-    if len(voters & set(mesh.mesh.flatten().tolist())) > 1:
+    if len({*workers.ranks} & {*mesh.mesh.flatten().tolist()}) > 1:
         raise ValueError(
             "the processes that are to vote hold different shards of the parameters: give the mesh"
             " (or process_group) of the processes that hold the same, mesh=mesh['replicate']"
