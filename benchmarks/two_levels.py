@@ -29,6 +29,7 @@ def make_cases(d: int, nodes: int, per_node: int) -> dict[str, Callable[[], obje
     return {
         "all_reduce float32": lambda: dist.all_reduce(dense),
         "vote of all processes": _step(d),
+        "the same on a grid of nodes": _step(d, exchange=(nodes, per_node)),
         "bf16 mean in a node, vote of nodes": _step(d, **node),
         "float32 mean in a node, vote of nodes": _step(d, **node, dense_wire="float32"),
     }

@@ -27,7 +27,7 @@ from dlion.config import settle
 from dlion.data.prepare import Texts, prepare
 from dlion.launch.check import check_settings
 from tests.conftest import ROOT
-from tests.readmes import Command, commands, words
+from tests.readmes import Command, commands, pages, words
 from tests.runs import Run
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,19 @@ def test_commands_are_found_wherever_pages_have_them():
     found = {(command.page, command.python) for command in commands()}
     assert {("README.md", False), ("README.md", True), ("train.py", False)} <= found
     assert len([page for page, _ in found if page.startswith("results/")]) > 5
+
+
+def test_tests_that_pages_name_exist():
+    """``tests/FILE.py::NAME``, or ``::NAME`` behind one."""
+    named = 0
+    for page in pages():
+        file = ""
+        for path, test in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", page.read_text()):
+            file = path or file
+            if test:
+                assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{page}: {file}::{test}"
+                named += 1
+    assert named > 15
 
 
 def try_out(place: "Place", command: Command) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlion.exchange import Channel, Costs, LevelExchange, LevelMean, Vote, grid_shape
+from dlion.exchange import Channel, Costs, LevelExchange, LevelMean, Shape, Vote, Way, grid_shape
 from dlion.exchange.grid import bits_up
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
@@ -174,10 +174,11 @@ def test_every_spread_of_a_grid_answers_as_direct_send_does(processes, counts):
     assert run_processes(processes, _on_grids, processes, counts) == direct
 
 
-def test_a_state_saved_on_a_grid_goes_on_without():
+@pytest.mark.parametrize("sizes", ["grid", (3, 2)])
+def test_a_state_saved_on_a_grid_goes_on_without(sizes):
     param = torch.nn.Parameter(torch.zeros(D))
 
-    def make(exchange: str) -> DLion:
+    def make(exchange: Way | Shape) -> DLion:
         return DLion([param], lr=1e-2, workers=Workers(local=6), exchange=exchange)
 
     def step(optimizer: DLion, seed: int) -> None:
@@ -186,7 +187,7 @@ def test_a_state_saved_on_a_grid_goes_on_without():
             optimizer.collect(worker)
         optimizer.step()
 
-    on_grid, direct = make("grid"), make("direct")
+    on_grid, direct = make(sizes), make("direct")
     step(on_grid, 0)
     direct.load_state_dict(on_grid.state_dict())
     before = param.detach().clone()

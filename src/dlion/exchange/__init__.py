@@ -3,7 +3,7 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
-from dlion.exchange.grid import WAYS, Costs, Way, grid_shape, measure_costs
+from dlion.exchange.grid import WAYS, Costs, Shape, Way, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
@@ -31,6 +31,7 @@ __all__ = [
     "ScaledInt8Mean",
     "ScaledSignMean",
     "ScaledTernaryMean",
+    "Shape",
     "SparseMean",
     "TernaryMean",
     "Ties",

@@ -22,17 +22,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
+from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel, Line
+from dlion.values import Called
 from dlion.workers import Workers
 
 Way = Literal["direct", "grid", "auto"]
 WAYS = get_args(Way)
+Shape = Annotated[
+    tuple[Annotated[int, Ge(2)], ...], MinLen(2), Called("the sizes of a grid, such as [4, 2]")
+]
 SQUARE = 256  # workers, beyond which a third dimension saves more messages than it costs bytes
 PROBE = 128 * 1024  # bytes that each worker sends to measure what a byte costs
 REPEATS = 5

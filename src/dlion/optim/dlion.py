@@ -14,6 +14,7 @@ from dlion.exchange import (
     Costs,
     LevelExchange,
     LevelMean,
+    Shape,
     Ties,
     Vote,
     Way,
@@ -58,6 +59,8 @@ class SignedDescent(DistributedOptimizer):
     them, as near to a square as their number allows, see :mod:`dlion.exchange.grid`; a prime number
     of workers has none and exchanges directly. Owners and sums are those of the direct exchange, so
     answers, ties of every kind, state and checkpoints are the same to the bit, whoever takes part.
+    ``exchange=[nodes, workers_per_node]`` is the exact vote on two levels: workers of a node, which
+    are numbered one after the other, add their votes, and nodes exchange the sums.
     """
 
     own_state = ["momentum"]
@@ -70,7 +73,7 @@ class SignedDescent(DistributedOptimizer):
         aggregation: str,
         ties: str,
         weighted: bool = False,
-        exchange: str = "direct",
+        exchange: Way | Shape = "direct",
         **common: Unpack[Common],
     ):
         if aggregation not in AGGREGATIONS:
@@ -81,9 +84,11 @@ class SignedDescent(DistributedOptimizer):
             raise ValueError(f"weighted={weighted} is not possible: choose true or false")
         if weighted and (aggregation != "mavo" or ties == "zero"):
             raise ValueError("weighted=true needs aggregation=mavo, and ties other than zero")
-        if exchange not in WAYS:
-            raise ValueError(f"exchange={exchange} is unknown: choose one of {', '.join(WAYS)}")
-        if weighted and exchange == "grid":
+        if isinstance(exchange, str) and exchange not in WAYS:
+            raise ValueError(
+                f"exchange={exchange} is unknown: choose {', '.join(WAYS)} or the sizes of a grid"
+            )
+        if weighted and exchange not in ("direct", "auto"):
             raise ValueError(
                 "weighted=true needs exchange=direct: on a grid owners see sums, not who voted how"
             )
@@ -112,8 +117,16 @@ class SignedDescent(DistributedOptimizer):
 
     def _grid(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the shape of the grid for a bucket; of fewer than two dimensions: none."""
+        n = self.workers.count
+        if not isinstance(self.exchange, str):
+            if math.prod(self.exchange) != n:
+                raise ValueError(
+                    f"exchange={list(self.exchange)} is not possible: a grid of {n} workers has"
+                    f" sizes whose product is {n}"
+                )
+            return tuple(self.exchange)
         if self.exchange == "grid":
-            return grid_shape(self.workers.count)
+            return grid_shape(n)
         if self.exchange == "direct" or self.workers.processes == 1:
             return ()
         if self._costs is None:
@@ -194,7 +207,8 @@ class DLion(SignedDescent):
         exchange: how messages travel: direct: from every worker to every other; grid: along the
             rows and columns of a grid of workers, which is faster where many short messages wait
             for each other, on fast links or with many workers; auto: whichever is faster here, as
-            measured when the optimizer is made. The result is the same to the bit.
+            measured when the optimizer is made; [4, 2]: along a grid of these sizes, the last one
+            being of neighbours, such as the workers of a node. The result is the same to the bit.
     """
 
     def __init__(
@@ -206,7 +220,7 @@ class DLion(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way = "direct",
+        exchange: Way | Shape = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
@@ -240,7 +254,7 @@ class Signum(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way = "direct",
+        exchange: Way | Shape = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}

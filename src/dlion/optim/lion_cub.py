@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, get_args
 import torch
 
 from dlion import kernels
-from dlion.exchange import Ties, Way
+from dlion.exchange import Shape, Ties, Way
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
 from dlion.optim.dlion import Part, SignedDescent
@@ -67,7 +67,7 @@ class LionCub(SignedDescent):
         momentum_sync: Whole | Literal["exponential"] = 0,
         sync_rate: Positive = 1.0,
         sync_pattern: Name | None = None,
-        exchange: Way = "direct",
+        exchange: Way | Shape = "direct",
         **common: Unpack[Common],
     ):
         if bits not in BITS:
