@@ -19,10 +19,12 @@ Exit codes: 0 all equal, 1 something differs, 2 wrong input. Writes nothing into
 """
 
 import argparse
+import gc
 import hashlib
 import importlib
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -234,7 +236,10 @@ def drive() -> None:
     torch.set_num_threads(1)
     scratch = Path(plan["scratch"])
     cases = [Case(**case) for case in plan["cases"]]
-    _warm_up()
+    trained = " ".join(word for case in plan["train"] for word in case["overrides"])
+    named = {case.method for case in cases} | set(re.findall(r"optimizer=(\w+)", trained))
+    _warm_up(named)
+    gc.freeze()  # what is shared with the forks is not looked through again
     for processes in (1, 2, 4):
         _fork(processes, _run_cases, processes, cases, scratch, lines)
     if plan["train"]:
@@ -276,7 +281,7 @@ def _import_models() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 
-def _warm_up() -> None:
+def _warm_up(methods: set[str]) -> None:
     """Compile kernels, or load them, for all processes; without threads, which forks do not like.
 
     A backward pass may start threads, so gradients are put in place by hand.
@@ -285,7 +290,7 @@ def _warm_up() -> None:
 
     from dlion import optim
 
-    for class_name, settings in METHODS.values():
+    for class_name, settings in (METHODS[method] for method in sorted(methods)):
         for dtype in (torch.float32, torch.bfloat16):
             param = torch.nn.Parameter(torch.ones(64, dtype=dtype))
             param.grad = torch.ones_like(param)

@@ -1,9 +1,11 @@
 """Shared by all tests: one compute thread, and what marks mean."""
 
+import gc
 import os
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.markers import (  # noqa: F401 - pytest finds them here
@@ -22,3 +24,9 @@ for number, handler in (
         signal.signal(number, handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_what_is_new() -> None:
+    """Let nothing that is imported by now be looked through again, nor copied by forks."""
+    gc.freeze()

@@ -107,10 +107,12 @@ def check_bare(params: Sequence[Tensor]) -> None:
     if not dist.is_initialized():
         return
     ids = set(map(id, params))
-    for found in gc.get_objects():
-        # its metaclass makes isinstance slow, and there are some hundred thousand objects
+    kinds = [DistributedDataParallel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    for found in gc.get_referrers(*kinds):  # its instances are among them
         if (
-            DistributedDataParallel in type(found).__mro__
+            type(found) in kinds
             and any(id(param) in ids for param in found.parameters())
             and not any(hook is noop_hook for hook, _ in found._comm_hooks)
         ):
