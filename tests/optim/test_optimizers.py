@@ -482,7 +482,7 @@ def test_exponential_synchronisation_steps():
         (lambda p: DLion(p, aggregation="sum"), "choose mavo or avg"),
         (
             lambda p: DLion(p, exchange="ring"),
-            "exchange=ring is unknown: choose one of direct, grid",
+            "exchange=ring is unknown: choose direct, grid",
         ),
         (lambda p: DLion(p, weighted=True, exchange="grid"), "owners see sums, not who voted how"),
         (lambda p: DLion(p, lr=-1.0), "lr=-1.0 is out of range"),
