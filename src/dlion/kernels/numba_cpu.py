@@ -13,7 +13,9 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core.caching import FunctionCache
+from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,9 +23,6 @@ from dlion.kernels import steps
 
 _BLOCK = 512  # words of a vote at a time: its planes stay in the first cache
 _SMALL = 1 << 17  # elements below which threads do not pay
-_LOWEST = np.uint64(0x0101010101010101)  # the lowest bit of each of eight bytes
-_GATHER = np.uint64(0x0102040810204080)  # moves the bits of eight 0/1 bytes into the top byte
-_TOP = np.uint64(56)
 _ZERO, _ONES = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer
 _ONE, _SIGN = np.uint32(1), np.uint32(31)
@@ -174,13 +173,6 @@ def _rates(lr, weight_decay):
 
 
 @_inline
-def _scratch():
-    """Make room for 64 float32 values; returns it as floats and as integers."""
-    bits = np.empty(64, np.uint32)
-    return bits.view(np.float32), bits
-
-
-@_inline
 def _parts(vector, start, stop):
     """Split a share of a vector into its whole words and a copy of the rest, filled with zeros."""
     whole = stop - stop % 64
@@ -195,53 +187,58 @@ def _keep(vector, stop, rest):
     vector[stop - stop % 64 : stop] = rest[: stop % 64]
 
 
-def _widen(values, scratch) -> Any:
-    """Return 64 values as float32: themselves, or converted into ``scratch``."""
+def _float(value) -> Any:
+    """Return a value as float32; bfloat16 is given by its bits."""
 
 
-@numba.extending.overload(_widen)
-def _widen_overload(values, scratch):
-    if values.dtype == numba.float32:
-        return lambda values, scratch: values
-
-    def widen(values, scratch):
-        floats, bits = scratch
-        for j in range(64):
-            bits[j] = np.uint32(values[j]) << np.uint32(16)
-        return floats
-
-    return widen
+@numba.extending.overload(_float)
+def _float_overload(value):
+    if value == numba.float32:
+        return lambda value: value
+    return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-def _narrow(scratch, target):
-    """Put back what :func:`_widen` converted: rounded to nearest, halves to even."""
+def _as(array, value) -> Any:
+    """Return float32 as the array has it: as bfloat16, rounded to nearest, halves to even."""
 
 
-@numba.extending.overload(_narrow)
-def _narrow_overload(scratch, target):
-    if target.dtype == numba.float32:
-        return lambda scratch, target: None
+@numba.extending.overload(_as)
+def _as_overload(array, value):
+    if array.dtype == numba.float32:
+        return lambda array, value: value
 
-    def narrow(scratch, target):
-        _, bits = scratch
-        for j in range(64):
-            x = bits[j]
-            odd = x >> np.uint32(16) & np.uint32(1)
-            rounded = (x + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-            nan = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            target[j] = np.uint16(0x7FC0) if nan else np.uint16(rounded)
+    def narrow(array, value):
+        bits = np.float32(value).view(np.uint32)
+        odd = bits >> np.uint32(16) & np.uint32(1)
+        rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        return np.uint16(0x7FC0) if nan else np.uint16(rounded)
 
     return narrow
 
 
-@_inline
-def _plane(levels, b):
-    """Gather bit b of each of 64 bytes, seen as 8 words, in one word."""
-    result = _ZERO
-    for r in range(8):
-        flags = levels[r] >> np.uint64(b) & _LOWEST
-        result |= ((flags * _GATHER) >> _TOP) << np.uint64(8 * r)
-    return result
+def _generate_plane(typing_context, levels, b):
+    """Gather bit b of each of 64 bytes in one word, in few vector instructions.
+
+    A comparison of all bytes is a mask; LLVM does not see by itself that one is wanted.
+    """
+    wide = ir.VectorType(ir.IntType(8), 64)
+
+    def generate(context, builder, signature, arguments):
+        array = make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.bitcast(array.data, wide.as_pointer())
+        values = builder.load(address, align=1)
+        flag = builder.shl(ir.IntType(8)(1), arguments[1])
+        first = builder.insert_element(wide(ir.Undefined), flag, ir.IntType(32)(0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), None)
+        flags = builder.shuffle_vector(first, wide(ir.Undefined), lanes)
+        bits = builder.icmp_unsigned("!=", builder.and_(values, flags), wide(None))
+        return builder.bitcast(bits, ir.IntType(64))
+
+    return numba.uint64(levels, numba.uint8), generate
+
+
+_plane: Any = numba.extending.intrinsic(_generate_plane)
 
 
 @_inline
@@ -253,20 +250,19 @@ def _mask(count):
 @_compile
 def _encode_signs(message, first, momentum, grad, beta1, beta2, positive, start, stop):
     (b1, a1), (b2, a2) = _weights(beta1), _weights(beta2)
-    scratch, signs, neutral = _scratch(), np.empty(64, np.uint8), np.uint8(positive)
-    flags = signs.view(np.uint64)
+    signs, neutral = np.empty(64, np.uint8), np.uint8(positive)
     momenta, grads = _parts(momentum, start, stop), _parts(grad, start, stop)
     for i in range(2):
         for s in range(0, momenta[i].size, 64):
-            m, g = momenta[i][s : s + 64], _widen(grads[i][s : s + 64], scratch)
+            m, g = momenta[i][s : s + 64], grads[i][s : s + 64]
             for j in range(64):
-                old, new = m[j], g[j]
+                old, new = m[j], _float(g[j])
                 u = b1 * old + a1 * new
                 signs[j] = np.uint8(u > np.float32(0)) | (neutral & ~np.uint8(u < np.float32(0)))
                 m[j] = b2 * old + a2 * new
             element = start + i * momenta[0].size + s
             owner, word = divmod(first + element // 64, message.shape[2])
-            message[owner, 0, word] = _plane(flags, 0) & _mask(stop - element)
+            message[owner, 0, word] = _plane(signs, 0) & _mask(stop - element)
     _keep(momentum, stop, momenta[1])
 
 
@@ -274,14 +270,13 @@ def _encode_signs(message, first, momentum, grad, beta1, beta2, positive, start,
 def _encode_levels(message, first, momentum, grad, beta1, beta2, multiplier, largest, start, stop):
     (b1, a1), (b2, a2) = _weights(beta1), _weights(beta2)
     factor, bound = np.float32(multiplier), np.float32(largest)
-    scratch, levels = _scratch(), np.empty(64, np.uint8)
-    packed = levels.view(np.uint64)
+    levels = np.empty(64, np.uint8)
     momenta, grads = _parts(momentum, start, stop), _parts(grad, start, stop)
     for i in range(2):
         for s in range(0, momenta[i].size, 64):
-            m, g = momenta[i][s : s + 64], _widen(grads[i][s : s + 64], scratch)
+            m, g = momenta[i][s : s + 64], grads[i][s : s + 64]
             for j in range(64):
-                old, new = m[j], g[j]
+                old, new = m[j], _float(g[j])
                 value = (b1 * old + a1 * new) * factor
                 value = value if value == value else np.float32(0)
                 value = min(max(value, -bound), bound)
@@ -290,7 +285,7 @@ def _encode_levels(message, first, momentum, grad, beta1, beta2, multiplier, lar
             element = start + i * momenta[0].size + s
             owner, word = divmod(first + element // 64, message.shape[2])
             for b in range(message.shape[1]):
-                message[owner, b, word] = _plane(packed, b) & _mask(stop - element)
+                message[owner, b, word] = _plane(levels, b) & _mask(stop - element)
     _keep(momentum, stop, momenta[1])
 
 
@@ -298,21 +293,21 @@ def _encode_levels(message, first, momentum, grad, beta1, beta2, multiplier, lar
 def _measure(momentum, grad, beta1, kind):
     """Return the sum (kind 0; of logarithms, kind 2), the maximum (1), and the nonzeros (2)."""
     b1, a1 = _weights(beta1)
-    scratch, lanes, nonzero = _scratch(), np.zeros(64, np.float64), 0
+    lanes, nonzero = np.zeros(64, np.float64), 0
     momenta, grads = _parts(momentum, 0, momentum.size), _parts(grad, 0, grad.size)
     for i in range(2):
         for s in range(0, momenta[i].size, 64):
-            m, g = momenta[i][s : s + 64], _widen(grads[i][s : s + 64], scratch)
+            m, g = momenta[i][s : s + 64], grads[i][s : s + 64]
             if kind == 0:
                 for j in range(64):
-                    lanes[j] += np.float64(abs(b1 * m[j] + a1 * g[j]))
+                    lanes[j] += np.float64(abs(b1 * m[j] + a1 * _float(g[j])))
             elif kind == 1:
                 for j in range(64):
-                    value = np.float64(abs(b1 * m[j] + a1 * g[j]))
+                    value = np.float64(abs(b1 * m[j] + a1 * _float(g[j])))
                     lanes[j] = value if value > lanes[j] or value != value else lanes[j]
             else:
                 for j in range(64):
-                    value = abs(b1 * m[j] + a1 * g[j])
+                    value = abs(b1 * m[j] + a1 * _float(g[j]))
                     if value != np.float32(0):
                         lanes[j] += np.log(np.float64(value))
                         nonzero += 1
@@ -396,12 +391,12 @@ def _pack_votes(greater, equal, out):
 
 
 @_inline
-def _delta_steps(bits, last, repeated, level, rise, scratch):
-    """Adapt 64 levels to a word of bits; the signed step sizes go to ``scratch``.
+def _delta_steps(bits, last, repeated, level, rise, sizes):
+    """Adapt 64 levels to a word of bits; the signed step sizes go to ``sizes``, as the
+    bits of float32.
 
     Returns which bits equal the last ones.
     """
-    _, sizes = scratch
     same = ~(bits ^ last)
     rises = same & repeated
     for half in range(0, 64, 32):
@@ -427,22 +422,22 @@ def _encode_deltas(
     message, first, momentum, grad, estimate, level, history, beta1, beta2, rise, start, stop
 ):
     (b1, a1), (b2, a2) = _weights(beta1), _weights(beta2)
-    scratch, steps, flags = _scratch(), _scratch(), np.empty(64, np.uint8)
-    packed, floats, rise = flags.view(np.uint64), steps[0], np.int32(rise)
+    sizes, flags, rise = np.empty(64, np.uint32), np.empty(64, np.uint8), np.int32(rise)
+    steps = sizes.view(np.float32)
     momenta, grads = _parts(momentum, start, stop), _parts(grad, start, stop)
     for i in range(2):
         for s in range(0, momenta[i].size, 64):
-            m, g = momenta[i][s : s + 64], _widen(grads[i][s : s + 64], scratch)
+            m, g = momenta[i][s : s + 64], grads[i][s : s + 64]
             word = first + (start + i * momenta[0].size + s) // 64
             h, lanes = estimate[64 * word : 64 * word + 64], level[64 * word : 64 * word + 64]
             for j in range(64):
-                old, new = m[j], g[j]
+                old, new = m[j], _float(g[j])
                 flags[j] = np.uint8(b1 * old + a1 * new >= h[j])
                 m[j] = b2 * old + a2 * new
-            bits = _plane(packed, 0)
-            same = _delta_steps(bits, history[0, word], history[1, word], lanes, rise, steps)
+            bits = _plane(flags, 0)
+            same = _delta_steps(bits, history[0, word], history[1, word], lanes, rise, sizes)
             for j in range(64):
-                h[j] += floats[j]
+                h[j] += steps[j]
             history[0, word], history[1, word] = bits, same
             owner, column = divmod(word, message.shape[2])
             message[owner, 0, column] = bits
@@ -466,8 +461,8 @@ def _decode_deltas(
     start,
     stop,
 ):
-    steps, rise = _scratch(), np.int32(rise)
-    floats = steps[0]
+    sizes, rise = np.empty(64, np.uint32), np.int32(rise)
+    steps = sizes.view(np.float32)
     total, ahead = np.empty(64, np.float32), np.empty(64, np.float32)
     above, equal = np.empty(64, np.uint8), np.empty(64, np.uint8)
     for word in range(start // 64, stop // 64):
@@ -478,43 +473,44 @@ def _decode_deltas(
         ahead[:] = np.float32(0)
         for i in range(len(rows)):
             if rows[i] < 0:
-                floats[:] = np.float32(0)
+                steps[:] = np.float32(0)
             else:
                 bits, last = messages[rows[i] * row + word], history[i, 0, word]
                 lanes, repeated = level[i, s : s + 64], history[i, 1, word]
-                same = _delta_steps(bits, last, repeated, lanes, rise, steps)
+                same = _delta_steps(bits, last, repeated, lanes, rise, sizes)
                 history[i, 0, word], history[i, 1, word] = bits, same
             if weighted:
                 h, weight = estimate[i, s : s + 64], weights[i]
                 for j in range(64):
-                    h[j] += floats[j]
+                    h[j] += steps[j]
                     total[j] += weight * h[j]
-                    ahead[j] += weight * floats[j]
+                    ahead[j] += weight * steps[j]
             else:
                 for j in range(64):
-                    total[j] += floats[j]
-                    ahead[j] += floats[j]
+                    total[j] += steps[j]
+                    ahead[j] += steps[j]
         if not weighted:
             estimate[0, s : s + 64] = total
         for j in range(64):
             value = total[j] + ahead[j] * lookahead
             above[j] = np.uint8(value > np.float32(0))
             equal[j] = np.uint8(value == np.float32(0))
-        positive[word] = _plane(above.view(np.uint64), 0)
-        tied[word] = _plane(equal.view(np.uint64), 0)
+        positive[word] = _plane(above, 0)
+        tied[word] = _plane(equal, 0)
 
 
 @_compile
 def _apply_signs(params, answers, lr, weight_decay, start, stop):
     decay, rate = _rates(lr, weight_decay)
-    scratch, words = _scratch(), answers.shape[1]
+    words = answers.shape[1]
     for s in range(start, stop, 64):
-        part = params[s : s + 64]
         owner, word = divmod(s // 64, words)
-        x, votes = _widen(part, scratch), answers[owner, word]
-        for j in range(64):
-            x[j] = x[j] * decay + (rate if votes >> np.uint64(j) & np.uint64(1) else -rate)
-        _narrow(scratch, part)
+        votes = answers[owner, word]
+        for half in range(0, 64, 32):
+            x, bits = params[s + half : s + half + 32], _half(votes, half)
+            for j in range(32):
+                change = rate if bits >> np.uint32(j) & _ONE else -rate
+                x[j] = _as(x, _float(x[j]) * decay + change)
 
 
 @_compile
@@ -522,19 +518,18 @@ def _apply_levels(params, answers, largest, lr, weight_decay, start, stop):
     unit = np.float32(2 / largest)
     decay, rate = _rates(lr, weight_decay)
     _, planes, words = answers.shape
-    scratch, levels = _scratch(), np.empty(64, np.float32)
+    levels = np.empty(64, np.float32)
     for s in range(start, stop, 64):
-        part = params[s : s + 64]
+        x = params[s : s + 64]
         owner, word = divmod(s // 64, words)
-        x = _widen(part, scratch)
         levels[:] = np.float32(0)
         for b in range(planes):
             bits, weight = answers[owner, b, word], np.float32(1 << b)
             for j in range(64):
                 levels[j] += weight if bits >> np.uint64(j) & np.uint64(1) else np.float32(0)
         for j in range(64):
-            x[j] = x[j] * decay + (levels[j] * unit - np.float32(1)) * rate
-        _narrow(scratch, part)
+            change = (levels[j] * unit - np.float32(1)) * rate
+            x[j] = _as(x, _float(x[j]) * decay + change)
 
 
 @_compile
@@ -546,7 +541,7 @@ def _apply_trits(params, answers, length, lr, weight_decay):
         for j in range(5):
             table[byte, j] = np.float32(rest % 3 - 1) * rate
             rest //= 3
-    scratch, changes = _scratch(), np.empty(320, np.float32)
+    changes = np.empty(320, np.float32)
     for owner in range(answers.shape[0]):
         end = min((owner + 1) * length, params.size)
         for block in range(owner * length, end, 320):  # the values of 64 bytes
@@ -555,30 +550,25 @@ def _apply_trits(params, answers, length, lr, weight_decay):
                 for j in range(5):
                     changes[5 * i + j] = table[answers[owner, first + i], j]
             for s in range(block, min(block + 320, end), 64):
-                part, change = params[s : s + 64], changes[s - block : s - block + 64]
-                x = _widen(part, scratch)
+                x, change = params[s : s + 64], changes[s - block : s - block + 64]
                 for j in range(64):
-                    x[j] = x[j] * decay + change[j]
-                _narrow(scratch, part)
+                    x[j] = _as(x, _float(x[j]) * decay + change[j])
 
 
 @_compile
 def _lion(params, momentum, grad, beta1, beta2, lr, weight_decay, start, stop):
     (b1, a1), (b2, a2) = _weights(beta1), _weights(beta2)
     decay, rate = _rates(lr, weight_decay)
-    scratch_x, scratch_g = _scratch(), _scratch()
     xs, momenta = _parts(params, start, stop), _parts(momentum, start, stop)
     grads = _parts(grad, start, stop)
     for i in range(2):
         for s in range(0, momenta[i].size, 64):
-            x, m = _widen(xs[i][s : s + 64], scratch_x), momenta[i][s : s + 64]
-            g = _widen(grads[i][s : s + 64], scratch_g)
+            x, m, g = xs[i][s : s + 64], momenta[i][s : s + 64], grads[i][s : s + 64]
             for j in range(64):
-                old, new = m[j], g[j]
+                old, new = m[j], _float(g[j])
                 u = b1 * old + a1 * new
                 sign = np.float32(u > np.float32(0)) - np.float32(u < np.float32(0))
-                x[j] = x[j] * decay + sign * rate
+                x[j] = _as(x, _float(x[j]) * decay + sign * rate)
                 m[j] = b2 * old + a2 * new
-            _narrow(scratch_x, xs[i][s : s + 64])
     _keep(params, stop, xs[1])
     _keep(momentum, stop, momenta[1])
