@@ -15,6 +15,7 @@ from dlion.wire import Header
                 st.integers(0, 2**32 - 1),
                 st.lists(st.booleans(), min_size=parameters, max_size=parameters),
                 st.booleans(),
+                st.booleans(),
             ),
             min_size=1,
             max_size=5,
@@ -26,7 +27,7 @@ def test_headers_come_back_as_they_were_written(senders):
     rows = torch.stack([header.encode(*sender) for sender in senders])
     assert rows.shape == (len(senders), header.nbytes) and header.nbytes % 8 == 0
     read = header.decode(rows)
-    steps, checksums, present, flags = zip(*senders, strict=True)
+    steps, checksums, present, flags, slow = zip(*senders, strict=True)
     assert (*read.steps,) == steps and (*read.checksums,) == checksums
     assert read.present == [any(bits) for bits in zip(*present, strict=True)]
-    assert read.flag == any(flags)
+    assert (read.flag, read.slow) == (any(flags), any(slow))

@@ -1,7 +1,9 @@
 """How bytes travel between workers, and the one place where they are counted."""
 
+import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,8 +15,10 @@ from torch import Tensor
 from dlion.timer import Timer
 from dlion.workers import Workers
 
-AT_ONCE = 256 * 1024  # bytes of all messages of a process; both measured, results/speed
+AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measured, results/speed
 IN_FLIGHT = 128 * 1024
+SLOW = 4_000_000  # bytes a second, below which messages leave one after the other
+TELLING = 8 * 1024  # bytes, from which on a message tells how fast the links are
 ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
 
 Tensors = Tensor | Sequence[Tensor]
@@ -59,11 +63,13 @@ class Channel:
     round i process r sends to r + i and receives from r - i, and rounds wait for each other once
     more than ``IN_FLIGHT`` bytes are under way. Gloo's own all-to-all starts all at once; on a
     switched Ethernet long messages then get in each other's way (1.45 instead of 1.1 times the wire
-    time, results/speed), but short ones share one latency and one handing over to its thread.
+    time, results/speed), but short ones share one latency and one handing over to its thread. On
+    slow links every message is long (:meth:`settle`).
 
     Attributes:
         alone: whether messages stay in this process, as there is no other. Set to False they go
             through the collectives of a group of one process: how NCCL is tried on one GPU.
+        slow: whether the links were slow here, as far as messages before :meth:`settle` told.
     """
 
     def __init__(self, workers: Workers):
@@ -72,7 +78,14 @@ class Channel:
         self.timer = Timer()
         self.alone = workers.processes == 1
         self._gloo = dist.is_initialized() and dist.get_backend(workers.group) == "gloo"
+        self.slow = self._one_by_one = False
+        self._fastest = 0.0  # bytes a second
         self.set_participants(None)
+
+    def settle(self, slow: bool) -> None:
+        """Say whether the links of some process are ``slow``; equal everywhere."""
+        self._one_by_one = slow
+        self.slow, self._fastest = 0 < self._fastest < SLOW, 0.0
 
     def set_participants(self, participants: Sequence[int] | None) -> None:
         """Say which workers take part from now on, ascending; None: all. Equal everywhere.
@@ -166,7 +179,7 @@ class Channel:
             q: flat.new_empty(len(places), s) if len(places) > 1 else result[places[0]]
             for q, places in route.incoming.items()
         }
-        with self.timer("travel", beside=True):
+        with self._travel(route.leaves * s):
             if self._gloo or self.alone:
                 self._in_rounds(outgoing, incoming)
             else:
@@ -244,7 +257,7 @@ class Channel:
         Tensors, ``[P, ...]``, are of one size on all processes; other sequences may be ragged.
         """
         w = self.workers
-        with self.timer("travel", beside=True):
+        with self._travel(sum(part.nbytes for q, part in enumerate(outgoing) if q != w.rank)):
             if not self._gloo:
                 dist.all_to_all(list(incoming), list(outgoing), group=w.group)
             elif (
@@ -252,11 +265,21 @@ class Channel:
                 and torch.is_tensor(incoming)
                 and not outgoing.is_cuda
                 and outgoing.nbytes <= AT_ONCE
+                and not self._one_by_one
             ):
                 sent = outgoing.contiguous().view(-1)
                 dist.all_to_all_single(incoming.view(-1), sent, group=w.group)
             else:
                 self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
+
+    @contextmanager
+    def _travel(self, size: int) -> Iterator[None]:
+        """Time messages, of so many bytes in all, that leave this process."""
+        start = time.perf_counter()
+        with self.timer("travel", beside=True):
+            yield
+        if size >= TELLING:  # waiting for others slows messages too, so the fastest ones tell
+            self._fastest = max(self._fastest, size / (time.perf_counter() - start))
 
     def _in_rounds(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         """As :meth:`_all_to_all`, by process; there need not be something for every one."""
@@ -267,7 +290,7 @@ class Channel:
         if w.rank in incoming:
             incoming[w.rank].copy_(outgoing[w.rank])
         rounds: deque[tuple[int, list[Any]]] = deque()
-        in_flight = 0
+        in_flight, limit = 0, 0 if self._one_by_one else IN_FLIGHT
         distances = {(q - w.rank) % w.processes for q in outgoing}
         distances |= {(w.rank - q) % w.processes for q in incoming}
         for i in sorted(distances - {0}):
@@ -282,7 +305,7 @@ class Channel:
                 size = max(size, outgoing[to].numel())
             rounds.append((size, requests))
             in_flight += size
-            while in_flight > IN_FLIGHT:
+            while in_flight > limit:
                 in_flight -= _complete(*rounds.popleft())
         for round_ in rounds:
             _complete(*round_)

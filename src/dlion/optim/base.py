@@ -447,6 +447,8 @@ class DistributedOptimizer(BucketedOptimizer):
 
     def _end_step(self) -> None:
         self.flagged = any(bucket.flight.flag for bucket in self.buckets)
+        if any(bucket.flight.present for bucket in self.buckets):  # messages have travelled
+            self.channel.settle(any(bucket.flight.slow for bucket in self.buckets))
         self.skipped += len(self._skipping)
         self._skipping.clear()
         self._collected.clear()

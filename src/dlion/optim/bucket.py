@@ -94,6 +94,7 @@ class InFlight:
         gradients: those that messages were made of, with their versions.
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
+        slow: whether some worker's links are slow.
     """
 
     waiting: int | None = None
@@ -103,6 +104,7 @@ class InFlight:
     gradients: list[tuple[Slot, Tensor, int]] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
     flag: bool = False
+    slow: bool = False
 
 
 class Bucket:
@@ -315,6 +317,7 @@ class Bucket:
         headers = self.header.decode(self.exchange.headers)
         self._check_in_step(headers)
         self.flight.present, self.flight.flag = headers.present, headers.flag
+        self.flight.slow = headers.slow
 
     def encode_header(self, local: int, present: list[bool], trained: int, flag: bool) -> None:
         """Write the header of a local worker's message.
@@ -324,7 +327,8 @@ class Bucket:
         """
         names = self.group.keys() - {"params", "param_names", "steps"}
         facts = [trained, *((name, self.group[name]) for name in sorted(names))]
-        header = self.header.encode(self.step, zlib.crc32(repr(facts).encode()), present, flag)
+        checksum, slow = zlib.crc32(repr(facts).encode()), self.exchange.channel.slow
+        header = self.header.encode(self.step, checksum, present, flag, slow)
         self.exchange.encode_header(local, header.to(self.device))
 
     def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
