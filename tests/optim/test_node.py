@@ -103,6 +103,30 @@ def in_each_process() -> dict[str, Any]:
     return seen
 
 
+def on_a_grid_of_nodes() -> bool:
+    """Whether four nodes of two come to the same on a grid as directly."""
+    join_process_group("gloo", 60)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "node"))
+    two_levels = {"mesh": mesh["replicate"], "dense_group": mesh["node"].get_group()}
+    found = []
+    for way in ("direct", (2, 2)):
+        model = net()
+        optimizer = DLion(model.parameters(), lr=1e-2, exchange=way, **two_levels)
+        for step in range(STEPS):
+            backward(model, step, dist.get_rank())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(flat(model))
+    equal: list[Any] = [None] * 8
+    dist.all_gather_object(equal, torch.equal(*found))
+    dist.destroy_process_group()
+    return all(equal)
+
+
+def test_nodes_may_vote_on_a_grid():
+    assert run_processes(8, on_a_grid_of_nodes)
+
+
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     return run_processes(4, in_each_process)
