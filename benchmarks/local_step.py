@@ -36,18 +36,24 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
     masks = torch.zeros(2, words, dtype=torch.int64)
     trits = torch.zeros(VOTERS, -(-64 * words // 5), dtype=torch.uint8)
 
-    def optimizer(make):
+    def adamw(dtype=torch.float32, **how):
+        param = torch.nn.Parameter(params.to(dtype, copy=True))
+        param.grad = grad.to(dtype)
+        return torch.optim.AdamW([param], lr=LR, **how).step
+
+    def lion():
         param = torch.nn.Parameter(params.clone())
         param.grad = grad
-        return make([param]).step
+        return Lion([param], lr=LR, weight_decay=DECAY).step
 
-    def mavo(module):
+    def mavo(module, dtype=torch.float32):
         out = torch.zeros(VOTERS, 1, words, dtype=torch.int64)
+        moved, new = params.to(dtype), grad.to(dtype)
 
         def step():
-            module.encode_signs(out, 0, momentum, grad, *BETAS, True)
+            module.encode_signs(out, 0, momentum, new, *BETAS, True)
             module.compare_sum(others[:, :1], 1, VOTERS // 2, *masks)
-            module.apply_signs(params, out.squeeze(1), LR, DECAY)
+            module.apply_signs(moved, out.squeeze(1), LR, DECAY)
 
         return step
 
@@ -97,10 +103,12 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         "lerp_ (floor)": lambda: momentum.lerp_(grad, 0.01),
         "mul_ (floor)": lambda: params.mul_(1 - LR * DECAY),
         "copy_": lambda: momentum.copy_(grad),
-        "AdamW, fused": optimizer(lambda p: torch.optim.AdamW(p, lr=LR, fused=True)),
-        "AdamW, foreach": optimizer(lambda p: torch.optim.AdamW(p, lr=LR, foreach=True)),
-        "lion-pytorch": optimizer(lambda p: Lion(p, lr=LR, weight_decay=DECAY)),
+        "AdamW, fused": adamw(fused=True),
+        "AdamW, fused, bfloat16": adamw(torch.bfloat16, fused=True),
+        "AdamW, foreach": adamw(foreach=True),
+        "lion-pytorch": lion(),
         "dlion_mavo": mavo(kernels),
+        "dlion_mavo, bfloat16": mavo(kernels, torch.bfloat16),
         "dlion_mavo, plain torch": mavo(reference),
         "dlion_avg": avg(),
         "dlion_adm": adm(),
