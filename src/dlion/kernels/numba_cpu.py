@@ -392,8 +392,7 @@ def _pack_votes(greater, equal, out):
 
 @_inline
 def _delta_steps(bits, last, repeated, level, rise, sizes):
-    """Adapt 64 levels to a word of bits; the signed step sizes go to ``sizes``, as the
-    bits of float32.
+    """Adapt 64 levels to a word of bits; ``sizes`` gets the signed steps, as bits of float32.
 
     Returns which bits equal the last ones.
     """
