@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import FunctionType
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn import functional
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,25 @@ def voters(
             )
         process_group = mesh.get_group()
     return workers or Workers.current(group=process_group)
+
+
+def _forget_world() -> None:
+    """Take a process group out of default arguments of torch, which would keep it for good.
+
+    torch.distributed.nn.functional, which every torch.optim.Optimizer imports, has ``group.WORLD``
+    for a default: None if there is no group yet, else the group there is. Threads of such a group
+    outlive destroy_process_group(), and one that frees its last tensor while Python ends aborts the
+    process ("terminate called without an active exception").
+    """
+    for function in vars(functional).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value
+                for value in function.__defaults__
+            )
+
+
+_forget_world()
 
 
 @dataclass

@@ -5,6 +5,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -86,6 +88,28 @@ def test_a_copy_of_the_model_is_independent():
 def test_an_optimizer_cannot_be_copied_and_says_what_to_do(copied):
     with pytest.raises(TypeError, match=r"make another, and load this one's state_dict"):
         copied(DLion(net().parameters()))
+
+
+def test_a_destroyed_process_group_leaves_no_threads():
+    """Else one of them may abort the process when Python ends."""
+    script = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from dlion import DLion
+param = torch.nn.Parameter(torch.ones(9))
+optimizer = DLion([param])
+param.grad = torch.ones(9)
+optimizer.step()
+tasks = "/proc/self/task"
+names = lambda: {open(f"{tasks}/{task}/comm").read() for task in os.listdir(tasks)}
+assert any("gloo" in name for name in names())
+dist.destroy_process_group()
+assert not any("gloo" in name for name in names()), names()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_optimizer_that_is_dropped_gives_everything_back():
