@@ -155,10 +155,12 @@ def _spread(kernel: Callable[..., None], args: tuple, length: int, weight: int =
         kernel(*args, 0, length)
         return
     if _pool is None or _pool[0] != threads:
-        _pool = (threads, ThreadPoolExecutor(threads))
+        _pool = (threads, ThreadPoolExecutor(threads - 1))
     share = -(-length // (threads * 64 * _BLOCK)) * 64 * _BLOCK
-    starts = range(0, length, share)
-    for part in [_pool[1].submit(kernel, *args, s, min(s + share, length)) for s in starts]:
+    others = range(share, length, share)
+    parts = [_pool[1].submit(kernel, *args, s, min(s + share, length)) for s in others]
+    kernel(*args, 0, min(share, length))  # on this thread, which need not be woken up
+    for part in parts:
         part.result()
 
 
