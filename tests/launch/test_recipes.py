@@ -67,15 +67,15 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def runs(*typed: str) -> list[Run]:
-    """Return the runs of a recipe's sweep, without the seeds."""
+def runs(*typed: str, last: bool = False) -> list[Run]:
+    """Return the runs of a recipe's sweep, without the seeds; ``last``: only the last one."""
     parser, composed, found = OverridesParser.create(), {}, []
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         recipe = [text for text in typed if text.startswith("experiment=")]
         params = compose("config", recipe, return_hydra_config=True).hydra.sweeper.params
         params = {key: values for key, values in params.items() if key != "seed"}
         sweep = {"sweeper": {"params": params}, "overrides": {"task": list(typed)}}
-        for overrides in sweep_overrides(sweep):
+        for overrides in list(sweep_overrides(sweep))[-1 if last else 0 :]:
             values = {o.key_or_group: o.value() for o in parser.parse_overrides(overrides)}
             files = tuple(pair for pair in values.items() if (CONF / pair[0]).is_dir())
             if files not in composed:
@@ -116,7 +116,7 @@ class _Table(list):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [*RECIPES, *(f"{name}_full" for name in RECIPES), *BOARD])
 def test_recipe_starts(tmp_path, disk, recipe):
-    settings, overrides = runs(f"experiment={recipe}")[-1]
+    ((settings, overrides),) = runs(f"experiment={recipe}", last=True)
     cuts = [*CUTS.get(settings.dataset.name, []), *CUTS.get(settings.model.name, [])]
     done = train(
         *overrides,
