@@ -115,7 +115,7 @@ class Channel:
         """
         w, m = self.workers, len(self.participants)
         k, (senders, n, s) = w.local, parts.shape
-        self._count(
+        leaves = self._count(
             sent=senders * (n - 1) * s,
             received=(m * k - senders) * s,
             process=senders * (n - k) * s,
@@ -125,11 +125,12 @@ class Channel:
         if m < n:
             rows = parts.view(senders, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
             incoming = parts.new_empty(m * k * s)
-            self._all_to_all(list(rows), incoming.split([c * k * s for c in self._senders_of]))
+            sizes = [c * k * s for c in self._senders_of]
+            self._all_to_all(list(rows), incoming.split(sizes), leaves)
             return incoming.view(m, k, s)
         outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
         incoming = torch.empty_like(outgoing) if out is None else out.view(outgoing.shape)
-        self._all_to_all(outgoing, incoming)
+        self._all_to_all(outgoing, incoming, leaves)
         return incoming.view(n, k, s)
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
@@ -144,13 +145,14 @@ class Channel:
         s = part[0].nbytes
         sent = part.contiguous().view(torch.uint8).view(k, s)
         others = w.count - 1
-        self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
+        leaves = self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
         if self.alone:
             return part
         if not self._gloo and not sent.is_cuda:
             sent = sent.cuda()
         everything = sent.new_empty(w.count, s) if out is None else out
-        self._all_to_all(sent.expand(w.processes, k, s), everything.view(w.processes, k, s))
+        parts = sent.expand(w.processes, k, s)
+        self._all_to_all(parts, everything.view(w.processes, k, s), leaves)
         return everything.to(part.device).view(part.dtype).view(w.count, *shape)
 
     def along(self, parts: Tensor, line: Line, senders: Collection[int] | None = None) -> Tensor:
@@ -167,7 +169,7 @@ class Channel:
         """
         w, s = self.workers, parts.shape[2]
         route = _route(w.rank, w.processes, w.local, line, senders and frozenset(senders))
-        self._count(route.sent * s, route.received * s, route.leaves * s)
+        leaves = self._count(route.sent * s, route.received * s, route.leaves * s)
         self.traffic.sent_along[line.stride] += route.sent * s
         flat = parts.flatten(0, 1)
         result = torch.empty_like(flat) if senders is None else torch.zeros_like(flat)
@@ -179,7 +181,7 @@ class Channel:
             q: flat.new_empty(len(places), s) if len(places) > 1 else result[places[0]]
             for q, places in route.incoming.items()
         }
-        with self._travel(route.leaves * s):
+        with self._travel(leaves):
             if self._gloo or self.alone:
                 self._in_rounds(outgoing, incoming)
             else:
@@ -220,7 +222,7 @@ class Channel:
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
         receive = [int(rows.sum()) for rows in sizes.split(self._senders_of)]
         incoming = outgoing.new_empty(sum(receive))
-        self._all_to_all(outgoing.split(send), incoming.split(receive))
+        self._all_to_all(outgoing.split(send), incoming.split(receive), leaves)
         pieces = iter(incoming.split(sizes.flatten().tolist()))
         return [[next(pieces) for _ in range(k)] for _ in self.participants]
 
@@ -229,7 +231,7 @@ class Channel:
         w = self.workers
         n, own = w.count, w.ids
         mine = sum(sizes[i] for i in own)
-        self._count(
+        leaves = self._count(
             sent=(n - 1) * mine,
             received=w.local * sum(sizes) - mine,
             process=(w.processes - 1) * mine,
@@ -239,7 +241,7 @@ class Channel:
         outgoing = torch.cat(part)
         receive = [sum(sizes[q * w.local : (q + 1) * w.local]) for q in range(w.processes)]
         incoming = outgoing.new_empty(sum(receive))
-        self._all_to_all([outgoing] * w.processes, incoming.split(receive))
+        self._all_to_all([outgoing] * w.processes, incoming.split(receive), leaves)
         return list(incoming.split(sizes))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -251,13 +253,14 @@ class Channel:
         if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=source)
 
-    def _all_to_all(self, outgoing: Tensors, incoming: Tensors) -> None:
+    def _all_to_all(self, outgoing: Tensors, incoming: Tensors, leaves: int) -> None:
         """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it.
 
         Tensors, ``[P, ...]``, are of one size on all processes; other sequences may be ragged.
+        ``leaves``: the bytes that are for other processes.
         """
         w = self.workers
-        with self._travel(sum(part.nbytes for q, part in enumerate(outgoing) if q != w.rank)):
+        with self._travel(leaves):
             if not self._gloo:
                 dist.all_to_all(list(incoming), list(outgoing), group=w.group)
             elif (
@@ -318,11 +321,13 @@ class Channel:
         if not self.alone:
             dist.barrier(group=self.workers.group)
 
-    def _count(self, sent: int, received: int, process: int) -> None:
+    def _count(self, sent: int, received: int, process: int) -> int:
+        """Add to the traffic; return the bytes that leave this process."""
         self.traffic.sent_bytes += sent
         self.traffic.received_bytes += received
         self.traffic.process_sent_bytes += process
         self.traffic.collectives += 1
+        return process
 
 
 class _Route(NamedTuple):
