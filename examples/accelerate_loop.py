@@ -20,12 +20,10 @@ loader = DataLoader(make_data(), batch_size=32, shuffle=True)
 model, prepared, loader = accelerator.prepare(model, optimizer, loader)
 model.register_comm_hook(None, noop_hook)  # accelerate insists on DistributedDataParallel
 
-steps = 0
 for _ in range(2):
     for x, y in loader:
         prepared.zero_grad()
         accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
         prepared.step()
-        steps += 1
-report(accelerator.unwrap_model(model), optimizer, steps)
+report(accelerator.unwrap_model(model), optimizer)
 dist.destroy_process_group()

@@ -54,5 +54,5 @@ trainer = Trainer(
     callbacks=[NoSecondAverage()],
 )
 trainer.train()
-report(model.net, optimizer, trainer.state.global_step)
+report(model.net, optimizer)
 dist.destroy_process_group()

@@ -40,5 +40,5 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 trainer.fit(model, DataLoader(make_data(), batch_size=32, shuffle=True))
-report(model.net, trainer.optimizers[0], trainer.global_step)
+report(model.net, trainer.optimizers[0])
 dist.destroy_process_group()

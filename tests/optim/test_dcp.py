@@ -52,29 +52,21 @@ def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def straight(root: str) -> dict[str, list[float]]:
-    """Four workers on two processes: save in the middle, and go on."""
-    join_process_group("gloo", 60)
-    ends = {}
-    for name, method in METHODS.items():
-        model = net()
-        optimizer = method(model.named_parameters(), lr=1e-2, workers=Workers.current(local=2))
-        train(model, optimizer, 0, BEFORE)
-        save(model, optimizer, Path(root) / name)
-        ends[name] = train(model, optimizer, BEFORE, AFTER).tolist()
-    dist.destroy_process_group()
-    return ends
-
-
-def resumed(root: str, processes: int) -> dict[str, list[float]]:
+def leg(root: str, processes: int, begins: int, saves: int | None) -> dict[str, list[float]]:
+    """Four workers go on from a step to the end, and save their state of another on the way."""
     join_process_group("gloo", 60)
     ends = {}
     for name, method in METHODS.items():
         model = net()
         workers = Workers.current(local=N // processes)
         optimizer = method(model.named_parameters(), lr=1e-2, workers=workers)
-        load(model, optimizer, Path(root) / name)
-        ends[name] = train(model, optimizer, BEFORE, AFTER).tolist()
+        if begins:
+            load(model, optimizer, Path(root) / f"{name} {begins}")
+        if saves:
+            train(model, optimizer, begins, saves - begins)
+            save(model, optimizer, Path(root) / f"{name} {saves}")
+        first = saves or begins
+        ends[name] = train(model, optimizer, first, BEFORE + AFTER - first).tolist()
     dist.destroy_process_group()
     return ends
 
@@ -85,7 +77,7 @@ def fewer(root: str) -> str:
     model = net()
     optimizer = DLion(model.named_parameters(), lr=1e-2)
     try:
-        load(model, optimizer, Path(root) / "vote")
+        load(model, optimizer, Path(root) / f"vote {BEFORE}")
     except dcp.api.CheckpointException as error:  # which is no Exception
         return str(error)
     return "accepted"
@@ -94,13 +86,13 @@ def fewer(root: str) -> str:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[str, dict[str, list[float]]]:
     root = str(tmp_path_factory.mktemp("dcp"))
-    return root, run_processes(2, straight, root)
+    return root, run_processes(2, leg, root, 2, 0, BEFORE)
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-def test_two_processes_save_and_others_go_on(saved, processes):
+def test_two_processes_save_then_four_then_one_goes_on(saved):
     root, ends = saved
-    assert run_processes(processes, resumed, root, processes) == ends
+    assert run_processes(4, leg, root, 4, BEFORE, BEFORE + 1) == ends
+    assert run_processes(1, leg, root, 1, BEFORE + 1, None) == ends
 
 
 def test_another_number_of_workers_is_refused(saved):
