@@ -1,6 +1,7 @@
 """Recorded runs to look at."""
 
 import json
+import math
 from pathlib import Path
 
 import yaml
@@ -15,7 +16,10 @@ def write_run(
     method_name: str | None = None,
     better: float = 0.0,
 ) -> None:
-    """A finished run with two evaluations, in ``root/METHOD-SEED-LR``, ``better`` than others."""
+    """A finished run with two evaluations, in ``root/METHOD-SEED-LR``.
+
+    It is so much ``better`` than others, or diverged, if that is NaN.
+    """
     directory = root / f"{method}-{seed}-{lr}"
     (directory / ".hydra").mkdir(parents=True)
     method = method_name or method
@@ -28,9 +32,10 @@ def write_run(
         row = {"step": step, "seconds": step / 10, "sent_bytes": step * per_step, "test_loss": 1.0}
         row["received_bytes"] = 2 * row["sent_bytes"]
         row["sent_bits_per_parameter"] = 8 * row["sent_bytes"] / 72_000
-        rows.append(
-            row | ({"test_accuracy": 0.5 + step / 100 + seed / 100 + better} if accuracy else {})
-        )
+        if accuracy:
+            value = 0.5 + step / 100 + seed / 100 + better
+            row["test_accuracy"] = None if math.isnan(value) else value
+        rows.append(row)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"optimizer": method, "model": "m", "dataset": "d", "workers": 8}
     summary |= {"parameters": 72_000, "paper_bits_up": 1, "paper_bits_down": 1}

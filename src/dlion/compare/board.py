@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from dlion.arguments import add_printed_output, make_parser, print_or_write
-from dlion.compare.curves import Curve, make_curves, select_runs
+from dlion.compare.curves import Curve, best_first, make_curves, select_runs
 from dlion.compare.options import add_only, conditions_of
 from dlion.compare.plot import FRONTS, Figure, draw
 from dlion.compare.reading import read_runs
@@ -131,12 +131,7 @@ def read_task(folder: Path, conditions: dict[str, str]) -> Task:
 def standings(task: Task) -> list[Standing]:
     """Return a line for every method, the best first."""
     sign = 1 if task.up else -1
-
-    def place(curve: Curve) -> float:
-        end = -sign * float(curve.final.mean())
-        return math.inf if math.isnan(end) else end  # what diverged is last
-
-    order = sorted(task.curves, key=place)
+    order = best_first(task.curves, task.metric)
     lines = []
     for curve in order:
         best = end_values(order[0], task.metric)
@@ -174,14 +169,13 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
     for line in lines:
         curve, ends = line.curve, end_values(line.curve, task.metric)
         verdict = "" if line.level is None else " (level)" if line.level else " (behind)"
-        diverged = np.isnan(ends).any()
         seconds = [line.seconds(rate * 1e6, task.compute.get(curve.method)) for rate in RATES]
         table.append(
             [
                 display_name(curve),
-                "diverged" if diverged else mean_and_deviation(ends, form),
+                mean_and_deviation(ends, form),
                 str(len(curve.seeds)),
-                "" if diverged else f"{line.behind:{form}}{verdict}",
+                "" if math.isnan(line.behind) else f"{line.behind:{form}}{verdict}",
                 *(f"{bits:.3g}" for bits in (curve.sent_bits, curve.received_bits)),
                 NEVER if line.bits_to_target == math.inf else f"{line.bits_to_target:,.0f}",
                 *("" if s is None else NEVER if s == math.inf else f"{s:.3g} s" for s in seconds),

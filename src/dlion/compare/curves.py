@@ -44,7 +44,7 @@ class Curve:
         seeds: of the runs, in the order of ``values``.
         steps: ``[T]``, the evaluations that all runs have.
         bits: ``[T]``, bits sent so far per parameter, mean over workers and runs.
-        values: ``[runs, T]``, the metric.
+        values: ``[runs, T]``, the metric; NaN where it was not finite.
         paper_bits: bits per parameter and step, both directions, as the papers count; None if no
             run is finished.
         sent_bytes, received_bytes: a worker's, per step.
@@ -100,7 +100,8 @@ class Curve:
 
     def best(self, metric: str) -> np.ndarray:
         """Return the metric at each run's best evaluation, ``[runs]``."""
-        return self.values.max(1) if "accuracy" in metric else self.values.min(1)
+        better = np.fmax if "accuracy" in metric else np.fmin  # which pass over NaN
+        return better.reduce(self.values, axis=1)
 
 
 def choose_metric(runs: list[Run], requested: str | None = None) -> str:
@@ -137,6 +138,12 @@ def choose_metric(runs: list[Run], requested: str | None = None) -> str:
 def metric_key(metric: str) -> str:
     """Return the key of a metric in metrics.jsonl."""
     return f"test_{metric}" if metric in ("accuracy", "loss") else metric
+
+
+def best_first(curves: list[Curve], metric: str) -> list[Curve]:
+    """Return the curves by their mean at the end, the best first; what diverged is last."""
+    sign = -1 if "accuracy" in metric else 1
+    return sorted(curves, key=lambda c: np.nan_to_num(sign * c.final.mean(), nan=math.inf))
 
 
 def short_name(key: str) -> str:
@@ -253,9 +260,7 @@ def _identity(settings: Settings, keys: list[str]) -> str:
 
 def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Settings) -> Curve:
     key = metric_key(metric)
-    evaluations = [
-        {row["step"]: row for row in run.metrics if row.get(key) is not None} for run in runs
-    ]
+    evaluations = [{row["step"]: row for row in run.metrics if key in row} for run in runs]
     common = sorted(set.intersection(*map(set, evaluations)))
     if not common:
         raise UserError(
@@ -272,7 +277,7 @@ def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Set
         seeds=[(run.config or run.summary or {}).get("seed") for run in runs],
         steps=steps,
         bits=bits,
-        values=np.array([[row[key] for row in line] for line in rows]),
+        values=np.array([[row[key] for row in line] for line in rows], dtype=float),  # None: NaN
         paper_bits=_paper_bits(runs),
         sent_bytes=_a_step(last_rows, "sent_bytes", common),
         received_bytes=_a_step(last_rows, "received_bytes", common),

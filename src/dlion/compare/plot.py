@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
-from dlion.compare.curves import Curve, short_name
+from dlion.compare.curves import Curve, best_first, short_name
 from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
     CURVES,
@@ -354,8 +354,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
     for heading in headings:
         justify = "left" if heading == "method" else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
-    choose = max if "accuracy" in metric else min
-    leader = choose(curves, key=lambda curve: curve.final.mean())
+    leader = best_first(curves, metric)[0]
     for curve, row in zip(curves, rows, strict=True):
         table.add_row(*row, style="bold" if curve is leader else "")
     console = Console(width=None if sys.stdout.isatty() else 500)

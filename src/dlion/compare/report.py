@@ -17,7 +17,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from dlion.arguments import add_runs, beside, make_parser, output_file
-from dlion.compare.curves import Curve, group_runs, make_curves, short_name
+from dlion.compare.curves import Curve, best_first, group_runs, make_curves, short_name
 from dlion.compare.plotly_figures import (
     METHOD,
     figure_along_setting,
@@ -124,7 +124,7 @@ class Section:
         """Return the rows of the table, the best at the end first."""
         percent = self.metric == "accuracy"
         form = number_format(self.metric)
-        curves = sorted(self.curves, key=lambda curve: curve.final.mean(), reverse=percent)
+        curves = best_first(self.curves, self.metric)
         columns = []
         for best in (False, True):
             ends = [end_values(curve, self.metric, best) for curve in curves]
@@ -217,7 +217,8 @@ def _setting(curve: Curve, key: str) -> str:
 
 def _measured(values: np.ndarray, form: str, high: bool) -> Cell:
     spread = float(values.std(ddof=1)) if len(values) > 1 else None
-    return Cell(mean_and_deviation(values, form), float(values.mean()), spread, high)
+    mean = None if np.isnan(values).any() else float(values.mean())
+    return Cell(mean_and_deviation(values, form), mean, spread, high)
 
 
 def _counted(value: float | None, form: str, high: bool = False) -> Cell:

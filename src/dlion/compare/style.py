@@ -140,13 +140,15 @@ def number_format(metric: str) -> str:
 
 
 def mean_and_deviation(values: np.ndarray, form: str, sign: str = "") -> str:
-    """Return the mean and, of several values, the standard deviation.
+    """Return the mean and, of several values, the standard deviation; or that one is not finite.
 
     Args:
         values: of the runs.
         form: of a number, such as ``.2f``.
         sign: ``+`` to show the mean's sign even if it is positive.
     """
+    if np.isnan(values).any():
+        return "diverged"
     deviation = f" ± {values.std(ddof=1):{form}}" if len(values) > 1 else ""
     return f"{values.mean():{sign}{form}}{deviation}"
 
