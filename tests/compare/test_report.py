@@ -59,6 +59,16 @@ def test_each_study_has_a_section(tmp_path, command):
     assert headings == ["m on d", "one: m on d", "two: m on d"]
 
 
+def test_what_diverged_is_last(tmp_path, command):
+    write_run(tmp_path / "runs", "dgc", 0, better=float("nan"))
+    write_run(tmp_path / "runs", "g_lion", 0)
+    page = tmp_path / "report.html"
+    command(main, tmp_path, "-o", page)
+    rows = re.findall("<tr data-tags.*", page.read_text())
+    assert "g_lion" in rows[0] and "dgc" in rows[1]
+    assert "<td>diverged</td>" in rows[1] and "nan" not in rows[1]
+
+
 def test_what_is_wrong_is_said(tmp_path, command):
     run = command(main, tmp_path / "nothing")
     assert run.returncode == 2 and "is not a directory" in run.stderr
