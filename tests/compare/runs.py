@@ -15,6 +15,7 @@ def write_run(
     lr: float = 1e-3,
     method_name: str | None = None,
     better: float = 0.0,
+    rate: str | None = None,
 ) -> None:
     """A finished run with two evaluations, in ``root/METHOD-SEED-LR``.
 
@@ -24,7 +25,7 @@ def write_run(
     (directory / ".hydra").mkdir(parents=True)
     method = method_name or method
     config = {"optimizer": {"name": method, "lr": lr}, "workers": 8, "seed": seed, "steps": 20}
-    config |= {"model": {"name": "m"}, "dataset": {"name": "d"}}
+    config |= {"model": {"name": "m"}, "dataset": {"name": "d"}, "network": {"rate": rate}}
     (directory / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
     per_step = 500_000 if method == "g_lion" else 16_000
     rows = []

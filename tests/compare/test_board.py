@@ -72,6 +72,21 @@ def test_what_diverged_is_last(task, command, tmp_path):
     assert last[:4] == ["terngrad", "diverged", "3", ""]
 
 
+def test_steps_over_links_are_held_against_what_times_take_for_granted(task, command, tmp_path):
+    (task / "links").mkdir()
+    for rate in (None, "1mbit", "10mbit"):
+        write_run(tmp_path / f"{rate}", "dgc", 0, rate=rate)
+        (run,) = find_runs([tmp_path / f"{rate}"])
+        add_to_packed(task / "links" / PACKED, {f"dgc-{rate}": run})
+    headings, _, row = cells(command(main, task, "--links").stdout)
+    assert headings == ["ms a step", "1 Mbit/s", "10 Mbit/s", "no link"]
+    # 0.1 s each; 32 KB are received, 256 ms at 1 Mbit/s
+    assert row == ["dgc", "100 (0.39)", "100 (1.00)", "100"]
+    write_run(tmp_path / "one", "g_lion", 0)
+    add_to_packed(task / "links" / PACKED, {"g_lion": find_runs([tmp_path / "one"])[0]})
+    assert "has not every rate" in command(main, task, "--links").stderr
+
+
 def test_what_is_no_task_is_said(task, command):
     (task / "task.yaml").write_text(NOTHING)
     run = command(main, task)

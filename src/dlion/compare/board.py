@@ -2,11 +2,14 @@
 
 A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
 many seeds (noise/), and short ones on an idle machine (compute/). results/board has the rules.
-With --page also makes the figures and the tables of TASK/README.md anew.
+With --page also makes the figures and the tables of TASK/README.md anew. With --links prints the
+milliseconds of a step of real runs over emulated links instead (links/), and over what the board's
+times take for granted: the longer of the same step without links and of sending or receiving.
 """
 
 import argparse
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +32,9 @@ from dlion.compare.style import (
 from dlion.compare.table import Table, to_markdown
 from dlion.errors import UserError
 from dlion.files import write_atomically
+from dlion.record.runs import Run
 from dlion.record.studies import PACKED
+from dlion.units import parse_rate, show_rate
 
 RATES = (10, 100, 1000)  # Mbit/s
 DIFFERS = 2.576  # standard normal deviates: two-sided p < 0.01
@@ -185,6 +190,35 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
     return table
 
 
+def to_link_table(runs: list[Run]) -> Table:
+    """Return the time of a step over each link, and over the longer of computing and wire."""
+    steps: dict[str, dict[float, Run]] = defaultdict(dict)
+    for run in runs:
+        name, rate = run.config["optimizer"]["name"], run.config["network"]["rate"]
+        steps[name][parse_rate(rate) if rate else math.inf] = run
+    rates = sorted({rate for by_rate in steps.values() for rate in by_rate})
+    headings = ["no link" if rate == math.inf else show_rate(rate) for rate in rates]
+    table = [["ms a step", *headings]]
+    for name, by_rate in steps.items():
+        if by_rate.keys() != set(rates) or math.inf not in rates:
+            raise UserError(f"links/ has not every rate, and network=none, of {name}: publish all")
+        cells = []
+        for rate in rates:
+            seconds, wire = _step(by_rate[rate], rate)
+            alone, _ = _step(by_rate[math.inf], rate)
+            over = "" if rate == math.inf else f" ({seconds / max(alone, wire):.2f})"
+            cells.append(f"{1e3 * seconds:,.0f}{over}")
+        table.append([name, *cells])
+    return table
+
+
+def _step(run: Run, rate: float) -> tuple[float, float]:
+    """Return the seconds of a step of a run, and those of its bytes over a link."""
+    last = run.metrics[-1]
+    size = max(last["sent_bytes"], last["received_bytes"])
+    return last["seconds"] / last["step"], 8 * size / rate / last["step"]
+
+
 def make_table(arguments: list[str]) -> str:
     """Return the Markdown that the command prints with these arguments.
 
@@ -209,6 +243,9 @@ def make_page(folder: Path, conditions: dict[str, str]) -> None:
 
 
 def _board(options: argparse.Namespace) -> str:
+    if options.links:
+        runs = read_runs([options.task / "links" / PACKED])
+        return to_markdown(to_link_table(select_runs(runs, conditions_of(options))))
     task = read_task(options.task, conditions_of(options))
     return to_markdown(to_table(task, standings(task)))
 
@@ -219,6 +256,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--page", action="store_true", help="also make TASK/README.md's tables and figures anew"
     )
+    parser.add_argument("--links", action="store_true", help="real steps over emulated links")
     add_only(parser)
     add_printed_output(parser)
     return parser.parse_args(arguments)
