@@ -6,6 +6,7 @@ nothing is contracted or reordered. Long vectors are cut over as many threads as
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core.caching import FunctionCache
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,6 +28,8 @@ _SMALL = 1 << 17  # elements below which threads do not pay
 _ZERO, _ONES = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer
 _ONE, _SIGN = np.uint32(1), np.uint32(31)
+_SIZE, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800001)  # of the bits of float32
+_SAMPLE = 4096  # entries that tell which may be among the largest
 _SHIFT, _BASE = np.uint32(steps.SHIFT), np.uint32(steps.BASE)
 _UNSIGNED = {torch.int64: torch.uint64, torch.bfloat16: torch.uint16}  # NumPy has no bfloat16
 
@@ -125,6 +129,31 @@ def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     factors = (float(beta1), float(beta2), float(lr), float(weight_decay))
     args = (_array(params), momentum.numpy(), _array(grad), *factors)
     _spread(_lion, args, len(params))
+
+
+def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
+    factors = (float(momentum), float(lr), float(weight_decay))
+    args = (_array(params), buffer.numpy(), answer.numpy(), *factors)
+    _spread(_momentum_descent, args, len(params))
+
+
+def accumulate(velocity, accumulated, grad, momentum):
+    args = (velocity.numpy(), accumulated.numpy(), _array(grad), float(momentum))
+    _spread(_accumulate, args, len(velocity))
+
+
+def largest(values, count):
+    return torch.from_numpy(_largest(values.numpy().view(np.uint32), count))
+
+
+def add_entries(total, entries):
+    _add_entries(total.numpy(), entries.numpy(), entries.view(torch.float32).numpy())
+
+
+def take_mean(total, count):
+    entries = torch.empty(len(total), 2, dtype=torch.int32)
+    values = entries.view(torch.float32).numpy()
+    return entries[: _take_mean(total.numpy(), count, entries.numpy(), values)].clone()
 
 
 def _array(tensor: Tensor) -> NDArray:
@@ -573,3 +602,115 @@ def _lion(params, momentum, grad, beta1, beta2, lr, weight_decay, start, stop):
                 m[j] = b2 * old + a2 * new
     _keep(params, stop, xs[1])
     _keep(momentum, stop, momenta[1])
+
+
+@_compile
+def _momentum_descent(params, buffer, answer, momentum, lr, weight_decay, start, stop):
+    mu, (decay, rate) = np.float32(momentum), _rates(lr, weight_decay)
+    for i in range(start, stop):
+        buffer[i] = mu * buffer[i] + answer[i]
+        params[i] = _as(params, _float(params[i]) * decay + buffer[i] * rate)
+
+
+@_compile
+def _accumulate(velocity, accumulated, grad, momentum, start, stop):
+    mu = np.float32(momentum)
+    for i in range(start, stop):
+        velocity[i] = mu * velocity[i] + _float(grad[i])
+        accumulated[i] += velocity[i]
+
+
+@_compile
+def _largest(values, count):
+    stride = values.size // _SAMPLE | 1  # odd, lest only a few columns of a matrix are looked at
+    if stride > 8 and 4 * count < values.size:  # the answer is exact whatever a sample tells
+        expected = count / stride  # among the sample; four standard deviations more, at least 4
+        rank = int(expected + 4 * math.sqrt(expected)) + 4
+        likely, _ = _threshold(_sizes(values[::stride]), rank)
+        places, sizes = _at_least(values, likely)
+        if places.size >= count:
+            return _first(places, sizes, count)
+    return _first(np.arange(values.size), _sizes(values), count)
+
+
+@_inline
+def _sizes(values):
+    """Return sizes of float32, given by its bits, as integers; any NaN is the largest."""
+    sizes = np.empty(values.size, np.uint32)
+    for i in range(values.size):
+        sizes[i] = min(values[i] & _SIZE, _NAN)
+    return sizes
+
+
+@_inline
+def _at_least(values, bound):
+    """Return the indices of sizes from ``bound`` on, ascending, and these sizes."""
+    indices, sizes = np.empty(values.size, np.int64), np.empty(values.size, np.uint32)
+    flags, found, parts = np.empty(64, np.uint8), 0, _parts(values, 0, values.size)
+    for i in range(2):
+        for s in range(0, parts[i].size, 64):
+            v, first = parts[i][s : s + 64], i * parts[0].size + s
+            for j in range(64):
+                flags[j] = np.uint8(v[j] & _SIZE >= bound)
+            bits = _plane(flags, 0) & _mask(values.size - first)
+            while bits:
+                j = trailing_zeros(bits)
+                bits &= bits - np.uint64(1)
+                indices[found], sizes[found] = first + j, min(v[j] & _SIZE, _NAN)
+                found += 1
+    return indices[:found], sizes[:found]
+
+
+@_inline
+def _threshold(sizes, count):
+    """Return the ``count``-th largest size, and how many of that size there are up to it."""
+    size, rest = np.uint32(0), count
+    for shift, digits in ((20, 11), (10, 10), (0, 10)):
+        low, high = np.uint32(shift), np.uint32(shift + digits)
+        frequencies, digit = np.zeros(1 << digits, np.int64), (1 << digits) - 1
+        for other in sizes:
+            if other >> high == size >> high:
+                frequencies[other >> low & np.uint32(digit)] += 1
+        while frequencies[digit] < rest:
+            rest -= frequencies[digit]
+            digit -= 1
+        size |= np.uint32(digit) << low
+    return size, rest
+
+
+@_inline
+def _first(indices, sizes, count):
+    """Return the indices of the ``count`` largest sizes, ascending; of equal ones the first."""
+    bound, ties = _threshold(sizes, count)
+    found = 0
+    for i in range(sizes.size):
+        indices[found] = indices[i]
+        tied = sizes[i] == bound and ties > 0
+        found += sizes[i] > bound or tied
+        ties -= tied
+    return indices[:count]
+
+
+@_compile
+def _add_entries(total, indices, values):
+    for i in range(len(indices)):
+        total[indices[i, 0]] += values[i, 1]
+
+
+@_compile
+def _take_mean(total, count, indices, values):
+    flags, found, parts = np.empty(64, np.uint8), 0, _parts(total, 0, total.size)
+    for i in range(2):
+        for s in range(0, parts[i].size, 64):
+            v, first = parts[i][s : s + 64], i * parts[0].size + s
+            for j in range(64):
+                flags[j] = np.uint8(v[j] != np.float32(0))
+            bits = _plane(flags, 0)
+            while bits:
+                j = trailing_zeros(bits)
+                bits &= bits - np.uint64(1)
+                value = v[j] / np.float32(count)
+                total[first + j] = np.float32(0)
+                indices[found, 0], values[found, 1] = first + j, value
+                found += value != np.float32(0)
+    return found
