@@ -39,7 +39,8 @@ class SparseMean(Exchange):
         self._total = torch.zeros(self.slice, device=self.device)
         self._values = torch.zeros(self.numel, device=self.device)
         self._messages: dict[int, tuple[list[Tensor], Tensor]] = {}
-        self._headers: dict[int, Tensor] = {}
+        headers = channel.workers.local, self.header_bytes
+        self._headers = torch.zeros(headers, dtype=torch.uint8, device=self.device)
         self._counts: list[int] = []  # entries of each answer
 
     def encode(self, local: int, indices: Tensor, values: Tensor) -> None:
@@ -93,8 +94,7 @@ class SparseMean(Exchange):
         announced = torch.zeros(len(messages), n, row_bytes, dtype=torch.uint8, device=self.device)
         for rows, worker, (_, counts) in zip(announced, local, messages, strict=True):
             rows[:, :COUNT_BYTES] = counts.to(torch.int32).view(-1, 1).view(torch.uint8)
-            if self.header_bytes:
-                rows[:, COUNT_BYTES:] = self._headers[worker]
+            rows[:, COUNT_BYTES:] = self._headers[worker]
         received = self.channel.scatter(announced)
         self.headers = received[:, 0, COUNT_BYTES:]
         counts = received[..., :COUNT_BYTES].contiguous().view(torch.int32).squeeze(-1)

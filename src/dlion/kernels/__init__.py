@@ -216,7 +216,7 @@ def descend_at(params: Tensor, entries: Tensor, lr: float, weight_decay: float) 
     Args:
         entries: int32 ``[m, 2]``, as for :func:`add_entries`.
     """
-    reference.descend_at(params, entries, lr, weight_decay)
+    choose(params).descend_at(params, entries, lr, weight_decay)
 
 
 def momentum_descent(

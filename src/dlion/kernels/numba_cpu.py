@@ -137,6 +137,10 @@ def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
     _spread(_momentum_descent, args, len(params))
 
 
+def descend_at(params, entries, lr, weight_decay):
+    _descend_at(_array(params), *_pairs(entries), float(lr), float(weight_decay))
+
+
 def accumulate(velocity, accumulated, grad, momentum):
     args = (velocity.numpy(), accumulated.numpy(), _array(grad), float(momentum))
     _spread(_accumulate, args, len(velocity))
@@ -147,19 +151,23 @@ def largest(values, count):
 
 
 def add_entries(total, entries):
-    _add_entries(total.numpy(), entries.numpy(), entries.view(torch.float32).numpy())
+    _add_entries(total.numpy(), *_pairs(entries))
 
 
 def take_mean(total, count):
     entries = torch.empty(len(total), 2, dtype=torch.int32)
-    values = entries.view(torch.float32).numpy()
-    return entries[: _take_mean(total.numpy(), count, entries.numpy(), values)].clone()
+    return entries[: _take_mean(total.numpy(), count, *_pairs(entries))].clone()
 
 
 def _array(tensor: Tensor) -> NDArray:
     """Return a tensor as an array; words are unsigned, and bfloat16 is given by its bits."""
     unsigned = _UNSIGNED.get(tensor.dtype)
     return (tensor if unsigned is None else tensor.view(unsigned)).numpy()
+
+
+def _pairs(entries: Tensor) -> tuple[NDArray, NDArray]:
+    """Return entries as integers, of which the indices matter, and as float32, the values."""
+    return entries.numpy(), entries.view(torch.float32).numpy()
 
 
 def _layout(rows: Tensor) -> tuple[NDArray, int, int, int, int]:
@@ -605,6 +613,20 @@ def _lion(params, momentum, grad, beta1, beta2, lr, weight_decay, start, stop):
 
 
 @_compile
+def _descend_at(params, indices, values, lr, weight_decay):
+    decay, rate = _rates(lr, weight_decay)
+    moved = np.empty(len(indices), params.dtype)
+    for i in range(len(indices)):
+        x = params[indices[i, 0]]
+        moved[i] = _as(params, _float(x) * decay + values[i, 1] * rate)
+    if decay != np.float32(1):
+        for j in range(params.size):
+            params[j] = _as(params, _float(params[j]) * decay)
+    for i in range(len(indices)):
+        params[indices[i, 0]] = moved[i]
+
+
+@_compile
 def _momentum_descent(params, buffer, answer, momentum, lr, weight_decay, start, stop):
     mu, (decay, rate) = np.float32(momentum), _rates(lr, weight_decay)
     for i in range(start, stop):
@@ -622,29 +644,31 @@ def _accumulate(velocity, accumulated, grad, momentum, start, stop):
 
 @_compile
 def _largest(values, count):
+    bound = np.uint32(0)
     stride = values.size // _SAMPLE | 1  # odd, lest only a few columns of a matrix are looked at
     if stride > 8 and 4 * count < values.size:  # the answer is exact whatever a sample tells
-        expected = count / stride  # among the sample; four standard deviations more, at least 4
-        rank = int(expected + 4 * math.sqrt(expected)) + 4
-        likely, _ = _threshold(_sizes(values[::stride]), rank)
-        places, sizes = _at_least(values, likely)
-        if places.size >= count:
-            return _first(places, sizes, count)
-    return _first(np.arange(values.size), _sizes(values), count)
-
-
-@_inline
-def _sizes(values):
-    """Return sizes of float32, given by its bits, as integers; any NaN is the largest."""
-    sizes = np.empty(values.size, np.uint32)
-    for i in range(values.size):
-        sizes[i] = min(values[i] & _SIZE, _NAN)
-    return sizes
+        sample = np.minimum(values[::stride] & _SIZE, _NAN)
+        expected = count / stride  # in the sample; four standard deviations more, at least 4
+        bound, _ = _threshold(sample, int(expected + 4 * math.sqrt(expected)) + 4)
+    indices, sizes = _at_least(values, bound)
+    if sizes.size < count:
+        indices, sizes = _at_least(values, np.uint32(0))
+    bound, ties = _threshold(sizes, count)
+    found = 0
+    for i in range(sizes.size):
+        indices[found] = indices[i]
+        tied = sizes[i] == bound and ties > 0
+        found += sizes[i] > bound or tied
+        ties -= tied
+    return indices[:count]
 
 
 @_inline
 def _at_least(values, bound):
-    """Return the indices of sizes from ``bound`` on, ascending, and these sizes."""
+    """Return the indices of sizes from ``bound`` on, ascending, and these sizes.
+
+    Sizes are those of float32, given by its bits, as integers; any NaN is the largest.
+    """
     indices, sizes = np.empty(values.size, np.int64), np.empty(values.size, np.uint32)
     flags, found, parts = np.empty(64, np.uint8), 0, _parts(values, 0, values.size)
     for i in range(2):
@@ -676,19 +700,6 @@ def _threshold(sizes, count):
             digit -= 1
         size |= np.uint32(digit) << low
     return size, rest
-
-
-@_inline
-def _first(indices, sizes, count):
-    """Return the indices of the ``count`` largest sizes, ascending; of equal ones the first."""
-    bound, ties = _threshold(sizes, count)
-    found = 0
-    for i in range(sizes.size):
-        indices[found] = indices[i]
-        tied = sizes[i] == bound and ties > 0
-        found += sizes[i] > bound or tied
-        ties -= tied
-    return indices[:count]
 
 
 @_compile

@@ -40,6 +40,9 @@ class SparseOptimizer(DistributedOptimizer):
     def make_exchange(self, bucket: Bucket) -> SparseMean:
         return SparseMean(self.channel, bucket.numel, **bucket.buffers)
 
+    def prepare(self) -> None:
+        self._rehearse()
+
 
 class GradDrop(SparseOptimizer):
     """Gradient Dropping with momentum SGD.
