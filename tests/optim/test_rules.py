@@ -39,6 +39,9 @@ def test_largest_entries_are_exact_in_number_and_place():
     values = torch.tensor([0.0, -5.0, 1.0, 4.0, 0.1, 0.2, 0.3, 9.0])
     assert rules.largest_entries(values, [(0, 4), (4, 8)], density=0.5).tolist() == [1, 3, 6, 7]
     assert rules.largest_entries(values, [(0, 8)], density=0.01).tolist() == [7]
+    odd = torch.tensor([math.inf, 1.0, -NAN, -1.0, NAN, 1.0])
+    taken = [rules.largest_entries(odd, [(0, 6)], count / 6).tolist() for count in (1, 2, 3, 4)]
+    assert taken == [[2], [2, 4], [0, 2, 4], [0, 1, 2, 4]]  # NaN first, of equal ones the first
 
 
 LONG = {
@@ -60,3 +63,5 @@ def test_largest_entries_of_a_long_vector(kind, density):
     count = math.ceil(density * 100_000)
     assert chosen.unique().numel() == count
     assert sizes[chosen].sort().values.equal(sizes.sort().values[-count:])
+    first = sizes.sort(descending=True, stable=True).indices[:count]
+    assert chosen.equal(first.sort().values)
