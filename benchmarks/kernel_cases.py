@@ -159,6 +159,7 @@ def cases() -> list[Case]:
         *((apply, [*rest]) for rest in product([64, 65, 1216], DTYPES)),
         *((lion, [*rest]) for rest in product(LENGTHS, DTYPES)),
         *((momentum, [*rest]) for rest in product(LENGTHS, DTYPES)),
+        *((ternarise, [length]) for length in LENGTHS),
         *((entries, [*rest]) for rest in product(LENGTHS, DTYPES, [0.0, 0.1])),
         *((largest, [*rest]) for rest in product([1, 65, 1100, 50_000], [1e-9, 0.04, 0.3, 1.0])),
         *((encode_deltas, [*rest]) for rest in product(LENGTHS, DTYPES, [2, 4])),
@@ -262,6 +263,11 @@ def entries(length: int, dtype: torch.dtype, decay: float, _: Compiled) -> Itera
         sums = torch.zeros(length).index_add_(0, indices, values[:count].nan_to_num())
         for senders in (1, 4):
             yield "take_mean", (sums, senders)
+
+
+def ternarise(length: int, _: Compiled) -> Iterator[Call]:
+    values, scales = vector(length, torch.float32, 1), vector(length, torch.float32, 2).abs()
+    yield "ternarise", (values, scales, torch.rand(length, generator=coins()))
 
 
 def largest(length: int, density: float, _: Compiled) -> Iterator[Call]:

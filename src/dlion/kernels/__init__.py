@@ -49,6 +49,7 @@ __all__ = [
     "step_size",
     "sum_planes",
     "take_mean",
+    "ternarise",
 ]
 
 
@@ -262,6 +263,19 @@ def take_mean(total: Tensor, count: int) -> Tensor:
         Those that are not 0, by ascending index, as for :func:`add_entries`.
     """
     return choose(total).take_mean(total, count)
+
+
+def ternarise(values: Tensor, scales: Tensor, coins: Tensor) -> Tensor:
+    """``sign(v)`` with probability ``|v| / s``, else 0, so that s times it is unbiased: int8.
+
+    NaN becomes 0, and so does all where the scale is 0.
+    Source: Wen et al. 2017 (arXiv 1705.07878), section 3.1.
+
+    Args:
+        values, scales: v and s, float32 ``[m]``.
+        coins: uniform in [0, 1), float32 ``[m]``.
+    """
+    return choose(values, scales, coins).ternarise(values, scales, coins)
 
 
 def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:

@@ -159,6 +159,13 @@ def take_mean(total, count):
     return entries[: _take_mean(total.numpy(), count, *_pairs(entries))].clone()
 
 
+def ternarise(values, scales, coins):
+    trits = torch.empty(len(values), dtype=torch.int8)
+    args = (values.numpy(), scales.numpy(), coins.numpy(), trits.numpy())
+    _spread(_ternarise, args, len(values))
+    return trits
+
+
 def _array(tensor: Tensor) -> NDArray:
     """Return a tensor as an array; words are unsigned, and bfloat16 is given by its bits."""
     unsigned = _UNSIGNED.get(tensor.dtype)
@@ -725,3 +732,10 @@ def _take_mean(total, count, indices, values):
                 indices[found, 0], values[found, 1] = first + j, value
                 found += value != np.float32(0)
     return found
+
+
+@_compile
+def _ternarise(values, scales, coins, trits, start, stop):
+    for i in range(start, stop):
+        bound = coins[i] * scales[i]
+        trits[i] = np.int8(values[i] > bound) - np.int8(-values[i] > bound)

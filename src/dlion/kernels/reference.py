@@ -156,6 +156,10 @@ def take_mean(total, count):
     return Sparse().encode((indices, mean[indices])).view(torch.int32).view(-1, 2)
 
 
+def ternarise(values, scales, coins):
+    return (values.sign() * (coins * scales < values.abs())).nan_to_num_(0.0).to(torch.int8)
+
+
 def apply_signs(params, answers, lr, weight_decay):
     votes = _read(answers.unsqueeze(1), params.numel())
     descend(params, votes.to(torch.float32) * 2 - 1, lr, weight_decay)

@@ -133,6 +133,7 @@ def accumulate(velocity, accumulated, grad, momentum):
     _accumulate[_grid(size)](velocity, accumulated, grad, size, momentum, **_EXACT)
 
 
+ternarise = reference.ternarise
 # what selects, or touches a few places only, is left to torch
 largest, descend_at = reference.largest, reference.descend_at
 add_entries, take_mean = reference.add_entries, reference.take_mean

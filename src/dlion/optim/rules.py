@@ -28,7 +28,8 @@ def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor
             bound = factor * part.std(correction=0)
             bound = bound.where(bound.isfinite(), torch.inf)
             torch.clamp(part, -bound, bound, out=part)
-        scales.append(part.abs().max() if part.numel() else part.new_zeros(()))
+        extremes = torch.stack(part.aminmax()) if part.numel() else part.new_zeros(1)
+        scales.append(extremes.abs().max())
     return clipped, torch.stack(scales)
 
 
