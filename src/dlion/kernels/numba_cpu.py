@@ -2,7 +2,8 @@
 
 Each works through memory once, 64 values (one word of a message) at a time, a fixed length that
 LLVM turns into straight vector code. The bits are those of the reference: there is no fast-math, so
-nothing is contracted or reordered. Long vectors are cut over as many threads as torch uses.
+nothing is contracted or reordered. Long vectors are cut over as many threads as torch uses, but
+where entries are chosen.
 """
 
 import contextlib
@@ -285,6 +286,7 @@ def _generate_plane(typing_context, levels, b):
 
 
 _plane: Any = numba.extending.intrinsic(_generate_plane)
+_lowest: Any = trailing_zeros  # the number of the lowest bit that is set
 
 
 @_inline
@@ -685,7 +687,7 @@ def _at_least(values, bound):
                 flags[j] = np.uint8(v[j] & _SIZE >= bound)
             bits = _plane(flags, 0) & _mask(values.size - first)
             while bits:
-                j = trailing_zeros(bits)
+                j = _lowest(bits)
                 bits &= bits - np.uint64(1)
                 indices[found], sizes[found] = first + j, min(v[j] & _SIZE, _NAN)
                 found += 1
@@ -725,7 +727,7 @@ def _take_mean(total, count, indices, values):
                 flags[j] = np.uint8(v[j] != np.float32(0))
             bits = _plane(flags, 0)
             while bits:
-                j = trailing_zeros(bits)
+                j = _lowest(bits)
                 bits &= bits - np.uint64(1)
                 value = v[j] / np.float32(count)
                 total[first + j] = np.float32(0)

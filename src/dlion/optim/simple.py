@@ -213,7 +213,7 @@ def take_largest(values: Tensor, density: float, spans: Spans) -> Tensor:
         count = math.ceil(density * (stop - start))
         for i in range(len(values)):
             order = values[i, start:stop].abs().sort(descending=True, stable=True).indices
-            top = start + order[:count]
+            top = start + order[:count]  # of equal ones the first
             taken[i, top] = values[i, top]
     return taken
 
