@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlion.kernels import Coder, reference
-from dlion.wire import packing
+from dlion.wire import Sparse, packing
 
 NAN, INF = math.nan, math.inf
 LENGTHS = [1, 63, 64, 65, 1100]
@@ -68,8 +68,10 @@ def both(compiled: Compiled, name: str, *arguments) -> bool:
         copies = [copied(argument, device) for argument in arguments]
         measured.append(run(module, name, *copies))
         results.append([tensor.cpu() for tensor in tensors(copies)])
-    if measured[1] is not None and not close(*measured):
-        return False
+    if measured[1] is not None:
+        equal = close if name == "measure" else same
+        if not equal(*(result.cpu() for result in measured)):
+            return False
     exact = not compiled.interpreted
     return all(same(a, b, exact) for a, b in zip(*results, strict=True))
 
@@ -110,7 +112,7 @@ def same(first: torch.Tensor, second: torch.Tensor, exact: bool = True) -> bool:
 
 def close(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two results in float32 are equal but for the order of additions."""
-    return torch.allclose(first.cpu(), second, rtol=1.3e-6, atol=1e-5, equal_nan=True)
+    return torch.allclose(first, second, rtol=1.3e-6, atol=1e-5, equal_nan=True)
 
 
 def coins(seed: int = 0) -> torch.Generator:
@@ -156,6 +158,10 @@ def cases() -> list[Case]:
         *((pack_votes, [length]) for length in (1, 5, 300)),
         *((apply, [*rest]) for rest in product([64, 65, 1216], DTYPES)),
         *((lion, [*rest]) for rest in product(LENGTHS, DTYPES)),
+        *((momentum, [*rest]) for rest in product(LENGTHS, DTYPES)),
+        *((ternarise, [length]) for length in LENGTHS),
+        *((entries, [*rest]) for rest in product(LENGTHS, DTYPES, [0.0, 0.1])),
+        *((largest, [*rest]) for rest in product([1, 65, 1100, 50_000], [1e-9, 0.04, 0.3, 1.0])),
         *((encode_deltas, [*rest]) for rest in product(LENGTHS, DTYPES, [2, 4])),
         *((decode_deltas, [*rest]) for rest in product(LENGTHS, [False, True])),
     ]
@@ -236,6 +242,39 @@ def lion(length: int, dtype: torch.dtype, _: Compiled) -> Iterator[Call]:
     params, momentum = vector(length, dtype, 1), vector(length, torch.float32, 2)
     for grad in (vector(length, torch.float32, 3), vector(length, torch.bfloat16, 3)):
         yield "lion", (params, momentum, grad, 0.9, 0.99, 0.1, 0.2)
+
+
+def momentum(length: int, dtype: torch.dtype, _: Compiled) -> Iterator[Call]:
+    moved, changed = vector(length, torch.float32, 1), vector(length, torch.float32, 2)
+    params, answer = vector(length, dtype, 3), vector(length, torch.float32, 4)
+    yield "accumulate", (moved, changed, vector(length, dtype, 5), 0.9)
+    yield "momentum_descent", (params, moved, answer, 0.9, 0.1, 0.2)
+
+
+def entries(length: int, dtype: torch.dtype, decay: float, _: Compiled) -> Iterator[Call]:
+    """Of a tenth of the places, and of none and of all."""
+    params, total = vector(length, dtype, 1), vector(length, torch.float32, 2)
+    order, values = torch.randperm(length, generator=coins()), vector(length, torch.float32, 3)
+    for count in {-(-length // 10), 0, length}:
+        indices = order[:count].sort().values
+        few = Sparse().encode((indices, values[:count])).view(torch.int32).view(-1, 2)
+        yield "add_entries", (total, few)
+        yield "descend_at", (params, few, 0.1, decay)
+        sums = torch.zeros(length).index_add_(0, indices, values[:count].nan_to_num())
+        for senders in (1, 4):
+            yield "take_mean", (sums, senders)
+
+
+def ternarise(length: int, _: Compiled) -> Iterator[Call]:
+    values, scales = vector(length, torch.float32, 1), vector(length, torch.float32, 2).abs()
+    yield "ternarise", (values, scales, torch.rand(length, generator=coins()))
+
+
+def largest(length: int, density: float, _: Compiled) -> Iterator[Call]:
+    """Of sizes that differ, with infinities and NaN among them, and of few different sizes."""
+    values = vector(length, torch.float32, 1)
+    for given in (values, values.nan_to_num().clamp(-2, 2).round()):
+        yield "largest", (given, math.ceil(density * length))
 
 
 def encode_deltas(length: int, dtype: torch.dtype, rise: int, _: Compiled) -> Iterator[Call]:

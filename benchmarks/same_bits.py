@@ -52,6 +52,7 @@ DRIVE = "--drive"  # in a process of one tree, see drive
 LOST = {"error": "did not end"}
 CHANGES = {
     "zero-votes": "what a worker says by one bit about an entry it knows exactly nothing of",
+    "equal-sizes": "which of entries of equal size graddrop and dgc send",
     "adamw-steps": "how g_adamw counts the steps of a parameter that no worker had a gradient of",
 }
 
@@ -171,9 +172,10 @@ def all_cases() -> list[Case | TrainCase]:
     )
     for method in METHODS:
         adamw = "adamw-steps" if method == "g_adamw" else ""
+        equal = "equal-sizes" if method in ("graddrop", "dgc") else ""  # frequent in bfloat16
         cases += [
             Case(f"{method}, one bucket, two groups", method, {"bucket_cap_mb": None}, groups=2),
-            Case(f"{method}, float32 and bfloat16", method, bfloat16=True),
+            Case(f"{method}, float32 and bfloat16", method, bfloat16=True, changed=equal),
             Case(f"{method}, some lack gradients", method, lacking="some"),
             Case(f"{method}, all lack gradients", method, lacking="all", changed=adamw),
             Case(f"{method}, some never have one", method, lacking="never"),

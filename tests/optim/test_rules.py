@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dlion.exchange.ternary import ternarise
+from dlion import kernels
 from dlion.optim import rules
 
 NAN = float("nan")
@@ -14,17 +14,16 @@ NAN = float("nan")
 def test_ternarise_is_unbiased_and_ternary():
     grad = torch.linspace(-1, 1, 21)
     scales = torch.full_like(grad, 1.0)
-    coins = torch.Generator().manual_seed(0)
-    draws = torch.stack([ternarise(grad, scales, coins) for _ in range(4000)])
+    coins = torch.rand(4000, 21, generator=torch.Generator().manual_seed(0))
+    draws = torch.stack([kernels.ternarise(grad, scales, row) for row in coins])
     assert set(draws.unique().tolist()) == {-1, 0, 1}
     # five standard deviations of the mean of 4,000 coins
     assert (draws.float().mean(0) - grad).abs().max() < 5 * 0.5 / 4000**0.5
 
 
 def test_ternarise_says_zero_for_nan_and_for_a_zero_scale():
-    coins = torch.Generator().manual_seed(0)
-    grad = torch.tensor([NAN, 0.0])
-    assert ternarise(grad, torch.tensor([1.0, 0.0]), coins).tolist() == [0, 0]
+    grad, scales = torch.tensor([NAN, 0.0]), torch.tensor([1.0, 0.0])
+    assert kernels.ternarise(grad, scales, torch.tensor([0.5, 0.5])).tolist() == [0, 0]
 
 
 def test_clip_by_deviation():
@@ -39,6 +38,9 @@ def test_largest_entries_are_exact_in_number_and_place():
     values = torch.tensor([0.0, -5.0, 1.0, 4.0, 0.1, 0.2, 0.3, 9.0])
     assert rules.largest_entries(values, [(0, 4), (4, 8)], density=0.5).tolist() == [1, 3, 6, 7]
     assert rules.largest_entries(values, [(0, 8)], density=0.01).tolist() == [7]
+    odd = torch.tensor([math.inf, 1.0, -NAN, -1.0, NAN, 1.0])
+    taken = [rules.largest_entries(odd, [(0, 6)], count / 6).tolist() for count in (1, 2, 3, 4)]
+    assert taken == [[2], [2, 4], [0, 2, 4], [0, 1, 2, 4]]  # NaN first, of equal ones the first
 
 
 LONG = {
@@ -60,3 +62,5 @@ def test_largest_entries_of_a_long_vector(kind, density):
     count = math.ceil(density * 100_000)
     assert chosen.unique().numel() == count
     assert sizes[chosen].sort().values.equal(sizes.sort().values[-count:])
+    first = sizes.sort(descending=True, stable=True).indices[:count]
+    assert chosen.equal(first.sort().values)

@@ -1,10 +1,12 @@
 """The mean of sparse messages."""
 
+from collections.abc import Iterator
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from dlion import kernels
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, Exchange
@@ -35,9 +37,10 @@ class SparseMean(Exchange):
         super().__init__(channel, numel, Sparse(), lambda _: Sparse(), **buffers)
         self.dense = Float32()
         self._total = torch.zeros(self.slice, device=self.device)
-        self._values = torch.zeros(channel.workers.count, self.slice, device=self.device)
+        self._values = torch.zeros(self.numel, device=self.device)
         self._messages: dict[int, tuple[list[Tensor], Tensor]] = {}
-        self._headers: dict[int, Tensor] = {}
+        headers = channel.workers.local, self.header_bytes
+        self._headers = torch.zeros(headers, dtype=torch.uint8, device=self.device)
         self._counts: list[int] = []  # entries of each answer
 
     def encode(self, local: int, indices: Tensor, values: Tensor) -> None:
@@ -68,13 +71,21 @@ class SparseMean(Exchange):
 
     def decode(self) -> Tensor:
         result = self._values.zero_()
-        for row, answer, count in zip(result, self.answer, self._counts, strict=True):
-            if count == DENSE:
-                row.copy_(self.dense.decode(answer, self.slice))
+        for part, answer in self.answers():
+            if answer.dtype == torch.float32:
+                result[part] = answer
             else:
-                indices, values = self._entries(answer, count)
-                row[indices] = values
-        return result.flatten()
+                kernels.add_entries(result[part], answer)
+        return result
+
+    def answers(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the place of each owner's slice, and its answer.
+
+        That is float32 ``[slice]``, or entries (index, value) as int32 ``[m, 2]``.
+        """
+        for owner, (answer, count) in enumerate(zip(self.answer, self._counts, strict=True)):
+            place = slice(owner * self.slice, (owner + 1) * self.slice)
+            yield place, answer.view(torch.float32) if count == DENSE else self._entries(answer)
 
     def _scatter(self, messages: list[tuple[list[Tensor], Tensor]]) -> list[list[Tensor]]:
         """Send the counts with the headers, then the entries they announce."""
@@ -83,8 +94,7 @@ class SparseMean(Exchange):
         announced = torch.zeros(len(messages), n, row_bytes, dtype=torch.uint8, device=self.device)
         for rows, worker, (_, counts) in zip(announced, local, messages, strict=True):
             rows[:, :COUNT_BYTES] = counts.to(torch.int32).view(-1, 1).view(torch.uint8)
-            if self.header_bytes:
-                rows[:, COUNT_BYTES:] = self._headers[worker]
+            rows[:, COUNT_BYTES:] = self._headers[worker]
         received = self.channel.scatter(announced)
         self.headers = received[:, 0, COUNT_BYTES:]
         counts = received[..., :COUNT_BYTES].contiguous().view(torch.int32).squeeze(-1)
@@ -95,18 +105,19 @@ class SparseMean(Exchange):
 
     def _combine(self, messages: list[Tensor]) -> tuple[Tensor, int]:
         """The packed answer about one slice, and its number of entries."""
-        total = self._total.zero_()
-        for message in messages:
-            indices, values = self._entries(message, message.numel() // self.up.nbytes(1))
-            total[indices] += values  # no index occurs twice in one message
-        total /= len(messages)
-        indices = total.nonzero().squeeze(-1)
-        if self.down.nbytes(indices.numel()) < self.dense.nbytes(self.slice):
-            return self.down.encode((indices, total[indices])), indices.numel()
-        return self.dense.encode(total).clone(), DENSE
+        for entries in [self._entries(message) for message in messages]:
+            kernels.add_entries(self._total, entries)
+        mean = kernels.take_mean(self._total, len(messages))
+        if self.down.nbytes(len(mean)) < self.dense.nbytes(self.slice):
+            return mean.view(torch.uint8).flatten(), len(mean)
+        kernels.add_entries(dense := torch.zeros_like(self._total), mean)
+        return self.dense.encode(dense), DENSE
 
-    def _entries(self, packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        indices, values = self.up.decode(packed, count)
-        if count and not 0 <= indices.min() <= indices.max() < self.slice:
-            raise TrainingFailed("a worker sent entries of parameters that there are not")
-        return indices, values
+    def _entries(self, packed: Tensor) -> Tensor:
+        """Return entries (index, value) as they are written, int32 ``[m, 2]``."""
+        entries = packed.view(torch.int32).view(-1, 2)
+        if len(entries):
+            low, high = entries[:, 0].aminmax()
+            if not 0 <= low <= high < self.slice:
+                raise TrainingFailed("a worker sent entries of parameters that there are not")
+        return entries

@@ -5,20 +5,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.streams import stream
 from dlion.wire import Level, Ternary
-
-
-def ternarise(values: Tensor, scales: Tensor, generator: torch.Generator) -> Tensor:
-    """``sign(v)`` with probability ``|v| / s``, else 0, so that s times it is unbiased: int8.
-
-    ``scales`` holds s for every entry. NaN becomes 0, and so does all where the scale is 0.
-    Source: Wen et al. 2017 (arXiv 1705.07878), section 3.1.
-    """
-    coins = torch.rand(values.shape, generator=generator, device=values.device)
-    return (values.sign() * (coins * scales < values.abs())).nan_to_num_(0.0).to(torch.int8)
 
 
 class TernaryMean(DirectSend):
@@ -33,8 +24,11 @@ class TernaryMean(DirectSend):
         super().__init__(channel, numel, Ternary(), lambda n: Level(2 * n + 1), **buffers)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
-        total = self.up.decode(messages, self.slice).sum(0, dtype=torch.int32)
-        answer.copy_(self.down.encode(total.add_(len(messages))))
+        n, trits = len(messages), self.up.decode(messages, self.slice)
+        total = torch.full_like(trits[0], n, dtype=torch.int8 if n < 64 else torch.int32)
+        for row in trits:
+            total += row
+        answer.copy_(self.down.encode(total))
 
     def decode(self) -> Tensor:
         n = self.senders
@@ -66,7 +60,7 @@ class ScaledTernaryMean(TernaryMean):
         super().__init__(channel, numel, **buffers)
         self.seed, self.index = seed, index
         padding = self.numel - sum(sizes)
-        self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=self.device)
+        self._sizes = [*sizes[:-1], sizes[-1] + padding]
         self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:
@@ -79,13 +73,15 @@ class ScaledTernaryMean(TernaryMean):
         for local, (_, scales) in self._unscaled.items():
             own[local] = scales
         largest = self.channel.gather(own).nan_to_num(0.0).amax(0)
-        self._scales = largest.repeat_interleave(self._sizes, output_size=self.numel)
+        parts = zip(largest, self._sizes, strict=True)
+        self._scales = torch.cat([scale.expand(size) for scale, size in parts])
         for local, (values, _) in self._unscaled.items():
             if values.is_cuda:  # it was made on the stream of the backward pass
                 values.record_stream(torch.cuda.current_stream())
             names = ("terngrad", w.ids[local], self.index, step)
-            coins = stream(self.seed, *names, device=values.device)
-            super().encode(local, ternarise(values, self._scales, coins))
+            draws = stream(self.seed, *names, device=values.device)
+            coins = torch.rand(values.shape, generator=draws, device=values.device)
+            super().encode(local, kernels.ternarise(values, self._scales, coins))
         self._unscaled.clear()
         super().run(step)
 

@@ -2,10 +2,12 @@
 
 Each works through memory once, 64 values (one word of a message) at a time, a fixed length that
 LLVM turns into straight vector code. The bits are those of the reference: there is no fast-math, so
-nothing is contracted or reordered. Long vectors are cut over as many threads as torch uses.
+nothing is contracted or reordered. Long vectors are cut over as many threads as torch uses, but
+where entries are chosen.
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core.caching import FunctionCache
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,6 +29,8 @@ _SMALL = 1 << 17  # elements below which threads do not pay
 _ZERO, _ONES = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer
 _ONE, _SIGN = np.uint32(1), np.uint32(31)
+_SIZE, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800001)  # of the bits of float32
+_SAMPLE = 4096  # entries that tell which may be among the largest
 _SHIFT, _BASE = np.uint32(steps.SHIFT), np.uint32(steps.BASE)
 _UNSIGNED = {torch.int64: torch.uint64, torch.bfloat16: torch.uint16}  # NumPy has no bfloat16
 
@@ -127,10 +132,50 @@ def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     _spread(_lion, args, len(params))
 
 
+def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
+    factors = (float(momentum), float(lr), float(weight_decay))
+    args = (_array(params), buffer.numpy(), answer.numpy(), *factors)
+    _spread(_momentum_descent, args, len(params))
+
+
+def descend_at(params, entries, lr, weight_decay):
+    _descend_at(_array(params), *_pairs(entries), float(lr), float(weight_decay))
+
+
+def accumulate(velocity, accumulated, grad, momentum):
+    args = (velocity.numpy(), accumulated.numpy(), _array(grad), float(momentum))
+    _spread(_accumulate, args, len(velocity))
+
+
+def largest(values, count):
+    return torch.from_numpy(_largest(values.numpy().view(np.uint32), count))
+
+
+def add_entries(total, entries):
+    _add_entries(total.numpy(), *_pairs(entries))
+
+
+def take_mean(total, count):
+    entries = torch.empty(len(total), 2, dtype=torch.int32)
+    return entries[: _take_mean(total.numpy(), count, *_pairs(entries))].clone()
+
+
+def ternarise(values, scales, coins):
+    trits = torch.empty(len(values), dtype=torch.int8)
+    args = (values.numpy(), scales.numpy(), coins.numpy(), trits.numpy())
+    _spread(_ternarise, args, len(values))
+    return trits
+
+
 def _array(tensor: Tensor) -> NDArray:
     """Return a tensor as an array; words are unsigned, and bfloat16 is given by its bits."""
     unsigned = _UNSIGNED.get(tensor.dtype)
     return (tensor if unsigned is None else tensor.view(unsigned)).numpy()
+
+
+def _pairs(entries: Tensor) -> tuple[NDArray, NDArray]:
+    """Return entries as integers, of which the indices matter, and as float32, the values."""
+    return entries.numpy(), entries.view(torch.float32).numpy()
 
 
 def _layout(rows: Tensor) -> tuple[NDArray, int, int, int, int]:
@@ -241,6 +286,7 @@ def _generate_plane(typing_context, levels, b):
 
 
 _plane: Any = numba.extending.intrinsic(_generate_plane)
+_lowest: Any = trailing_zeros  # the number of the lowest bit that is set
 
 
 @_inline
@@ -573,3 +619,125 @@ def _lion(params, momentum, grad, beta1, beta2, lr, weight_decay, start, stop):
                 m[j] = b2 * old + a2 * new
     _keep(params, stop, xs[1])
     _keep(momentum, stop, momenta[1])
+
+
+@_compile
+def _descend_at(params, indices, values, lr, weight_decay):
+    decay, rate = _rates(lr, weight_decay)
+    moved = np.empty(len(indices), params.dtype)
+    for i in range(len(indices)):
+        x = params[indices[i, 0]]
+        moved[i] = _as(params, _float(x) * decay + values[i, 1] * rate)
+    if decay != np.float32(1):
+        for j in range(params.size):
+            params[j] = _as(params, _float(params[j]) * decay)
+    for i in range(len(indices)):
+        params[indices[i, 0]] = moved[i]
+
+
+@_compile
+def _momentum_descent(params, buffer, answer, momentum, lr, weight_decay, start, stop):
+    mu, (decay, rate) = np.float32(momentum), _rates(lr, weight_decay)
+    for i in range(start, stop):
+        buffer[i] = mu * buffer[i] + answer[i]
+        params[i] = _as(params, _float(params[i]) * decay + buffer[i] * rate)
+
+
+@_compile
+def _accumulate(velocity, accumulated, grad, momentum, start, stop):
+    mu = np.float32(momentum)
+    for i in range(start, stop):
+        velocity[i] = mu * velocity[i] + _float(grad[i])
+        accumulated[i] += velocity[i]
+
+
+@_compile
+def _largest(values, count):
+    bound = np.uint32(0)
+    stride = values.size // _SAMPLE | 1  # odd, lest only a few columns of a matrix are looked at
+    if stride > 8 and 4 * count < values.size:  # the answer is exact whatever a sample tells
+        sample = np.minimum(values[::stride] & _SIZE, _NAN)
+        expected = count / stride  # in the sample; four standard deviations more, at least 4
+        bound, _ = _threshold(sample, int(expected + 4 * math.sqrt(expected)) + 4)
+    indices, sizes = _at_least(values, bound)
+    if sizes.size < count:
+        indices, sizes = _at_least(values, np.uint32(0))
+    bound, ties = _threshold(sizes, count)
+    found = 0
+    for i in range(sizes.size):
+        indices[found] = indices[i]
+        tied = sizes[i] == bound and ties > 0
+        found += sizes[i] > bound or tied
+        ties -= tied
+    return indices[:count]
+
+
+@_inline
+def _at_least(values, bound):
+    """Return the indices of sizes from ``bound`` on, ascending, and these sizes.
+
+    Sizes are those of float32, given by its bits, as integers; any NaN is the largest.
+    """
+    indices, sizes = np.empty(values.size, np.int64), np.empty(values.size, np.uint32)
+    flags, found, parts = np.empty(64, np.uint8), 0, _parts(values, 0, values.size)
+    for i in range(2):
+        for s in range(0, parts[i].size, 64):
+            v, first = parts[i][s : s + 64], i * parts[0].size + s
+            for j in range(64):
+                flags[j] = np.uint8(v[j] & _SIZE >= bound)
+            bits = _plane(flags, 0) & _mask(values.size - first)
+            while bits:
+                j = _lowest(bits)
+                bits &= bits - np.uint64(1)
+                indices[found], sizes[found] = first + j, min(v[j] & _SIZE, _NAN)
+                found += 1
+    return indices[:found], sizes[:found]
+
+
+@_inline
+def _threshold(sizes, count):
+    """Return the ``count``-th largest size, and how many of that size there are up to it."""
+    size, rest = np.uint32(0), count
+    for shift, digits in ((20, 11), (10, 10), (0, 10)):
+        low, high = np.uint32(shift), np.uint32(shift + digits)
+        frequencies, digit = np.zeros(1 << digits, np.int64), (1 << digits) - 1
+        for other in sizes:
+            if other >> high == size >> high:
+                frequencies[other >> low & np.uint32(digit)] += 1
+        while frequencies[digit] < rest:
+            rest -= frequencies[digit]
+            digit -= 1
+        size |= np.uint32(digit) << low
+    return size, rest
+
+
+@_compile
+def _add_entries(total, indices, values):
+    for i in range(len(indices)):
+        total[indices[i, 0]] += values[i, 1]
+
+
+@_compile
+def _take_mean(total, count, indices, values):
+    flags, found, parts = np.empty(64, np.uint8), 0, _parts(total, 0, total.size)
+    for i in range(2):
+        for s in range(0, parts[i].size, 64):
+            v, first = parts[i][s : s + 64], i * parts[0].size + s
+            for j in range(64):
+                flags[j] = np.uint8(v[j] != np.float32(0))
+            bits = _plane(flags, 0)
+            while bits:
+                j = _lowest(bits)
+                bits &= bits - np.uint64(1)
+                value = v[j] / np.float32(count)
+                total[first + j] = np.float32(0)
+                indices[found, 0], values[found, 1] = first + j, value
+                found += value != np.float32(0)
+    return found
+
+
+@_compile
+def _ternarise(values, scales, coins, trits, start, stop):
+    for i in range(start, stop):
+        bound = coins[i] * scales[i]
+        trits[i] = np.int8(values[i] > bound) - np.int8(-values[i] > bound)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dlion.kernels.steps import step_size
-from dlion.wire import packing
+from dlion.wire import Sparse, packing
 
 
 def lion_direction(momentum: Tensor, grad: Tensor, beta1: float, beta2: float) -> Tensor:
@@ -118,6 +118,48 @@ def descend(params, answer, lr, weight_decay):
         params.mul_(1 - lr * weight_decay).add_(change)
 
 
+def descend_at(params, entries, lr, weight_decay):
+    indices, values = _unzip(entries)
+    moved = params[indices]
+    descend(moved, values, lr, weight_decay)
+    if weight_decay:
+        params.mul_(1 - lr * weight_decay)  # adding -lr * 0.0, which is -0.0, changes nothing
+    params[indices] = moved
+
+
+def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
+    buffer.mul_(momentum).add_(answer)
+    descend(params, buffer, lr, weight_decay)
+
+
+def accumulate(velocity, accumulated, grad, momentum):
+    velocity.mul_(momentum).add_(grad.to(torch.float32))
+    accumulated.add_(velocity)
+
+
+def largest(values, count):
+    sizes = (values.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)  # any NaN is the largest
+    bound = sizes.topk(count, sorted=False).values.min()
+    above, tied = sizes > bound, sizes == bound
+    return (above | (tied & (tied.cumsum(0) <= count - above.sum()))).nonzero().squeeze(-1)
+
+
+def add_entries(total, entries):
+    indices, values = _unzip(entries)
+    total[indices] += values
+
+
+def take_mean(total, count):
+    mean = total / count
+    total.zero_()
+    indices = mean.nonzero().squeeze(-1)
+    return Sparse().encode((indices, mean[indices])).view(torch.int32).view(-1, 2)
+
+
+def ternarise(values, scales, coins):
+    return (values.sign() * (coins * scales < values.abs())).nan_to_num_(0.0).to(torch.int8)
+
+
 def apply_signs(params, answers, lr, weight_decay):
     votes = _read(answers.unsqueeze(1), params.numel())
     descend(params, votes.to(torch.float32) * 2 - 1, lr, weight_decay)
@@ -136,6 +178,10 @@ def apply_trits(params, answers, length, lr, weight_decay):
 def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     direction = lion_direction(momentum, grad, beta1, beta2)
     descend(params, direction.sign_(), lr, weight_decay)
+
+
+def _unzip(entries: Tensor) -> tuple[Tensor, Tensor]:
+    return Sparse().decode(entries.view(torch.uint8), len(entries))
 
 
 def _pack_into(words: Tensor, flags: Tensor) -> None:

@@ -121,6 +121,24 @@ def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     _lion[_grid(size)](params, momentum, grad, size, *factors, **_EXACT)
 
 
+@_on_device
+def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
+    size, factors = params.numel(), (momentum, *_rates(lr, weight_decay))
+    _momentum_descent[_grid(size)](params, buffer, answer, size, *factors, **_EXACT)
+
+
+@_on_device
+def accumulate(velocity, accumulated, grad, momentum):
+    size = velocity.numel()
+    _accumulate[_grid(size)](velocity, accumulated, grad, size, momentum, **_EXACT)
+
+
+ternarise = reference.ternarise
+# what selects, or touches a few places only, is left to torch
+largest, descend_at = reference.largest, reference.descend_at
+add_entries, take_mean = reference.add_entries, reference.take_mean
+
+
 def _grid(size: int) -> tuple[int]:
     return (triton.cdiv(size, 64 * _WORDS.value),)
 
@@ -432,3 +450,29 @@ def _lion(params, momentum, grad, size, b1, a1, b2, a2, decay, rate):
     u = _direction(momentum, grad, index, inside, b1, a1, b2, a2)
     sign = (u > 0).to(tl.float32) - (u < 0).to(tl.float32)
     _descend(params, index, inside, sign * rate, decay)
+
+
+@triton.jit
+def _momentum_descent(params, buffer, answer, size, momentum, decay, rate):
+    _, index = _indices()
+    inside = index < size
+    b = _moved(buffer, answer, index, inside, momentum)
+    _descend(params, index, inside, b * rate, decay)
+
+
+@triton.jit
+def _accumulate(velocity, accumulated, grad, size, momentum):
+    _, index = _indices()
+    inside = index < size
+    u = _moved(velocity, grad, index, inside, momentum)
+    v = tl.load(accumulated + index, mask=inside, other=0.0)
+    tl.store(accumulated + index, v + u, mask=inside)
+
+
+@triton.jit
+def _moved(buffer, values, index, inside, momentum):
+    """Update ``b <- mu b + v``, and return b."""
+    b = tl.load(buffer + index, mask=inside, other=0.0)
+    b = b * momentum + tl.load(values + index, mask=inside, other=0.0).to(tl.float32)
+    tl.store(buffer + index, b, mask=inside)
+    return b

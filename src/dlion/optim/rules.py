@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from dlion import kernels
+
 Spans = list[tuple[int, int]]
 
 
@@ -26,7 +28,8 @@ def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor
             bound = factor * part.std(correction=0)
             bound = bound.where(bound.isfinite(), torch.inf)
             torch.clamp(part, -bound, bound, out=part)
-        scales.append(part.abs().max() if part.numel() else part.new_zeros(()))
+        extremes = torch.stack(part.aminmax()) if part.numel() else part.new_zeros(1)
+        scales.append(extremes.abs().max())
     return clipped, torch.stack(scales)
 
 
@@ -34,26 +37,11 @@ def largest_entries(values: Tensor, spans: Spans, density: float) -> Tensor:
     """Indices, ascending, of the ``ceil(density * size)`` largest magnitudes of each parameter.
 
     Exact, so that the size of a message is known; NaN counts as larger than everything (it is
-    sent, not hidden).
+    sent, not hidden), and of equal magnitudes the first are taken.
     """
-    chosen = []
-    for start, stop in spans:
-        if stop > start:
-            count = math.ceil(density * (stop - start))
-            chosen.append(_largest(values[start:stop].abs(), count).add_(start))
-    return torch.cat(chosen).sort().values
-
-
-def _largest(sizes: Tensor, count: int) -> Tensor:
-    """The indices that ``topk`` gives, but it only has to look at the likely ones.
-
-    A sample tells a size that about twice as many exceed as are asked for. Whatever it tells, the
-    answer is exact; 3 times faster at a million entries and 4 %.
-    """
-    stride = sizes.numel() // 4096
-    if stride > 8 and 4 * count < sizes.numel():
-        likely = sizes[::stride].topk(2 * count // stride + 8).values[-1]
-        candidates = (~(sizes < likely)).nonzero().squeeze(-1)  # NaN is one
-        if candidates.numel() >= count:
-            return candidates[sizes[candidates].topk(count, sorted=False).indices]
-    return sizes.topk(count, sorted=False).indices
+    chosen = [
+        kernels.largest(values[start:stop], math.ceil(density * (stop - start))).add_(start)
+        for start, stop in spans
+        if stop > start
+    ]
+    return torch.cat(chosen)

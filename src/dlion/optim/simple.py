@@ -212,7 +212,8 @@ def take_largest(values: Tensor, density: float, spans: Spans) -> Tensor:
     for start, stop in spans:
         count = math.ceil(density * (stop - start))
         for i in range(len(values)):
-            top = start + values[i, start:stop].abs().topk(count).indices
+            order = values[i, start:stop].abs().sort(descending=True, stable=True).indices
+            top = start + order[:count]  # of equal ones the first
             taken[i, top] = values[i, top]
     return taken
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+import torch
+
 from dlion import kernels
 from dlion.exchange import SparseMean
 from dlion.optim.base import Common, DistributedOptimizer
@@ -37,6 +39,9 @@ class SparseOptimizer(DistributedOptimizer):
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:
         return SparseMean(self.channel, bucket.numel, **bucket.buffers)
+
+    def prepare(self) -> None:
+        self._rehearse()
 
 
 class GradDrop(SparseOptimizer):
@@ -73,7 +78,9 @@ class GradDrop(SparseOptimizer):
         super().__init__(params, defaults, density, **common)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        residual = bucket.own["residual"][local].add_(bucket.gradients())
+        residual = bucket.own["residual"][local]
+        for _, part, grad in bucket.parts("residual", local):
+            part.add_(grad.to(torch.float32))
         indices = largest_entries(residual, bucket.spans, self.density)
         values = residual[indices]
         residual[indices] = 0
@@ -132,12 +139,15 @@ class DGC(SparseOptimizer):
         return super().make_exchange(bucket)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        grad = bucket.gradients()
-        if self.clip_norm is not None:
-            bound = self.clip_norm / math.sqrt(self.workers.count)
+        velocity, accumulated = (bucket.own[name][local] for name in self.own_state)
+        momentum = bucket.group["momentum"]
+        if self.clip_norm is None:
+            for start, part, grad in bucket.parts("velocity", local):
+                kernels.accumulate(part, accumulated[start : start + len(part)], grad, momentum)
+        else:
+            grad, bound = bucket.gradients(), self.clip_norm / math.sqrt(self.workers.count)
             grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
-        velocity = bucket.own["velocity"][local].mul_(bucket.group["momentum"]).add_(grad)
-        accumulated = bucket.own["accumulated"][local].add_(velocity)
+            kernels.accumulate(velocity, accumulated, grad, momentum)
         indices = largest_entries(accumulated, bucket.spans, self._density(bucket.step))
         values = accumulated[indices]
         accumulated[indices] = 0
@@ -145,8 +155,10 @@ class DGC(SparseOptimizer):
         bucket.exchange.encode(local, indices, values)
 
     def update(self, bucket: Bucket) -> None:
-        group, mean = bucket.group, bucket.exchange.decode()
-        kernels.descend(bucket.params, mean, group["lr"], group["weight_decay"])
+        rates = bucket.group["lr"], bucket.group["weight_decay"]
+        for part, answer in bucket.exchange.answers():
+            descend = kernels.descend if answer.dtype == torch.float32 else kernels.descend_at
+            descend(bucket.params[part], answer, *rates)
 
     def _density(self, step: int) -> float:
         if step >= self.warmup_steps:

@@ -14,8 +14,8 @@ from dlion.optim.bucket import Bucket
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
     group, buffer = bucket.group, bucket.shared["momentum_buffer"]
-    buffer.mul_(group["momentum"]).add_(answer)
-    kernels.descend(bucket.params, buffer, group["lr"], group["weight_decay"])
+    rates = group["momentum"], group["lr"], group["weight_decay"]
+    kernels.momentum_descent(bucket.params, buffer, answer, *rates)
 
 
 def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float) -> None:

@@ -5,6 +5,8 @@ of p bits is written as p *planes*, plane b holding bit b of every element, so t
 are added and compared with word-wide logic (bit slicing) and never unpacked on the way.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -36,10 +38,12 @@ def pack_planes(values: Tensor, bits: int) -> Tensor:
 
 def unpack_planes(planes: Tensor, numel: int) -> Tensor:
     """Read planes ``[..., bits, ceil(numel / 8)]`` as int32 ``[..., numel]``."""
-    bits = unpack_bits(planes, numel)
-    values = bits[..., 0, :].to(torch.int32)
-    for b in range(1, bits.shape[-2]):
-        values |= bits[..., b, :].to(torch.int32) << b
+    words, *rest = _look_up(_bits_of_bytes(planes.device), planes[..., :8, :]).unbind(-2)
+    for b, more in enumerate(rest, 1):  # in the bytes of a word, one for each value
+        words = words | more << b
+    values = words.contiguous().view(torch.uint8)[..., :numel].to(torch.int32)
+    if planes.shape[-2] > 8:
+        values |= unpack_planes(planes[..., 8:, :], numel) << 8
     return values
 
 
@@ -99,13 +103,34 @@ def compare_planes(planes: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 
 def pack_trits(values: Tensor) -> Tensor:
     """Pack ``{-1, 0, 1}``, five base-3 digits a byte: ``[..., m]`` -> ``[..., ceil(m / 5)]``."""
-    digits = torch.nn.functional.pad(values.to(torch.int16), (0, -values.shape[-1] % 5)) + 1
-    weights = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=values.device)
-    return (digits.unflatten(-1, (-1, 5)) * weights).sum(-1).to(torch.uint8)
+    padded = torch.nn.functional.pad(values.to(torch.int8), (0, -values.shape[-1] % 5))
+    digits = (padded + 1).view(torch.uint8).unflatten(-1, (-1, 5)).unbind(-1)
+    packed = digits[4]
+    for digit in digits[3::-1]:
+        packed = packed * 3 + digit
+    return packed
 
 
 def unpack_trits(packed: Tensor, numel: int) -> Tensor:
     """Inverse of :func:`pack_trits`: int8 ``[..., numel]``. Bytes above 242 never occur."""
-    weights = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=packed.device)
-    digits = packed.to(torch.int16).unsqueeze(-1) // weights % 3 - 1
-    return digits.flatten(-2).to(torch.int8)[..., :numel]
+    return _look_up(_trits_of_bytes(packed.device), packed).flatten(-2)[..., :numel]
+
+
+def _look_up(table: Tensor, packed: Tensor) -> Tensor:
+    """Return the row of the table for each byte."""
+    rows = table.index_select(0, packed.flatten().to(torch.int32))
+    return rows.view(*packed.shape, *table.shape[1:])
+
+
+@cache
+def _trits_of_bytes(device: torch.device) -> Tensor:
+    """The five digits of each byte: int8 ``[256, 5]``."""
+    weights = torch.tensor([1, 3, 9, 27, 81], device=device)
+    return (torch.arange(256, device=device).unsqueeze(1) // weights % 3 - 1).to(torch.int8)
+
+
+@cache
+def _bits_of_bytes(device: torch.device) -> Tensor:
+    """The bits of each byte, as the bytes of a word: int64 ``[256]``."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    return unpack_bits(every, 8 * 256).view(torch.int64)
