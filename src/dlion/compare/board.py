@@ -141,7 +141,7 @@ def standings(task: Task) -> list[Standing]:
     for curve in order:
         best = end_values(order[0], task.metric)
         ends = end_values(curve, task.metric)
-        behind = sign * float(best.mean() - ends.mean())
+        behind = sign * float(best.mean() - ends.mean()) + 0.0  # not -0.0
         level = None
         if task.noise is not None:
             level = behind <= DIFFERS * task.noise * math.sqrt(1 / len(best) + 1 / len(ends))

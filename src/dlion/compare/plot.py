@@ -245,10 +245,9 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     """Draw a point for each curve over its bits a step, named beside it where there is room."""
     styles, handles, points = styles_of(panel.curves, figure.panels), {}, {}
     for curve in panel.curves:
-        bits = getattr(curve, panel.x)
-        if not bits:
+        bits, ends = getattr(curve, panel.x), end_values(curve, figure.metric, figure.best)
+        if not bits or np.isnan(ends).any():  # it sends nothing, or diverged
             continue
-        ends = end_values(curve, figure.metric, figure.best)
         points[curve.label] = (bits, ends.mean())
         handles[display_name(curve, figure.panels)] = axes.errorbar(
             bits,
@@ -271,7 +270,7 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
         axes.set_xscale("log")
         axes.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
         axes.minorticks_off()
-    axes.margins(x=0.1)
+    axes.margins(x=0.15)  # for names
     if len({x for x, _ in points.values()}) == 1:  # an axis of one point would have no ticks
         (x, _), *_ = points.values()
         axes.set_xlim(x / 2, x * 2)
