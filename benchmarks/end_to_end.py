@@ -153,12 +153,14 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
         # on another process, which aborts the run
         "DDP PowerSGD 2": ddp(lion, (power, powerSGD_hook.powerSGD_hook), bucket_cap_mb=1000),
         "g_lion": ours(optim.GLion),
+        "g_lion, one bucket": ours(optim.GLion, bucket_cap_mb=None),
         "dlion_mavo": ours(optim.DLion),
         "dlion_avg": ours(optim.DLion, aggregation="avg"),
         "lion_cub 1 bit": ours(optim.LionCub, bits=1, ties="previous"),
         "lion_cub 2 bits": ours(optim.LionCub, bits=2),
         "lion_cub 4 bits": ours(optim.LionCub, bits=4),
         "dgc": ours(optim.DGC, density=0.001),
+        "dgc, one bucket": ours(optim.DGC, density=0.001, bucket_cap_mb=None),
     }
 
 

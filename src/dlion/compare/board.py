@@ -1,7 +1,7 @@
 """Print the board: where every method ends, what it costs, and what of that is more than noise.
 
 A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
-many seeds (noise/), and short ones on an idle machine (compute/). results/board has the rules.
+many seeds (noise/), which are its line as well, and short ones on an idle machine (compute/). results/board has the rules.
 With --page also makes the figures and the tables of TASK/README.md anew. With --links prints the
 milliseconds of a step of real runs over emulated links instead (links/), and over what the board's
 times take for granted: the longer of the same step without links and of sending or receiving.
@@ -114,17 +114,17 @@ def read_task(folder: Path, conditions: dict[str, str]) -> Task:
             " target"
         ) from error
 
-    def curves(place: Path) -> list[Curve]:
-        if not (place / PACKED).exists():
-            return []
-        return make_curves(select_runs(read_runs([place / PACKED]), conditions), metric)
+    def curves(*places: Path) -> list[Curve]:
+        packed = [place / PACKED for place in places if (place / PACKED).exists()]
+        return make_curves(select_runs(read_runs(packed), conditions), metric) if packed else []
 
-    noise = [end_values(curve, metric).std(ddof=1) for curve in curves(folder / "noise")]
+    seeds = folder / "noise"
+    noise = [end_values(curve, metric).std(ddof=1) for curve in curves(seeds)]
     return Task(
         title=title,
         metric=metric,
         target=target,
-        curves=curves(folder),
+        curves=curves(folder, seeds),
         noise=max(noise, default=None),
         compute={
             curve.method: curve.seconds / curve.settings["workers"]
