@@ -17,8 +17,8 @@ from dlion.workers import Workers
 
 AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measured, results/speed
 IN_FLIGHT = 128 * 1024
-SLOW = 4_000_000  # bytes a second, below which messages leave one after the other
-TELLING = 8 * 1024  # bytes, from which on a message tells how fast the links are
+SLOW = 2_000_000  # bytes a second, below which messages leave one after the other
+TELLING = 64 * 1024  # bytes that tell it: 32 ms, in which even one of many processes has its turn
 ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
 
 Tensors = Tensor | Sequence[Tensor]
