@@ -14,7 +14,7 @@ NOTHING = "title: digits\nmetric: accuracy\n"
 
 @pytest.fixture
 def task(tmp_path) -> Path:
-    """Four methods with three seeds, whose accuracies are a point apart; noise is the best one's."""
+    """Four methods with three seeds, their accuracies a point apart; noise is the best one's."""
     folder = tmp_path / "task"
     best, *others = BETTER
     for part, methods in {"": others, "noise": [best], "compute": [best]}.items():

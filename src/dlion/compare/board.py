@@ -1,10 +1,11 @@
 """Print the board: where every method ends, what it costs, and what of that is more than noise.
 
 A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
-many seeds (noise/), which are its line as well, and short ones on an idle machine (compute/). results/board has the rules.
-With --page also makes the figures and the tables of TASK/README.md anew. With --links prints the
-milliseconds of a step of real runs over emulated links instead (links/), and over what the board's
-times take for granted: the longer of the same step without links and of sending or receiving.
+many seeds (noise/), which are its line as well, and short ones on an idle machine (compute/).
+results/board has the rules. With --page also makes the figures and the tables of TASK/README.md
+anew. With --links prints the milliseconds of a step of real runs over emulated links instead
+(links/), and in brackets that over what the board's times take for granted: the longer of the same
+step without links and of sending or receiving.
 """
 
 import argparse
