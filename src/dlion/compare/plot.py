@@ -88,7 +88,7 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
     canvas, grid = pyplot.subplots(
         rows,
         columns,
-        figsize=_size(len(panels), rows),
+        figsize=_size(len(panels), rows, _tallness(panels[0])),
         layout="constrained",
         sharey=True,
         squeeze=False,
@@ -135,19 +135,24 @@ def _panels(curves: list[Curve], figure: Figure) -> list[Panel]:
     return panels
 
 
-def _size(panels: int, rows: int) -> tuple[float, float]:
+def _size(panels: int, rows: int, tallness: float) -> tuple[float, float]:
     """Return width and height of a figure in inches."""
     if panels == 1:
-        return 8.5, 5
+        return 8.5, 5 * tallness
     return 12.5, 5 if rows == 1 else 4.2 * rows
+
+
+def _tallness(panel: Panel) -> float:
+    """Return how many times taller than others a panel is, so that many names have room."""
+    return 1.6 if panel.x in FRONTS and len(panel.curves) > MOST_LABELS else 1.0
 
 
 def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
     """Whether a metric that gets small as training goes on needs a logarithmic axis."""
     if figure.metric in SHARES or figure.x in (None, "bits", "paper_bits"):
         return False
-    low = min(curve.values.min() for curve in curves)
-    high = max(curve.values.max() for curve in curves)
+    low = min(np.nanmin(curve.values) for curve in curves)
+    high = max(np.nanmax(curve.values) for curve in curves)
     return bool(0 < 10 * low < high)
 
 
@@ -260,7 +265,7 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
         )
     alone = figure.x in A_STEP and figure.panels is None
     if alone and (len(panel.curves) <= MOST_LABELS or panel.x in FRONTS):
-        _label_points(axes, points, styles)
+        _label_points(axes, points, styles, _tallness(panel))
         handles = {}
         _draw_reference(axes, panel.curves, figure)
     if panel.x in FRONTS:
@@ -296,9 +301,9 @@ def _draw_reference(axes: Any, curves: list[Curve], figure: Figure) -> None:
 
 
 def _label_points(
-    axes: Any, points: dict[str, tuple[float, float]], styles: dict[str, Style]
+    axes: Any, points: dict[str, tuple[float, float]], styles: dict[str, Style], tallness: float
 ) -> None:
-    for label, side in label_sides(points).items():
+    for label, side in label_sides(points, tallness).items():
         right, above = SIDES[side]
         axes.annotate(
             label,

@@ -89,7 +89,7 @@ SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
 # of a figure's width and height: what a label beside a point takes
 _LABEL_GAP = (0.03, 0.05)
 _LETTER_WIDTH = 0.014
-_LINE_HEIGHT = 0.04
+_LINE_HEIGHT = 0.028
 _MARKER_WIDTH = 0.04
 
 
@@ -218,7 +218,7 @@ def log_ticks(values: list[float]) -> list[float]:
 
 
 class _Label(NamedTuple):
-    """A text or a marker in a figure of width and height 1: its middle, and half its width."""
+    """A text or a marker in a figure of width 1: its middle, and half its width."""
 
     x: float
     y: float
@@ -229,15 +229,16 @@ class _Label(NamedTuple):
         return near and abs(self.y - other.y) < _LINE_HEIGHT
 
 
-def label_sides(points: dict[str, tuple[float, float]]) -> dict[str, str]:
+def label_sides(points: dict[str, tuple[float, float]], tallness: float = 1.0) -> dict[str, str]:
     """Return for each point the side where its name has room: right, left, above or below.
 
     Args:
         points: by name, on a logarithmic x and a linear y axis.
+        tallness: of the figure, over that of others.
     """
     if not points:
         return {}
-    markers = _markers(points)
+    markers = _markers(points, tallness)
     taken = list(markers.values())
     sides = {}
     for name in sorted(points, key=lambda name: -points[name][1]):
@@ -250,14 +251,14 @@ def label_sides(points: dict[str, tuple[float, float]]) -> dict[str, str]:
     return sides
 
 
-def _markers(points: dict[str, tuple[float, float]]) -> dict[str, _Label]:
+def _markers(points: dict[str, tuple[float, float]], tallness: float) -> dict[str, _Label]:
     """Return where the points' markers are in the figure."""
     xs = {name: math.log(x) for name, (x, _) in points.items()}
     ys = {name: y for name, (_, y) in points.items()}
     width = max(max(xs.values()) - min(xs.values()), 1e-9)
     height = max(max(ys.values()) - min(ys.values()), 1e-9)
     half = _MARKER_WIDTH / 2
-    return {name: _Label(xs[name] / width, ys[name] / height, half) for name in points}
+    return {name: _Label(xs[name] / width, tallness * ys[name] / height, half) for name in points}
 
 
 def _label_beside(marker: _Label, name: str, side: str) -> _Label:
