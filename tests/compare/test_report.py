@@ -9,6 +9,7 @@ import pytest
 from dlion.compare.report import main
 from dlion.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import write_run
+from tests.conftest import ROOT
 
 HOSTILE = "<script>document.title='broken'</script>"
 
@@ -57,6 +58,15 @@ def test_each_study_has_a_section(tmp_path, command):
     assert command(main, tmp_path, "-o", page).returncode == 0
     headings = re.findall("<h2>(.*)</h2>", page.read_text())
     assert headings == ["m on d", "one: m on d", "two: m on d"]
+
+
+def test_every_method_has_a_mark(tmp_path, command):
+    methods = [file.stem for file in (ROOT / "conf" / "optimizer").glob("*.yaml")]
+    for method in methods:
+        write_run(tmp_path / "runs", method, 0)
+    page = tmp_path / "report.html"
+    assert command(main, tmp_path, "-o", page).returncode == 0
+    assert set(methods) <= set(re.findall('<th scope="row">(.*?)</th>', page.read_text()))
 
 
 def test_what_diverged_is_last(tmp_path, command):

@@ -53,6 +53,10 @@ MARKERS = {
     "X": "x",
     "P": "cross",
     "*": "star",
+    "d": "diamond-tall",
+    "p": "pentagon",
+    "h": "hexagon",
+    "H": "hexagon2",
 }
 LINES = {"solid": "solid", "dashed": "dash", "dotted": "dot", "dashdot": "dashdot"}
 FILLS = {"full": "", "none": "-open", "left": "-dot", "right": "-open-dot"}

@@ -46,7 +46,7 @@ from dlion.values import show
 
 PROVENANCE = "provenance.txt"  # beside packed runs
 # how the page's filters and key show matplotlib's markers and lines
-MARKS = dict(zip("soD^v<>XP*", "■●◆▲▼◀▶✖✚★", strict=True))
+MARKS = dict(zip("soDd^v<>XP*phH", "■●◆♦▲▼◀▶✖✚★⬟⬢⬣", strict=True))
 DASHES = {"solid": "", "dashed": "6 3", "dotted": "2 3", "dashdot": "6 3 2 3"}
 
 
