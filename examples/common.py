@@ -35,19 +35,21 @@ def bytes_sent(work: Callable[[], object]) -> int:
     before = _tcp_bytes()
     work()
     dist.barrier()
-    return _tcp_bytes() - before
+    return sum(count - before.get(ends, 0) for ends, count in _tcp_bytes().items())
 
 
-def _tcp_bytes() -> int:
-    total = 0
+def _tcp_bytes() -> dict[tuple[object, object], int]:
+    """Bytes sent so far, by the ends of each connection."""
+    counts = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 8)
+                ends = connection.getsockname(), connection.getpeername()
         except OSError:  # it is no TCP connection
             continue
-        total += struct.unpack_from("Q", info, BYTES_SENT)[0]
-    return total
+        (counts[ends],) = struct.unpack_from("Q", info, BYTES_SENT)
+    return counts
 
 
 def report(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

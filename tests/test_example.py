@@ -37,8 +37,8 @@ def test_a_framework_trains_and_sends_no_second_average(example, processes):
     launch = ["-m", "torch.distributed.run", "--standalone", typed[1]]
     run = python(*launch, "tests/with_operators.py", page)
     assert run.returncode == 0, run.stderr
-    accuracy, sent, dense = re.search(
-        r"accuracy ([\d.]+)%, ([\d,]+) bytes sent .*: ([\d,]+)", run.stdout
-    ).groups()
+    said = re.search(r"accuracy ([\d.]+)%, ([\d,]+) bytes sent .*: ([\d,]+)", run.stdout)
+    assert said is not None, run.stdout
+    accuracy, sent, dense = said.groups()
     assert float(accuracy) > 85
     assert 20 * int(sent.replace(",", "")) < int(dense.replace(",", ""))
