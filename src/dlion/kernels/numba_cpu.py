@@ -719,20 +719,12 @@ def _add_entries(total, indices, values):
 
 @_compile
 def _take_mean(total, count, indices, values):
-    flags, found, parts = np.empty(64, np.uint8), 0, _parts(total, 0, total.size)
-    for i in range(2):
-        for s in range(0, parts[i].size, 64):
-            v, first = parts[i][s : s + 64], i * parts[0].size + s
-            for j in range(64):
-                flags[j] = np.uint8(v[j] != np.float32(0))
-            bits = _plane(flags, 0)
-            while bits:
-                j = _lowest(bits)
-                bits &= bits - np.uint64(1)
-                value = v[j] / np.float32(count)
-                total[first + j] = np.float32(0)
-                indices[found, 0], values[found, 1] = first + j, value
-                found += value != np.float32(0)
+    found = 0
+    for i in _at_least(total.view(np.uint32), _ONE)[0]:
+        value = total[i] / np.float32(count)
+        total[i] = np.float32(0)
+        indices[found, 0], values[found, 1] = i, value
+        found += value != np.float32(0)
     return found
 
 
