@@ -1,5 +1,6 @@
 """The board: who ends where, what it cost, and what is more than noise."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,26 @@ def test_steps_over_links_are_held_against_what_times_take_for_granted(task, com
     write_run(tmp_path / "one", "g_lion", 0)
     add_to_packed(task / "links" / PACKED, {"g_lion": find_runs([tmp_path / "one"])[0]})
     assert "has not every rate" in command(main, task, "--links").stderr
+    (task / "links" / PACKED).unlink()
+    empty = replace(find_runs([tmp_path / "one"])[0], metrics=[])
+    add_to_packed(task / "links" / PACKED, {"g_lion": empty})
+    assert "has no measurements" in command(main, task, "--links").stderr
+
+
+def test_the_best_trial_of_each_method_is_read_from_the_list(task, command):
+    lines = [
+        "status,optimizer,test_accuracy,overrides",
+        "finished,dgc,0.51,optimizer=dgc candidate=a",
+        "finished,dgc,0.53,candidate=b optimizer=dgc",
+        "failed,dgc,,optimizer=dgc candidate=c",
+        "finished,g_lion,0.6,optimizer=g_lion candidate=a",
+    ]
+    (task / "search.csv").write_text("\n".join(lines))
+    headings, _, *rows = cells(command(main, task, "--search").stdout)
+    assert headings == ["test accuracy (%)", "best", "trial", "trials", "failed"]
+    assert rows == [["g_lion", "60.00", "a", "1", ""], ["dgc", "53.00", "b", "3", "c"]]
+    (task / "search.csv").write_text("status,optimizer,test_loss,overrides\n" + lines[1])
+    assert "lists no trials" in command(main, task, "--search").stderr
 
 
 def test_what_is_no_task_is_said(task, command):

@@ -76,7 +76,7 @@ def test_a_step_is_never_shorter_than_compute_or_wire(method, rate):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("rate", [1e12, 1e10, 1e9, 1e8]),
+        ("rate", [1e12, 1e10, 1e9, 1e8, 1e7]),
         ("workers", [1, 2, 4, 16, 256]),
         ("parameters", [1e6, 1e8, 1e10]),
         ("compute", [0.0, 0.1, 10.0]),
@@ -97,8 +97,20 @@ def test_on_a_slow_link_time_is_payload_over_rate(method):
     """8 bits a byte, bits per second, seconds."""
     rate = 1e5
     setting = replace(SETTING, rate=rate, compute=0.0, latency=0.0)
-    wire = method.overhead * 8 * predict.payload_bytes(method, setting) / rate
+    wire = predict.HEADERS * 8 * predict.payload_bytes(method, setting) / rate
     assert predict.step_seconds(method, setting) == pytest.approx(wire, rel=1e-3)
+
+
+def test_messages_leave_one_by_one_where_that_is_faster():
+    voted = METHODS["dlion_mavo"]
+    slow = replace(SETTING, parameters=1e7, rate=1e7, workers=4)
+    one_by_one, at_once = (replace(slow, one_by_one=value) for value in (True, False))
+    steps = [predict.step_seconds(voted, s) for s in (slow, one_by_one, at_once)]
+    assert steps[0] == steps[1] < 0.9 * steps[2]
+    small = replace(slow, parameters=1e6)  # whose messages do not tell
+    assert predict.step_seconds(voted, small) == predict.step_seconds(
+        voted, replace(small, one_by_one=False)
+    )
 
 
 def test_messages_that_are_many_and_far_cost_their_waits():

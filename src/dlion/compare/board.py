@@ -5,7 +5,8 @@ many seeds (noise/), which are its line as well, and short ones on an idle machi
 results/board has the rules. With --page also makes the figures and the tables of TASK/README.md
 anew. With --links prints the milliseconds of a step of real runs over emulated links instead
 (links/), and in brackets that over what the board's times take for granted: the longer of the same
-step without links and of sending or receiving.
+step without links and of sending or receiving. With --search prints each method's best trial
+(search.csv, a table of dlion collect) instead.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from dlion.compare.style import (
     title_of,
 )
 from dlion.compare.table import Table, to_markdown
+from dlion.compare.trials import to_search_table
 from dlion.errors import UserError
 from dlion.files import write_atomically
 from dlion.record.runs import Run
@@ -215,6 +217,8 @@ def to_link_table(runs: list[Run]) -> Table:
 
 def _step(run: Run, rate: float) -> tuple[float, float]:
     """Return the seconds of a step of a run, and those of its bytes over a link."""
+    if not run.metrics:
+        raise UserError(f"{run.directory} has no measurements: publish a run with some")
     last = run.metrics[-1]
     size = max(last["sent_bytes"], last["received_bytes"])
     return last["seconds"] / last["step"], 8 * size / rate / last["step"]
@@ -248,6 +252,8 @@ def _board(options: argparse.Namespace) -> str:
         runs = read_runs([options.task / "links" / PACKED])
         return to_markdown(to_link_table(select_runs(runs, conditions_of(options))))
     task = read_task(options.task, conditions_of(options))
+    if options.search:
+        return to_markdown(to_search_table(options.task / "search.csv", task.metric))
     return to_markdown(to_table(task, standings(task)))
 
 
@@ -257,7 +263,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--page", action="store_true", help="also make TASK/README.md's tables and figures anew"
     )
-    parser.add_argument("--links", action="store_true", help="real steps over emulated links")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--links", action="store_true", help="real steps over emulated links")
+    instead.add_argument("--search", action="store_true", help="each method's best trial")
     add_only(parser)
     add_printed_output(parser)
     return parser.parse_args(arguments)

@@ -40,7 +40,7 @@ from dlion.files import whole_file
 REFERENCE = "g_lion"  # the method whose bits the others save
 FRONTS = ("sent_bits", "received_bits")  # what was counted, by which the best methods are known
 A_STEP = ("paper_bits", *FRONTS)  # axes of bits a step, which have a point for each method
-LABEL_DISTANCE = 9  # points between a marker and its name
+LABEL_DISTANCE = (9, 13)  # points between a marker and its name beside, above or below it
 SHARES = ("accuracy", "outside_box", "agreement", "disagreement")  # whose axis is linear
 
 
@@ -308,13 +308,14 @@ def _label_points(
         axes.annotate(
             label,
             points[label],
-            (LABEL_DISTANCE * right, LABEL_DISTANCE * above),
+            (LABEL_DISTANCE[0] * right, LABEL_DISTANCE[1] * above),
             textcoords="offset points",
             ha={1: "left", 0: "center", -1: "right"}[right],
             va="center",
             fontsize=9,
             color=styles[label].colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the dotted line
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            zorder=1,  # over lines, under markers
         )
 
 

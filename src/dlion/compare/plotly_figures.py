@@ -65,6 +65,10 @@ SIDES = {
     "left": "middle left",
     "above": "top center",
     "below": "bottom center",
+    "right above": "top right",
+    "right below": "bottom right",
+    "left above": "top left",
+    "left below": "bottom left",
 }
 METHOD = "method"  # what a curve is chosen by on the page, beside its settings
 

@@ -84,13 +84,23 @@ _VALUES = {
 }
 CURVES = "curves.png"  # all curves of a folder of runs, beside them
 MOST_LABELS = 14  # up to so many points have their names beside them, more have a legend
-SIDES = {"right": (1, 0), "left": (-1, 0), "above": (0, 1), "below": (0, -1)}
+SIDES = {
+    "right": (1, 0),
+    "left": (-1, 0),
+    "above": (0, 1),
+    "below": (0, -1),
+    "right above": (1, 1),
+    "right below": (1, -1),
+    "left above": (-1, 1),
+    "left below": (-1, -1),
+}
 
 # of a figure's width and height: what a label beside a point takes
-_LABEL_GAP = (0.03, 0.05)
-_LETTER_WIDTH = 0.014
-_LINE_HEIGHT = 0.028
+_LABEL_GAP = (0.03, 0.045)
+_LETTER_WIDTH = 0.012
+_LINE_HEIGHT = 0.034
 _MARKER_WIDTH = 0.04
+_PASSES = 4
 
 
 def styles_of(curves: list[Curve], hidden: str | None = None) -> dict[str, Style]:
@@ -224,13 +234,14 @@ class _Label(NamedTuple):
     y: float
     half_width: float
 
-    def overlaps(self, other: "_Label") -> bool:
-        near = abs(self.x - other.x) < self.half_width + other.half_width
-        return near and abs(self.y - other.y) < _LINE_HEIGHT
+    def overlap(self, other: "_Label") -> float:
+        """The area that both cover."""
+        width = self.half_width + other.half_width - abs(self.x - other.x)
+        return max(width, 0) * max(_LINE_HEIGHT - abs(self.y - other.y), 0)
 
 
 def label_sides(points: dict[str, tuple[float, float]], tallness: float = 1.0) -> dict[str, str]:
-    """Return for each point the side where its name has room: right, left, above or below.
+    """Return for each point the side where its name has room, one of SIDES.
 
     Args:
         points: by name, on a logarithmic x and a linear y axis.
@@ -239,15 +250,18 @@ def label_sides(points: dict[str, tuple[float, float]], tallness: float = 1.0) -
     if not points:
         return {}
     markers = _markers(points, tallness)
-    taken = list(markers.values())
-    sides = {}
-    for name in sorted(points, key=lambda name: -points[name][1]):
-        labels = {side: _label_beside(markers[name], name, side) for side in SIDES}
+    labels: dict[str, _Label] = {}
+    sides: dict[str, str] = {}
+    highest_first = sorted(points, key=lambda name: -points[name][1])
+    for name in _PASSES * highest_first:  # again, as the first knew nothing of the last
+        choices = {side: _label_beside(markers[name], name, side) for side in SIDES}
+        others = [label for other, label in labels.items() if other != name]
         overlaps = {
-            side: sum(label.overlaps(other) for other in taken) for side, label in labels.items()
+            side: sum(label.overlap(other) for other in (*markers.values(), *others))
+            for side, label in choices.items()
         }
-        sides[name] = min(overlaps, key=lambda side: overlaps[side])
-        taken.append(labels[sides[name]])
+        sides[name] = min(overlaps, key=overlaps.__getitem__)
+        labels[name] = choices[sides[name]]
     return sides
 
 

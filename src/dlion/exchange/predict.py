@@ -7,7 +7,8 @@
 
 Direct-send sends n - 1 messages each way for every bucket, a grid of m_1 x m_2 x ... workers
 sum (m_j - 1), with more bits to the owner. Short ones go all at once, long ones wait for each other
-while more than 128 KB are under way; a ring waits n - 1 times each way.
+while more than 128 KB are under way, and below 16 Mbit/s all leave one by one; a ring waits n - 1
+times each way.
 
 The bits are the methods'. The nanoseconds of local work were measured on one machine, and are named
 after it; ``--speed`` scales them to another.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlion.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
-from dlion.exchange.channel import IN_FLIGHT
+from dlion.exchange.channel import IN_FLIGHT, SLOW, TELLING
 from dlion.exchange.grid import WAYS, Way, bits_up, grid_shape
 from dlion.units import show_rate
 
@@ -63,7 +64,7 @@ EPYC_SHARED_BY_TWO = {
     "wakeup": 2e-3,
     "host": 8e-10,
 }
-SHORT_MESSAGES = 1.25  # instead of HEADERS
+SHORT_MESSAGES = 1.25  # instead of HEADERS, where they go at once
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Method:
         work: what it computes.
         largest: the largest value in a message, where they are counts; None: a grid cannot add.
         schedule: DIRECT, which can be on a grid, or RING.
-        overhead: bytes' worth of time on the link for a byte of payload.
+        overhead: bytes' worth of time on the link for a byte of payload, at once.
     """
 
     up: float
@@ -118,6 +119,7 @@ class Setting:
         speed: of the local work, times that of the core in EPYC_CORE.
         exchange: direct; grid: on that of ``grid_shape(n)``, where a method can be; auto: directly,
             or in the number of dimensions that takes the shortest time.
+        one_by_one: whether all messages do, not only long ones; None: on links that are slow.
     """
 
     parameters: float
@@ -134,6 +136,7 @@ class Setting:
     sharing: float = 1.0
     speed: float = 1.0
     exchange: Way = "direct"
+    one_by_one: bool | None = None
 
 
 def shape_of(method: Method, setting: Setting) -> tuple[int, ...]:
@@ -192,6 +195,16 @@ def _shares(setting: Setting) -> tuple[float, ...]:
     return setting.shares or setting.buckets * (1 / setting.buckets,)
 
 
+def _one_by_one(method: Method, setting: Setting, shape: tuple[int, ...]) -> bool:
+    """Whether messages tell how slow the links are, and wait for each other since."""
+    if method.schedule == RING:
+        return False
+    if setting.one_by_one is not None:
+        return setting.one_by_one
+    largest = max(_shares(setting)) * payload_bytes(method, setting, shape) / 2 / len(shape)
+    return setting.rate is not None and setting.rate < 8 * SLOW and largest >= TELLING
+
+
 def _exchange(
     method: Method, setting: Setting, share: float, shape: tuple[int, ...]
 ) -> tuple[float, float]:
@@ -200,20 +213,24 @@ def _exchange(
     if s.workers == 1:
         return 0.0, 0.0
     messages = waits = sum(shape) - len(shape)
-    if method.schedule == DIRECT:
-        rounds = max(1.0, payload / 2 / len(shape) / IN_FLIGHT)  # of a dimension, each way
-        waits = sum(min(size - 1, rounds) for size in shape)
+    overhead, each_way = method.overhead, payload / 2 / len(shape)  # along a dimension
+    if _one_by_one(method, s, shape):
+        overhead = HEADERS
+    elif method.schedule == DIRECT:
+        waits = sum(min(size - 1, max(1.0, each_way / IN_FLIGHT)) for size in shape)
     vote = 1e-9 * share * s.parameters * method.work.vote / s.speed
     work = s.sharing * (2 * messages * s.message + s.host * payload + vote)
-    wire = method.overhead * 8 * payload / s.rate if s.rate else 0.0
+    wire = overhead * 8 * payload / s.rate if s.rate else 0.0
     return max(wire, work) + 2 * (waits * s.latency + len(shape) * s.wakeup), work
 
 
-MEASURED_AS = {  # methods of end_to_end.json by their names there
+MEASURED_AS = {  # methods of end_to_end.json and buckets.json by their names there
     "DDP float32 Lion": "ddp_float32",
     "DDP bf16 hook": "ddp_bf16",
     "g_lion": "g_lion",
     "dlion_mavo": "dlion_mavo",
+    "dlion_mavo, 5 MB, at once": "dlion_mavo",
+    "dlion_mavo, 5 MB, one by one": "dlion_mavo",
     "dlion_avg": "dlion_avg",
     "lion_cub 1 bit": "dlion_mavo",
     "lion_cub 2 bits": "lion_cub_2",
@@ -222,7 +239,7 @@ MEASURED_AS = {  # methods of end_to_end.json by their names there
 
 
 def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
-    """Return (model, rate, method, measured, predicted) for the points of an end_to_end.json.
+    """Return (model, rate, method, measured, predicted) for the points of a file of whole steps.
 
     EPYC_SHARED_BY_TWO was fitted to the file in results/speed, so that agreement with it says how
     well the model describes these points, not how well it predicts others.
@@ -241,6 +258,7 @@ def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
             backward=1 - point["forward_seconds"] / point["compute_seconds"],
             buckets=math.ceil(4e-6 * point["d"] / 25),  # DDP's, of 25 MB
             shares=None if METHODS[name].schedule == RING else tuple(point["buckets"]),
+            one_by_one=point["method"].endswith("one by one"),
             **EPYC_SHARED_BY_TWO,
         )
         predicted = step_seconds(METHODS[name], setting)
@@ -395,7 +413,7 @@ def main(arguments: list[str]) -> None:
     elif options.check:
         for model, rate, method, measured, predicted in compare(options.check):
             print(
-                f"{model:11s} {show_rate(rate):>12s}  {method:18s}"
+                f"{model:11s} {show_rate(rate):>12s}  {method:28s}"
                 f" measured {1e3 * measured:8.0f} ms  predicted {1e3 * predicted:8.0f} ms"
                 f"  {predicted / measured - 1:+.0%}"
             )

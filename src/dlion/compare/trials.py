@@ -1,0 +1,46 @@
+"""The trials of a search, as ``dlion collect`` lists them: the best of every method."""
+
+import csv
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from dlion.compare.style import number_format, title_of
+from dlion.compare.table import Table
+from dlion.errors import UserError
+
+_CANDIDATE = re.compile(r"(?:^| )candidate=(\w+)")
+
+
+def to_search_table(file: Path, metric: str) -> Table:
+    """Return each method's best trial and those that failed, the best method first.
+
+    Trials are called what was typed of them, ``candidate=NAME``.
+
+    Args:
+        file: a table of ``dlion collect``.
+        metric: ``accuracy`` or ``loss``.
+
+    Raises:
+        UserError: if it lists no trials.
+    """
+    unit = -100 if metric == "accuracy" else 1  # the less, the better
+    trials: dict[str, dict[str, float]] = defaultdict(dict)  # infinite: failed
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            for row in csv.DictReader(lines):
+                (name,) = _CANDIDATE.findall(row["overrides"])
+                end = float(row[f"test_{metric}"]) if row["status"] == "finished" else math.inf
+                trials[row["optimizer"]][name] = unit * end if math.isfinite(end) else math.inf
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file} lists no trials: dlion collect makes such a table, of runs with candidate=NAME"
+        ) from error
+    rows = []
+    for method, ends in sorted(trials.items(), key=lambda item: min(item[1].values())):
+        best = min(ends, key=ends.__getitem__)
+        value = f"{abs(ends[best]):{number_format(metric)}}"
+        failed = sorted(name for name, end in ends.items() if end == math.inf)
+        rows.append([method, value, best, str(len(ends)), " ".join(failed)])
+    return [[f"{title_of(metric)}", "best", "trial", "trials", "failed"], *rows]
