@@ -92,9 +92,10 @@ def test_bfloat16_rounds_and_keeps_denormals():
 
 
 def test_threads_do_not_change_a_bit():
-    length = 1 << 18
+    length = 1 << 19
     momentum, grad = vector(length, torch.float32, 1), vector(length, torch.float32, 2)
     rows, wide = words(4, 1, length // 256), words(8, 2, length // 64)
+    slice_ = 64 * (length // 192 + 1)  # of three owners, neither a share's length nor whole bytes
     results = []
     before = torch.get_num_threads()
     for threads in (1, 3):
@@ -109,9 +110,14 @@ def test_threads_do_not_change_a_bit():
             kernels.encode_signs(sent, 0, moved, grad, 0.9, 0.99, True)
             kernels.apply_signs(params, sent.squeeze(1), 0.1, 0.2)
             kernels.compare_sum(wide, 3, 12, *masks)
+            trits = torch.empty(3, slice_ // 5 + 1, dtype=torch.uint8)
+            for row in trits:
+                kernels.pack_votes(*masks[:, : slice_ // 64], row)
+            kernels.apply_trits(params, trits, slice_, 0.1, 0.2)
+            sizes = [kernels.measure(moved, grad, 0.9, s) for s in ("l1", "max", "geometric")]
         finally:
             torch.set_num_threads(before)
-        results.append((sent, moved, params, masks))
+        results.append((sent, moved, params, masks, trits, torch.stack(sizes)))
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -3,7 +3,7 @@
 Each works through memory once, 64 values (one word of a message) at a time, a fixed length that
 LLVM turns into straight vector code. The bits are those of the reference: there is no fast-math, so
 nothing is contracted or reordered. Long vectors are cut over as many threads as torch uses, but
-where entries are chosen.
+where entries are chosen, and no bit depends on how many they are.
 """
 
 import contextlib
@@ -71,10 +71,12 @@ def encode_signs(message, start, momentum, grad, beta1, beta2, positive):
 
 def measure(momentum, grad, beta1, scale):
     kind = ("l1", "max", "geometric").index(scale)
-    total, largest, nonzero = _measure(momentum.numpy(), _array(grad), float(beta1), kind)
-    mean = total / max(nonzero if scale == "geometric" else momentum.numel(), 1)
-    value = np.exp(mean) if scale == "geometric" else largest if scale == "max" else mean
-    return torch.tensor(value, dtype=torch.float32)
+    parts = np.empty((-(-momentum.numel() // (64 * _BLOCK)), 2))
+    args = (momentum.numpy(), _array(grad), float(beta1), kind, parts)
+    _spread(_measure, args, momentum.numel())
+    total, count = parts.sum(0)
+    value = parts[:, 0].max() if scale == "max" else total / max(count, 1)
+    return torch.tensor(np.exp(value) if scale == "geometric" else value, dtype=torch.float32)
 
 
 def encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest):
@@ -94,7 +96,7 @@ def compare_sum(rows, largest, constant, greater, equal):
 
 
 def pack_votes(greater, equal, out):
-    _pack_votes(_array(greater), _array(equal), out.numpy())
+    _spread(_pack_votes, (_array(greater), _array(equal), out.numpy()), out.numel(), 5)
 
 
 def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
@@ -123,7 +125,8 @@ def apply_levels(params, answers, largest, lr, weight_decay):
 
 
 def apply_trits(params, answers, length, lr, weight_decay):
-    _apply_trits(_array(params), answers.numpy(), length, float(lr), float(weight_decay))
+    args = (_array(params), answers.numpy(), length, float(lr), float(weight_decay))
+    _spread(_apply_trits, args, len(params))
 
 
 def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
@@ -338,28 +341,38 @@ def _encode_levels(message, first, momentum, grad, beta1, beta2, multiplier, lar
 
 
 @_compile
-def _measure(momentum, grad, beta1, kind):
-    """Return the sum (kind 0; of logarithms, kind 2), the maximum (1), and the nonzeros (2)."""
+def _measure(momentum, grad, beta1, kind, parts, start, stop):
+    """Write each block's sum (kind 0; of logarithms, kind 2), or its maximum (1), and its count.
+
+    ``parts`` is ``[blocks, 2]``. Blocks are as long for any number of threads. The count is of all
+    values, or of those that are not zero (2).
+    """
     b1, a1 = _weights(beta1)
-    lanes, nonzero = np.zeros(64, np.float64), 0
-    momenta, grads = _parts(momentum, 0, momentum.size), _parts(grad, 0, grad.size)
-    for i in range(2):
-        for s in range(0, momenta[i].size, 64):
-            m, g = momenta[i][s : s + 64], grads[i][s : s + 64]
-            if kind == 0:
-                for j in range(64):
-                    lanes[j] += np.float64(abs(b1 * m[j] + a1 * _float(g[j])))
-            elif kind == 1:
-                for j in range(64):
-                    value = np.float64(abs(b1 * m[j] + a1 * _float(g[j])))
-                    lanes[j] = value if value > lanes[j] or value != value else lanes[j]
-            else:
-                for j in range(64):
-                    value = abs(b1 * m[j] + a1 * _float(g[j]))
-                    if value != np.float32(0):
-                        lanes[j] += np.log(np.float64(value))
-                        nonzero += 1
-    return lanes.sum(), lanes.max(), nonzero
+    lanes = np.empty(64, np.float64)
+    for first in range(start, stop, 64 * _BLOCK):
+        lanes[:] = 0.0
+        last = min(first + 64 * _BLOCK, stop)
+        count = 0 if kind == 2 else last - first
+        momenta, grads = _parts(momentum, first, last), _parts(grad, first, last)
+        for i in range(2):
+            for s in range(0, momenta[i].size, 64):
+                m, g = momenta[i][s : s + 64], grads[i][s : s + 64]
+                if kind == 0:
+                    for j in range(64):
+                        lanes[j] += np.float64(abs(b1 * m[j] + a1 * _float(g[j])))
+                elif kind == 1:
+                    for j in range(64):
+                        value = np.float64(abs(b1 * m[j] + a1 * _float(g[j])))
+                        lanes[j] = value if value > lanes[j] or value != value else lanes[j]
+                else:
+                    for j in range(64):
+                        value = abs(b1 * m[j] + a1 * _float(g[j]))
+                        if value != np.float32(0):
+                            lanes[j] += np.log(np.float64(value))
+                            count += 1
+        block = first // (64 * _BLOCK)
+        parts[block, 0] = lanes.max() if kind == 1 else lanes.sum()
+        parts[block, 1] = count
 
 
 @_inline
@@ -422,9 +435,9 @@ def _compare_sum(rows, row, plane, n, planes, largest, constant, greater, equal,
 
 
 @_compile
-def _pack_votes(greater, equal, out):
+def _pack_votes(greater, equal, out, start, stop):
     digits = np.ones(5, np.int64)
-    for byte in range(out.size):
+    for byte in range(start, stop):
         for j in range(5):
             word, bit = divmod(5 * byte + j, 64)
             digits[j] = 1
@@ -580,7 +593,7 @@ def _apply_levels(params, answers, largest, lr, weight_decay, start, stop):
 
 
 @_compile
-def _apply_trits(params, answers, length, lr, weight_decay):
+def _apply_trits(params, answers, length, lr, weight_decay, start, stop):
     decay, rate = _rates(lr, weight_decay)
     table = np.zeros((256, 5), np.float32)  # the changes that a byte stands for
     for byte in range(243):
@@ -589,15 +602,16 @@ def _apply_trits(params, answers, length, lr, weight_decay):
             table[byte, j] = np.float32(rest % 3 - 1) * rate
             rest //= 3
     changes = np.empty(320, np.float32)
-    for owner in range(answers.shape[0]):
-        end = min((owner + 1) * length, params.size)
-        for block in range(owner * length, end, 320):  # the values of 64 bytes
-            first = (block - owner * length) // 5
+    for owner in range(start // length, -(-stop // length)):
+        row = owner * length
+        begin, end = max(start - row, 0), min(stop - row, length)
+        for block in range(begin - begin % 320, end, 320):  # the values of 64 bytes
+            first = block // 5
             for i in range(min(64, answers.shape[1] - first)):
                 for j in range(5):
                     changes[5 * i + j] = table[answers[owner, first + i], j]
-            for s in range(block, min(block + 320, end), 64):
-                x, change = params[s : s + 64], changes[s - block : s - block + 64]
+            for s in range(max(block, begin), min(block + 320, end), 64):
+                x, change = params[row + s : row + s + 64], changes[s - block : s - block + 64]
                 for j in range(64):
                     x[j] = _as(x, _float(x[j]) * decay + change[j])
 
