@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dlion.compare.board import main
+from dlion.compare.board import main, read_task
+from dlion.compare.style import end_values
 from dlion.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import write_run
+from tests.conftest import ROOT
 
 BETTER = {"g_lion": 0.0, "dgc": -0.01, "dlion_mavo": -0.05, "signum_mavo": -0.1}
 NOTHING = "title: digits\nmetric: accuracy\n"
@@ -35,12 +37,13 @@ def cells(text: str) -> list[list[str]]:
 
 def test_the_best_is_first_and_noise_does_not_count(task, command):
     headings, _, *rows = cells(command(main, task).stdout)
-    assert headings[:4] == ["test accuracy (%)", "at the end", "seeds", "behind"]
+    assert headings[:5] == ["test accuracy (%)", "at the end", "seeds", "behind", "last fifth"]
     assert [row[0] for row in rows] == [*BETTER]
     assert rows[0][1:3] == ["71.00 ± 1.00", "3"]
     # 2.58 deviations of the difference of two means of three are 2.10
     behind = ["0.00 (level)", "1.00 (level)", "5.00 (behind)", "10.00 (behind)"]
     assert [row[3] for row in rows] == behind
+    assert {row[4] for row in rows} == {"+4.00"}  # ten points between the evaluations at 10 and 20
 
 
 def test_bits_and_times_are_those_of_the_first_evaluation_at_the_target(task, command):
@@ -116,3 +119,13 @@ def test_what_is_no_task_is_said(task, command):
     assert run.returncode == 2 and "holds no task: task.yaml has a title" in run.stderr
     run = command(main, task.parent)
     assert run.returncode == 2 and "holds no task" in run.stderr
+
+
+@pytest.mark.parametrize("task", ["text"])
+def test_a_target_is_the_mean_of_the_noise_runs_less_what_the_rules_say(task):
+    task = read_task(ROOT / "results/board" / task, {})
+    (noise,) = (curve for curve in task.curves if len(curve.seeds) >= 10)
+    ends = end_values(noise, task.metric)
+    allowed = -0.01 if task.up else 0.02
+    assert task.target == pytest.approx(noise.final.mean() + allowed, abs=5e-5)
+    assert task.noise == ends.std(ddof=1)

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion import models
 from dlion.compare.commands import sweep_overrides
+from dlion.compare.trials import to_search_table
 from dlion.config import instantiate, settle
 from dlion.data import ImageData, TextData
 from dlion.data.prepare import prepare
@@ -309,6 +310,51 @@ def test_a_search_varies_every_method(recipe):
         "${candidate}.lr}" in str(settings) or "gradient_lr" in str(settings)
         for settings in methods.values()
     )
+
+
+def test_the_boards_search_has_the_points_of_the_sequence_that_it_names():
+    points = torch.quasirandom.SobolEngine(4, scramble=True, seed=0).draw(8).tolist()
+    own = {
+        "rise": [3, 3, 2, 4],
+        "lookahead": [0.5, 1.0, 1.0, 0.0],
+        "clip": [0, 2.0, 2.5, 3.0],
+        "outer_lr": [0.4, 0.7, 0.9, 1.0],
+        "outer_momentum": [0.5, 0.8, 0.9, 0.9],
+    }
+    momenta = {
+        "betas": [[0.9, 0.99], [0.9, 0.95], [0.8, 0.9], [0.7, 0.8]],
+        "adam_betas": [[0.9, 0.999], [0.9, 0.99], [0.9, 0.95], [0.8, 0.9]],
+        "momentum": [0.9, 0.8, 0.5, 0.0],
+        "sign_momentum": [0.95, 0.9, 0.8, 0.7],
+        "slow_momentum": [0.999, 0.99, 0.95, 0.9],
+    }
+    expected = {}
+    for name, (x, y, z, w) in zip("abcdefgh", points, strict=True):
+        rates = {"": 3e-4 * 20**x, "adam_": 1e-3 * 20**x, "gradient_": 0.02 * 200**x}
+        taken_off = pick([0, 3e-5, 1e-4, 3e-4], w)
+        expected[name] = {key: pick(values, y) for key, values in momenta.items()}
+        expected[name] |= {key: pick(values, z) for key, values in own.items()}
+        for family, rate in rates.items():
+            expected[name][f"{family}lr"] = pytest.approx(rate, rel=0.05)
+            expected[name][f"{family}decay"] = pytest.approx(taken_off / rate, rel=0.05)
+    search = OmegaConf.load(CONF / "search" / "board.yaml")
+    assert OmegaConf.to_container(search.candidates, resolve=False) == expected
+
+
+@pytest.mark.parametrize("task", ["text"])
+def test_a_line_of_the_board_has_the_best_of_its_trials(task):
+    folder = ROOT / "results/board" / task
+    metric = OmegaConf.load(folder / "task.yaml").metric
+    table = to_search_table(folder / "search.csv", metric)
+    settings = OmegaConf.load(CONF / "experiment" / f"board_{task}.yaml").methods
+    assert len(table) == 1 + len(settings)
+    for method, _, best, *_ in table[1:]:
+        search = OmegaConf.load(CONF / "search" / "board.yaml")
+        search.candidate = best
+        chosen = OmegaConf.to_container(search.methods[method], resolve=True)
+        assert {key: settings[method][key] for key in chosen if key != "<<"} == {
+            key: value for key, value in chosen.items() if key != "<<"
+        }
 
 
 def test_full_imagenet_is_the_papers():

@@ -27,6 +27,7 @@ from dlion.compare.readme import refresh
 from dlion.compare.style import (
     display_name,
     end_values,
+    in_axis_unit,
     mean_and_deviation,
     number_format,
     title_of,
@@ -78,6 +79,7 @@ class Standing:
         curve: of its runs.
         behind: how far its mean is behind the best, in the unit of tables.
         level: whether noise could explain that; None if the noise is not known.
+        late_gain: what its mean has gained in the last fifth of the steps, in the unit of tables.
         bits_to_target: sent per parameter until all seeds have reached the target, their mean.
         steps_to_target: the same in steps; infinite if a seed never did.
     """
@@ -85,6 +87,7 @@ class Standing:
     curve: Curve
     behind: float
     level: bool | None
+    late_gain: float
     bits_to_target: float
     steps_to_target: float
 
@@ -148,6 +151,8 @@ def standings(task: Task) -> list[Standing]:
         level = None
         if task.noise is not None:
             level = behind <= DIFFERS * task.noise * math.sqrt(1 / len(best) + 1 / len(ends))
+        course = in_axis_unit(curve.values.mean(0), task.metric)
+        before = float(np.interp(0.8 * curve.steps[-1], curve.steps, course))
         steps = np.array([_first_at(task, curve, values) for values in curve.values])
         step = float(steps.mean())
         lines.append(
@@ -155,6 +160,7 @@ def standings(task: Task) -> list[Standing]:
                 curve=curve,
                 behind=behind,
                 level=level,
+                late_gain=sign * (float(course[-1]) - before),
                 bits_to_target=float(np.interp(step, curve.steps, curve.bits, right=math.inf)),
                 steps_to_target=step,
             )
@@ -172,18 +178,20 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
     """Return the board as a table."""
     form = number_format(task.metric)
     times = [f"{rate:,} Mbit/s" for rate in RATES]
-    headings = ["seeds", "behind", "sent", "received", "sent to target", *times, "state"]
-    table = [[title_of(task.metric), "at the end", *headings]]
+    ends = ["at the end", "seeds", "behind", "last fifth"]
+    costs = ["sent", "received", "sent to target", *times, "state"]
+    table = [[title_of(task.metric), *ends, *costs]]
     for line in lines:
-        curve, ends = line.curve, end_values(line.curve, task.metric)
+        curve, values = line.curve, end_values(line.curve, task.metric)
         verdict = "" if line.level is None else " (level)" if line.level else " (behind)"
         seconds = [line.seconds(rate * 1e6, task.compute.get(curve.method)) for rate in RATES]
         table.append(
             [
                 display_name(curve),
-                mean_and_deviation(ends, form),
+                mean_and_deviation(values, form),
                 str(len(curve.seeds)),
                 "" if math.isnan(line.behind) else f"{line.behind:{form}}{verdict}",
+                "" if math.isnan(line.late_gain) else f"{line.late_gain:+{form}}",
                 *(f"{bits:.3g}" for bits in (curve.sent_bits, curve.received_bits)),
                 NEVER if line.bits_to_target == math.inf else f"{line.bits_to_target:,.0f}",
                 *("" if s is None else NEVER if s == math.inf else f"{s:.3g} s" for s in seconds),

@@ -20,8 +20,8 @@ class DeMo(DistributedOptimizer):
     orthonormal, of ``chunk`` rows by ``chunk`` columns), its ``topk`` largest coefficients q_i are
     sent with their places, and ``m_i <- m_i - DCT^-1(q_i)``.
     Everyone: ``x <- (1 - lr wd) x - lr sign(DCT^-1(mean q_i))``.
-    Source: Peng et al. 2024 (arXiv 2411.19870) and their code (github.com/bloc97/DeMo), from which
-    this differs:
+    Source: Peng et al. 2024 (arXiv 2411.19870), with beta 0.999, chunks of 64 and topk 8 to 32, and
+    their code (github.com/bloc97/DeMo), whose defaults these are. Differences:
 
     - Tiles are as equal as can be and at most ``chunk`` long; theirs are the largest divisor of a
       dimension, which for 257 is 1. A vector is a matrix of one row, and a tensor of more

@@ -19,8 +19,9 @@ class EFSignSGD(DistributedOptimizer):
     Everyone: ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Means are over pieces, the part of a
     parameter tensor in a slice, so results depend on the number of workers and on the buckets;
     sign(0) is +1. All messages carry 4 bytes for each piece of the slice that has most.
-    Source: Karimireddy et al. 2019 (arXiv 1901.09847), Algorithm 1; both ways as in Zheng et al.
-    2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of gradients
+    Source: Karimireddy et al. 2019 (arXiv 1901.09847), Algorithm 1, without momentum and with a
+    weight decay of 5e-4 in their code (github.com/epfml/error-feedback-SGD); both ways as in Zheng
+    et al. 2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of gradients
     here: what was held back is applied at the rate of the step in which it is sent. And momentum
     follows the exchange, instead of coming before it.
 

@@ -175,8 +175,9 @@ class DiLoCo(LocalUpdate):
     Worker i takes H inner steps from x to x_i and sends ``d_i = x - x_i``. Everyone:
     ``a = mean d_i``, ``b <- mu b + a``, ``x <- x - outer_lr (a + mu b)``, at a constant rate; inner
     states are kept. Source: Douillard et al. 2023 (arXiv 2311.08105), Algorithm 1 and section 3,
-    where H = 500 and the inner optimizer is AdamW; with Muon it is MuLoCo (Therien et al. 2025,
-    arXiv 2505.23725). With H = 1, SGD inside and an outer step of 1 without momentum it is SGD on
+    where H = 500, the inner optimizer is AdamW, ``outer_lr`` 0.7 and ``outer_momentum`` 0.9, which
+    are the defaults here but for H; with Muon it is MuLoCo (Therien et al. 2025, arXiv 2505.23725),
+    with H = 30. With H = 1, SGD inside and an outer step of 1 without momentum it is SGD on
     the mean gradient.
 
     The wire is the same both ways. ``float32``: as it is. ``bf16``: rounded to nearest even.
