@@ -21,9 +21,9 @@ class EFSignSGD(DistributedOptimizer):
     sign(0) is +1. All messages carry 4 bytes for each piece of the slice that has most.
     Source: Karimireddy et al. 2019 (arXiv 1901.09847), Algorithm 1, without momentum and with a
     weight decay of 5e-4 in their code (github.com/epfml/error-feedback-SGD); both ways as in Zheng
-    et al. 2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of gradients
-    here: what was held back is applied at the rate of the step in which it is sent. And momentum
-    follows the exchange, instead of coming before it.
+    et al. 2019 (arXiv 1905.10936), whose blocks are parameter tensors. Residuals are in units of
+    gradients here: what was held back is applied at the rate of the step in which it is sent. And
+    momentum follows the exchange, instead of coming before it.
 
     Memory: 8 + 4 / n bytes of state a parameter (residual and momentum on every worker, the error
     of the answer on its owner).

@@ -22,7 +22,8 @@ class SparseLoCo(LocalUpdate):
     as q_i, and ``e_i <- e_i - q_i``. Everyone: ``x <- x - outer_lr mean q_i``, at a constant rate.
     Source: Sarfi et al. 2025 (arXiv 2508.15706), with AdamW inside, H from 15 to 250, decay 0.95, 1
     to 3 % of the entries in 2 bits and an outer rate of 1; and their code
-    (github.com/tplr-ai/templar), with 64 of 4,096 entries and H = 30, the defaults here. Differences:
+    (github.com/tplr-ai/templar), with 64 of 4,096 entries and H = 30, the defaults here.
+    Differences:
 
     - Chunks are ``chunk`` values of a flat tensor or fewer, as equal as can be; theirs are tiles of
       64 by 64, of divisors of the dimensions. A chunk of no more than ``topk`` values is sent
