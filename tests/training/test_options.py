@@ -1,6 +1,7 @@
 """Settings of the loop: accumulation, precision, faults, and the theory's quantities."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -42,6 +43,20 @@ def test_rows_have_the_rate_of_their_step_and_the_norm_of_what_is_sent(tmp_path)
 def test_a_process_may_compute_with_several_threads(tmp_path):
     summary, _ = trained(tmp_path, "model=linear", "steps=1", "threads=2")
     assert summary["sent_bytes_per_step"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lion_cub", "signum_avg"])
+def test_a_grid_says_what_travels_along_each_dimension_and_changes_no_bit(tmp_path, method):
+    settings = [*SETTINGS, f"optimizer={method}", "workers=8", "processes=2", "steps=3"]
+    train(*settings, f"output_dir={tmp_path / 'direct'}", code=0)
+    grid = ["optimizer.exchange=grid", f"output_dir={tmp_path / 'grid'}"]
+    done = train(*settings, *grid, code=0)
+    assert re.search(
+        r"on the grid +\S+ k?B to workers 1 apart, \S+ k?B to workers \d apart", done.stdout
+    )
+    runs = [record(tmp_path / name)[0] for name in ("direct", "grid")]
+    assert len({summary["parameters_sha256"] for summary in runs}) == 1
 
 
 @pytest.mark.slow

@@ -149,6 +149,10 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
     sends = f"{human_bytes(sent)} a step"
     if sent:
         sends += f", {_share(sent / (2 * (n - 1) / n * 4 * parameters))} a float32 ring all-reduce"
+    levels = [
+        f"{human_bytes(size / workers.local)} to workers {stride} apart"
+        for stride, size in sorted(traffic.sent_along.items())
+    ]
     return {
         "method": config.optimizer.name,
         "task": f"{config.model.name} on {config.dataset.name}, {job.steps} steps of {n} x"
@@ -157,6 +161,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         "network": network,
         "parameters": f"{parameters:,}",
         "a worker sends": sends,
+        **({"... on the grid": ", ".join(levels)} if levels else {}),
         "collectives": f"{traffic.collectives} a step",
         "output": str(job.output_dir),
     }
