@@ -57,10 +57,11 @@ def test_a_grid_answers_as_direct_send_does(n, ties):
     assert_as_direct(grid_shape(n), steps, 2, ties)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 6)])
 @pytest.mark.parametrize("levels", [2, 3, 15, 255])
-def test_it_adds_any_levels_in_three_dimensions(levels):
+def test_it_adds_any_levels_in_two_and_three_dimensions(levels, shape):
     for ties in ("zero", "previous", None):
-        assert_as_direct((2, 3, 4), [None, list(range(13))], levels, ties)
+        assert_as_direct(shape, [None, list(range(13))], levels, ties)
 
 
 @given(st.data())
@@ -167,7 +168,7 @@ def _on_grids(processes: int, counts: list[int]) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "counts"), [(2, [6]), (4, [4, 12])])
+@pytest.mark.parametrize(("processes", "counts"), [(2, [6]), (4, [4, 12]), (8, [16])])
 def test_every_spread_of_a_grid_answers_as_direct_send_does(processes, counts):
     """Lines within processes, between them, and cut by them."""
     direct = [hashes(Workers(local=n), on_grid=False) for n in counts]
