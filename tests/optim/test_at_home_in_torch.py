@@ -161,13 +161,6 @@ def test_gradients_that_come_and_go_cost_no_memory():
     assert after <= before + 30
 
 
-@pytest.mark.parametrize("settings", [{}, {"overlap": True, "bucket_cap_mb": 1e-3}])
-def test_a_compiled_model_learns_the_same(settings):
-    model, plain = torch.compile(net(), backend="aot_eager"), net()
-    learnt = train(model, DLion(model.parameters(), lr=1e-2, **settings))
-    assert torch.equal(learnt, train(plain, DLion(plain.parameters(), lr=1e-2)))
-
-
 # ------------------------------------------------------------------ dtypes, shapes and layouts
 
 
