@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_module
 
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
@@ -138,7 +139,7 @@ def in_each_process() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for replicas, shards in ((2, 2), (4, 1), (1, 4)):
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        for name, how in HOW.items() if replicas == 2 else [("plain", {})]:
+        for name, how in HOW.items() if replicas > 1 else [("plain", {})]:
             model = sharded(mesh, **how.get("policy", {}))
             storages = [param.to_local().data_ptr() for param in model.parameters()]
             settings = {k: v for k, v in how.items() if k in ("overlap", "bucket_cap_mb")}
@@ -168,11 +169,13 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     two, other = sharded(mesh), Net()
     fully_shard(other, mesh=replicate)
     both = [*two.parameters(), *other.parameters()]
+    whole = distribute_module(Net(), replicate)
     group = replicate.get_group()
     return {
         "nobody said who votes": refused(lambda: DLion(two.parameters())),
         "the shards vote": refused(lambda: DLion(two.parameters(), mesh=mesh["shard"])),
         "hsdp": refused(lambda: DLion(hsdp.parameters(), mesh=replicate)),
+        "not sharded at all": refused(lambda: DLion(whole.parameters(), mesh=replicate)),
         "half": refused(lambda: DLion(half.parameters(), mesh=replicate)),
         "two meshes": refused(lambda: DLion(both, mesh=replicate)),
         "a mesh of two dimensions": refused(lambda: DLion(plain.parameters(), mesh=mesh)),
@@ -188,7 +191,9 @@ def seen() -> Iterator[dict[str, Any]]:
     return run_processes(4, in_each_process)
 
 
-@pytest.mark.parametrize("case", [*(f"2x2 {name}" for name in HOW), "4x1 plain", "1x4 plain"])
+@pytest.mark.parametrize(
+    "case", [*(f"{mesh} {name}" for mesh in ("2x2", "4x1") for name in HOW), "1x4 plain"]
+)
 def test_replicas_of_shards_are_workers(seen, case):
     assert seen[case] and not seen[f"{case} moved"]
 
@@ -208,6 +213,7 @@ def test_other_methods_work_on_shards_too(seen, method):
         ("nobody said who votes", "hold different shards of the parameters: give the mesh"),
         ("the shards vote", "hold different shards of the parameters: give the mesh"),
         ("hsdp", "replicated over a dimension of their mesh (replicate, shard)"),
+        ("not sharded at all", "replicated over a dimension of their mesh (replicate)"),
         ("half", "are not sharded"),
         ("two meshes", "sharded over different meshes"),
         ("a mesh of two dimensions", "2 dimensions (replicate, shard): give the one"),

@@ -299,6 +299,21 @@ def powersgd(r: int) -> tuple[list[float], list[float]]:
     return flat(ours), flat(theirs)
 
 
+@case
+def compiled(r: int) -> list[list[float]]:
+    """Parameters after some steps: plain, compiled, and compiled with overlap."""
+    ends = []
+    for compiles, overlap in ((False, False), (True, False), (True, True)):
+        model = torch.compile(net(), backend="aot_eager") if compiles else net()
+        optimizer = DLion(model.parameters(), lr=1e-2, overlap=overlap, bucket_cap_mb=1e-3)
+        for t in range(3):
+            backward(model, 10 * t + r)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(flat(model))
+    return ends
+
+
 def run_cases() -> dict[str, list[Any]]:
     join_process_group("gloo", 60)
     torch.set_num_threads(1)
@@ -377,6 +392,11 @@ def test_unfreezing_on_one_process_only_is_named(seen):
 def test_powersgd_is_that_of_torch(seen):
     for ours, theirs in seen["powersgd"]:
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_a_compiled_model_learns_the_same(seen):
+    for plain, *ends in seen["compiled"]:
+        assert ends == [plain, plain] and plain == seen["compiled"][0][0]
 
 
 def test_an_optimizer_that_is_dropped_on_one_process_first_makes_way_for_another(seen):

@@ -223,9 +223,12 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
         With several processes, what differs from one to another is a DTensor: so
         torch.distributed.checkpoint (``get_state_dict`` and ``set_state_dict``) saves it for every
-        worker and gives it back to that worker, in another number of processes too. With
-        ``torch.save``, which writes the local part, save on every rank. Where FSDP has sharded the
-        parameters, all processes must call this together.
+        worker and gives it back to that worker, in another number of processes too. To another
+        number of workers it raises CheckpointException before this optimizer hears of it: "Size
+        mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
+        where 4 workers have saved and 2 load; let processes host several, until there are as many.
+        With ``torch.save``, which writes the local part, save on every rank. Where FSDP has sharded
+        the parameters, all processes must call this together.
         """
         state, (found, _) = super().state_dict(), spread_state(self)
         params = enumerate(self.params)
