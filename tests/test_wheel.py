@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.slow
 
 # what pip install dlion brings along, apart from what that needs itself
-ASKED_FOR = {"torch", "numpy", "numba", "annotated-types"}
+ASKED_FOR = {"torch", "numpy", "numba"}
 LIBRARY = {
     "errors",
     "exchange",
