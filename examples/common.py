@@ -16,7 +16,7 @@ BYTES_SENT = 200  # where tcpi_bytes_sent lies in Linux's struct tcp_info
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 4))
+    return torch.nn.Sequential(torch.nn.Linear(32, 1024), torch.nn.Tanh(), torch.nn.Linear(1024, 4))
 
 
 def make_data(size: int = 4096) -> TensorDataset:
@@ -30,18 +30,29 @@ def backward(model: torch.nn.Module) -> None:
     torch.nn.functional.cross_entropy(model(x), y).backward()
 
 
+class BytesSent:
+    """What this process sends from ``start`` to ``stop``: Linux counts, for each TCP connection."""
+
+    def start(self) -> None:
+        self._before = _tcp_bytes()
+
+    def stop(self) -> None:
+        dist.barrier()
+        self.count = sum(n - self._before.get(ends, 0) for ends, n in _tcp_bytes().items())
+
+
 def bytes_sent(work: Callable[[], object]) -> int:
-    """Count what this process sends while ``work`` runs: Linux does, for each TCP connection."""
-    before = _tcp_bytes()
+    sent = BytesSent()
+    sent.start()
     work()
-    dist.barrier()
-    return sum(count - before.get(ends, 0) for ends, count in _tcp_bytes().items())
+    sent.stop()
+    return sent.count
 
 
 def _tcp_bytes() -> dict[tuple[object, object], int]:
     """Bytes sent so far, by the ends of each connection."""
     counts = {}
-    for descriptor in Path("/proc/self/fd").iterdir():
+    for descriptor in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
         try:
             with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 8)
@@ -52,15 +63,13 @@ def _tcp_bytes() -> dict[tuple[object, object], int]:
     return counts
 
 
-def report(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print the accuracy and what process 0 sends in a step."""
+def report(model: torch.nn.Module, sent: int) -> None:
+    """Print the accuracy and what process 0 sends in a step: ``sent`` here, and what DDP sends."""
     x, y = make_data().tensors
     with torch.no_grad():
         accuracy = (model(x).argmax(1) == y).float().mean().item()
     ddp = DistributedDataParallel(make_model())
     backward(ddp)  # sends more, to agree on buckets
     dense = bytes_sent(lambda: backward(ddp))
-    backward(model)
-    sent = bytes_sent(optimizer.step)
     if dist.get_rank() == 0:
         print(f"accuracy {accuracy:.1%}, {sent:,} bytes sent a step; DDP: {dense:,}")

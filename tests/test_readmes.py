@@ -354,6 +354,11 @@ def run_elsewhere(place: Place, typed: list[str]) -> None:
     assert (ROOT / next(word for word in typed if word.endswith(".py"))).exists()
 
 
+def run_code(place: Place, typed: list[str]) -> None:
+    """Run what stands behind ``-c``."""
+    exec(typed[2], {})
+
+
 RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"python train\.py": train,
     r"PYTHONPATH=\S+ python train\.py": train_own,
@@ -365,6 +370,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"dlion prepare": prepare_text,
     r"dlion": compare,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
+    r"python -c": run_code,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,
     r"python -m venv|conda env create|\.ci/run|pre-commit|(\.venv/bin/)?ruff": files_exist,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import dlion
+from dlion import optim
 from tests.conftest import ROOT
 from tests.readmes import commands, words
 
@@ -73,4 +74,9 @@ def test_the_reference_has_every_public_name(tmp_path):
 
 def test_the_public_names_are_those_of_the_optimizers_and_what_they_need():
     rest = {"TrainingFailed", "UserError", "Workers", "load_model"}
-    assert set(dlion.__all__) == {*dlion.optim.__all__, *rest}
+    assert set(dlion.__all__) == {*optim.__all__, *rest}
+
+
+def test_every_method_says_when_not_to_use_it():
+    for name in set(optim.__all__) - {"DistributedOptimizer", "LocalUpdate"}:
+        assert "hen not to use it" in " ".join(getattr(optim, name).__doc__.split()), name

@@ -39,30 +39,37 @@ if TYPE_CHECKING:
     from dlion.workers import Workers
 
 __version__ = "0.1.0"
-__all__ = [
-    "DGC",
-    "DLion",
-    "DLionADM",
-    "DeMo",
-    "DiLoCo",
-    "DistributedOptimizer",
-    "EF21Sign",
-    "EFSignSGD",
-    "GAdamW",
-    "GLion",
-    "GMuon",
-    "GradDrop",
-    "LionCub",
-    "LocalUpdate",
-    "OneBitAdam",
-    "PowerSGD",
-    "Signum",
-    "SparseLoCo",
-    "TernGrad",
-    "TrainingFailed",
-    "UserError",
-    "Workers",
-    "load_model",
+__all__ = [  # in the groups of docs/index.rst  # noqa: RUF022
+    # any optimizer in your loop
+    "DistributedOptimizer",  # packed messages instead of gradients, in the backward pass if asked
+    "Workers",  # who takes part, and how many of them each process hosts
+    # votes
+    "DLion",  # the sign of Lion's direction, one bit each way
+    "DLionADM",  # the same by delta modulation, for workers that see unlike data
+    "LionCub",  # Lion's direction in a few bits
+    "Signum",  # the sign of momentum
+    # means of whole gradients
+    "GAdamW",  # AdamW
+    "GLion",  # Lion
+    "GMuon",  # Muon for matrices, AdamW for the rest
+    # means of compressed gradients
+    "DGC",  # the largest entries, with momentum correction
+    "DeMo",  # the largest cosine coefficients of momentum
+    "EF21Sign",  # Lion's direction, followed by scaled signs
+    "EFSignSGD",  # scaled signs with error feedback both ways
+    "GradDrop",  # the largest entries, the rest kept for later
+    "OneBitAdam",  # AdamW for a while, then its momentum in one bit
+    "PowerSGD",  # low-rank matrices with error feedback
+    "TernGrad",  # stochastic ternary gradients
+    # local updates: several steps of each worker between two exchanges
+    "LocalUpdate",  # what the two have in common
+    "DiLoCo",  # any inner optimizer, Nesterov on the mean displacement
+    "SparseLoCo",  # any inner optimizer, the largest of each displacement
+    # models
+    "load_model",  # that of a finished run
+    # errors
+    "TrainingFailed",  # training must stop
+    "UserError",  # a wrong value that the user can correct
 ]
 _HOMES = {
     "TrainingFailed": "dlion.errors",

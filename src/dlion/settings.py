@@ -23,7 +23,6 @@ from typing import (
     get_type_hints,
 )
 
-from annotated_types import Ge, Le
 from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
@@ -31,6 +30,7 @@ from dlion.values import (
     Called,
     Count,
     Folder,
+    Limits,
     Name,
     Positive,
     PositiveShare,
@@ -197,7 +197,7 @@ class Settings:
     backend: Literal["gloo", "nccl"] | None
     overlap: bool
     bucket_cap_mb: Positive | Literal["auto"] | None
-    threads: Annotated[int, Ge(1), Le(256)]
+    threads: Annotated[int, Limits(ge=1, le=256)]
 
     participation: PositiveShare
     local_steps: Count

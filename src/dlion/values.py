@@ -1,17 +1,33 @@
 """Types of settings: each says which values a setting may have, to people and to programs.
 
 A setting is a parameter of a function or class, so its type is that parameter's annotation. Ranges
-stand in it as :mod:`annotated_types` has them, choices as ``Literal``.
+stand in it as :class:`Limits`, or as pydantic's ``Field``, choices as ``Literal``.
 """
 
 import difflib
 import json
 import types
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the values of a type, in its annotation, by the names that pydantic gives them."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    min_length: int | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Answer pydantic, which asks this when it checks values; the library does without it."""
+        from pydantic import Field
+
+        return handler(Annotated[source, Field(**vars(self))])
 
 
 class Called(NamedTuple):
@@ -20,18 +36,18 @@ class Called(NamedTuple):
     words: str
 
 
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-NotNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-PositiveShare = Annotated[float, Gt(0), Le(1)]
-Probability = Annotated[float, Ge(0), Lt(1)]
+Count = Annotated[int, Limits(ge=1)]
+Whole = Annotated[int, Limits(ge=0)]
+Positive = Annotated[float, Limits(gt=0)]
+NotNegative = Annotated[float, Limits(ge=0)]
+Share = Annotated[float, Limits(ge=0, le=1)]
+PositiveShare = Annotated[float, Limits(gt=0, le=1)]
+Probability = Annotated[float, Limits(ge=0, lt=1)]
 Betas = Annotated[
     tuple[Probability, Probability], Called("two numbers, [B1, B2], each at least 0 and below 1")
 ]
-Name = Annotated[str, MinLen(1)]
-Folder = Annotated[str, MinLen(1), Called("a folder")]
+Name = Annotated[str, Limits(min_length=1)]
+Folder = Annotated[str, Limits(min_length=1), Called("a folder")]
 
 _NOUNS = {
     bool: "true or false",
@@ -128,16 +144,8 @@ def _adapter(hint: Any) -> Any:
 
 def _limit(limit: Any) -> str:
     """Return the words of a limit; nothing for what is none."""
-    if isinstance(limit, MinLen):
-        return ""
-    bounds = limit if isinstance(limit, Interval) else [limit]
-    parts = (
-        f"{words} {getattr(bound, name)}"
-        for bound in bounds
-        for name, words in _LIMITS.items()
-        if getattr(bound, name, None) is not None
-    )
-    return " and ".join(parts)
+    bounds = {words: getattr(limit, name, None) for name, words in _LIMITS.items()}
+    return " and ".join(f"{words} {at}" for words, at in bounds.items() if at is not None)
 
 
 def _either(words: list[str]) -> str:

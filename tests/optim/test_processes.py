@@ -359,6 +359,7 @@ def test_processes_that_disagree_about_the_number_of_workers_are_named_on_all(se
 def test_inside_distributed_data_parallel_it_says_why_not(seen):
     for message in seen["wrapped"] + seen["wrapped_later"]:
         assert "would average the gradients in float32" in message and "bare model" in message
+        assert "call its register_comm_hook(None, noop_hook), of" in message
 
 
 def test_all_parameters_are_those_of_process_0(seen):

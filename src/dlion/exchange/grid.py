@@ -25,18 +25,19 @@ from functools import partial
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import torch
-from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel, Line
-from dlion.values import Called
+from dlion.values import Called, Limits
 from dlion.workers import Workers
 
 Way = Literal["direct", "grid", "auto"]
 WAYS = get_args(Way)
 Shape = Annotated[
-    tuple[Annotated[int, Ge(2)], ...], MinLen(2), Called("the sizes of a grid, such as [4, 2]")
+    tuple[Annotated[int, Limits(ge=2)], ...],
+    Limits(min_length=2),
+    Called("the sizes of a grid, such as [4, 2]"),
 ]
 SQUARE = 256  # workers, beyond which a third dimension saves more messages than it costs bytes
 PROBE = 128 * 1024  # bytes that each worker sends to measure what a byte costs

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from dlion.data import Data, Images, Text
@@ -20,7 +19,7 @@ from dlion.errors import UserError
 from dlion.models.residual import SmallResNet
 from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
-from dlion.values import Count, Name, Positive, Probability
+from dlion.values import Count, Limits, Name, Positive, Probability
 
 ResNet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
@@ -117,7 +116,9 @@ def gpt(
     )
 
 
-def small_resnet(data: Data, blocks: Count = 1, width: Annotated[int, Ge(2)] = 32) -> SmallResNet:
+def small_resnet(
+    data: Data, blocks: Count = 1, width: Annotated[int, Limits(ge=2)] = 32
+) -> SmallResNet:
     """Build the residual network of 3 * blocks + 5 layers; see :class:`SmallResNet`.
 
     Args:

@@ -3,14 +3,12 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Unpack
 
-from annotated_types import Ge, Le
-
 from dlion import kernels
 from dlion.exchange import DeltaVote
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
 from dlion.optim.updates import sign_descent
-from dlion.values import Betas, NotNegative
+from dlion.values import Betas, Limits, NotNegative
 
 
 class DLionADM(DistributedOptimizer):
@@ -61,9 +59,9 @@ class DLionADM(DistributedOptimizer):
         lr: NotNegative = 1e-4,
         betas: Betas = (0.9, 0.99),
         weight_decay: NotNegative = 0.0,
-        rise: Annotated[int, Ge(1), Le(32)] = 3,
+        rise: Annotated[int, Limits(ge=1, le=32)] = 3,
         lookahead: NotNegative = 0.5,
-        limit: Annotated[float, Ge(1)] | None = None,
+        limit: Annotated[float, Limits(ge=1)] | None = None,
         weighted: bool = False,
         **common: Unpack[Common],
     ):
