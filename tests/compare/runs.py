@@ -16,10 +16,12 @@ def write_run(
     method_name: str | None = None,
     better: float = 0.0,
     rate: str | None = None,
+    warmup_bytes: int = 0,
 ) -> None:
     """A finished run with two evaluations, in ``root/METHOD-SEED-LR``.
 
-    It is so much ``better`` than others, or diverged, if that is NaN.
+    It is so much ``better`` than others, or diverged, if that is NaN. In each of its first ten
+    steps it sends ``warmup_bytes`` more.
     """
     directory = root / f"{method}-{seed}-{lr}"
     (directory / ".hydra").mkdir(parents=True)
@@ -30,7 +32,8 @@ def write_run(
     per_step = 500_000 if method == "g_lion" else 16_000
     rows = []
     for step in (10, 20):
-        row = {"step": step, "seconds": step / 10, "sent_bytes": step * per_step, "test_loss": 1.0}
+        row = {"step": step, "seconds": step / 10, "test_loss": 1.0}
+        row["sent_bytes"] = step * per_step + 10 * warmup_bytes
         row["received_bytes"] = 2 * row["sent_bytes"]
         row["sent_bits_per_parameter"] = 8 * row["sent_bytes"] / 72_000
         if accuracy:

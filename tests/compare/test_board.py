@@ -58,6 +58,19 @@ def test_bits_and_times_are_those_of_the_first_evaluation_at_the_target(task, co
     assert dgc[at["10 Mbit/s"]] == ""  # nobody measured its steps
 
 
+def test_a_warm_up_takes_its_own_time(task, command, tmp_path):
+    for part in ("", "compute"):
+        for seed in (0, 1, 2):
+            write_run(tmp_path / f"new{part}", "onebit_adam", seed, warmup_bytes=484_000)
+        runs = {run.directory.name: run for run in find_runs([tmp_path / f"new{part}"])}
+        add_to_packed(task / part / PACKED, runs)
+    headings, _, *rows = cells(command(main, task).stdout)
+    onebit = next(row for row in rows if row[0] == "onebit_adam")
+    # ten steps of 1 MB received and ten of 32 kB, or of a worker's 12.5 ms
+    times = [onebit[headings.index(f"{rate} Mbit/s")] for rate in ("10", "100", "1,000")]
+    assert times == ["8.26 s", "0.925 s", "0.25 s"]
+
+
 def test_the_page_and_its_figures_are_made_in_one_command(task, command):
     run = command(main, task, "--page")
     assert run.returncode == 2 and "README.md is missing" in run.stderr

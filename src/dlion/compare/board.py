@@ -94,13 +94,21 @@ class Standing:
     def seconds(self, rate: float, compute: float | None) -> float | None:
         """Return the time to the target over links of ``rate`` bits a second.
 
-        Messages travel while a step computes, or after it where workers take local steps.
+        Messages travel while a step computes, or after it where workers take local steps. The
+        steps between two evaluations count with what was sent in them: a warm-up sends more.
         """
         if compute is None:
             return None
-        wire = 8 * max(self.curve.sent_bytes, self.curve.received_bytes) / rate
-        overlaps = "optimizer.local_steps" not in self.curve.settings
-        return self.steps_to_target * (max(compute, wire) if overlaps else compute + wire)
+        if self.steps_to_target == math.inf:
+            return math.inf
+        curve = self.curve
+        end, sent = curve.steps[-1], curve.bits / (curve.bits[-1] or 1)  # of all that was sent
+        total = 8 * end * max(curve.sent_bytes, curve.received_bytes)
+        wire = np.diff(sent, prepend=0) * total / rate
+        computing = np.diff(curve.steps, prepend=0) * compute
+        overlaps = "optimizer.local_steps" not in curve.settings
+        spent = np.maximum(computing, wire) if overlaps else computing + wire
+        return float(np.interp(self.steps_to_target, curve.steps, spent.cumsum()))
 
 
 def read_task(folder: Path, conditions: dict[str, str]) -> Task:

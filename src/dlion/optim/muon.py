@@ -43,10 +43,10 @@ class GMuon(MeanGradientOptimizer):
     (a, b, c) = (3.4445, -4.775, 2.0315). With R rows and C columns s is ``0.2 sqrt(max(R, C))``
     (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
     decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
-    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); ``match_rms_adamw`` is of Liu et
-    al. 2025 (arXiv 2502.16982). It is torch.optim.Muon to the bit. The first authors' code adds to
-    the norm 1e-7, which is its least value here, and takes R and C of a convolution from the height
-    and width of its kernel.
+    Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with mu 0.95 and 5 iterations;
+    ``match_rms_adamw`` is of Liu et al. 2025 (arXiv 2502.16982). It is torch.optim.Muon to the bit.
+    The first authors' code adds to the norm 1e-7, which is its least value here, and takes R and C
+    of a convolution from the height and width of its kernel.
 
     Muon is for hidden layers. Parameters of fewer than two dimensions are AdamW's, as in
     :class:`GAdamW`, and so are embeddings (of tokens, positions, patches) and output heads. They
