@@ -73,7 +73,7 @@ class Workers:
         for key in [key for key in _pools if key[0] is not world]:  # of a world that has ended
             del _pools[key]
         pool = _pools.setdefault((world, tuple(self.ranks), self.timeout), _Pool())
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        device = "cpu" if "cpu" in backends(self.group) else "cuda"
         free = torch.tensor([False, *pool.free], dtype=torch.int64, device=device)
         dist.all_reduce(free, dist.ReduceOp.MIN, group=self.group)
         common = free[1:].nonzero().flatten().tolist()
@@ -105,6 +105,11 @@ class Workers:
         if not dist.is_initialized():
             return cls(local=local)
         return cls(dist.get_rank(group), dist.get_world_size(group), local, group, timeout)
+
+
+def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return what carries tensors of a group, by type of device: ``{"cpu": "gloo", ...}``."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def voters(

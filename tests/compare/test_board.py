@@ -126,6 +126,15 @@ def test_the_best_trial_of_each_method_is_read_from_the_list(task, command):
     assert "lists no trials" in command(main, task, "--search").stderr
 
 
+def test_one_seed_measures_no_noise(task, command, tmp_path):
+    write_run(tmp_path / "one", "g_lion", 0)
+    (task / "noise" / PACKED).unlink()
+    runs = {run.directory.name: run for run in find_runs([tmp_path / "one"])}
+    add_to_packed(task / "noise" / PACKED, runs)
+    _, _, *rows = cells(command(main, task).stdout)
+    assert [row[3] for row in rows] == ["0.00", "0.00", "4.00", "9.00"]
+
+
 def test_what_is_no_task_is_said(task, command):
     (task / "task.yaml").write_text(NOTHING)
     run = command(main, task)

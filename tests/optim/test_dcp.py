@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint gives every worker its own state back, on other processes too."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,21 @@ from torch.distributed.fsdp import fully_shard
 
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
-from dlion.optim import DLion, DLionADM, EF21Sign, GAdamW, LionCub
+from dlion.optim import DiLoCo, DLion, DLionADM, EF21Sign, GAdamW, LionCub, SparseLoCo
 from dlion.workers import Workers
 
 pytestmark = pytest.mark.slow
 
 N, BEFORE, AFTER = 4, 3, 3
-METHODS = {"vote": DLion, "cub": LionCub, "ef21": EF21Sign, "adm": DLionADM, "adamw": GAdamW}
+METHODS = {
+    "vote": DLion,
+    "cub": LionCub,
+    "ef21": EF21Sign,
+    "adm": DLionADM,
+    "adamw": GAdamW,
+    "diloco": partial(DiLoCo, local_steps=2),
+    "sparseloco": partial(SparseLoCo, local_steps=2),
+}
 
 
 def net() -> nn.Module:

@@ -78,6 +78,15 @@ def test_any_torch_optimizer_may_be_inside_and_goes_on_to_the_bit(make):
         assert torch.equal(shared(model, optimizer), results[0])
 
 
+def test_a_state_without_that_of_the_optimizer_inside_is_refused():
+    """As torch.distributed.checkpoint makes it."""
+    optimizer = DiLoCo(net().parameters(), inner=torch.optim.NAdam)
+    state = optimizer.state_dict()
+    del state["inner"]
+    with pytest.raises(ValueError, match="has nothing of the inner optimizer"):
+        optimizer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_nothing_travels_within_a_round_and_the_flag_waits(n):
     model, every = net(), net()

@@ -99,6 +99,23 @@ def in_each_process() -> dict[str, Any]:
     }
     for sentence, (method, settings) in wrong.items():
         seen[sentence] = refused(partial(method, model.parameters(), **settings))
+    unlike = {"lr": 1e-2 if rank % 2 else 1e-1}
+    seen["made its optimizer with other hyperparameters"] = refused(
+        partial(DLion, model.parameters(), **unlike, **two_levels)
+    )
+    optimizer = DLion(model.parameters(), lr=1e-2, **two_levels)
+    optimizer.flag = rank == 1  # which is not the one that exchanges messages
+    backward(model, 0, rank)
+    optimizer.step()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(float(rank == 1))
+    optimizer.step()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, (optimizer.flagged, optimizer.param_groups[0]["steps"]))
+    seen["flagged, steps"] = everyone
+    del optimizer.grad_scale, optimizer.found_inf
+    optimizer.param_groups[0]["lr"] = unlike["lr"]
+    backward(model, 1, rank)
+    seen["has other hyperparameters"] = refused(optimizer.step)
     dist.destroy_process_group()
     return seen
 
@@ -144,12 +161,18 @@ def test_a_node_sends_a_message_once_and_its_gradients_stay_inside(seen):
     assert inside > STEPS * 4 * 963  # float32, once around
 
 
+def test_a_flag_and_an_overflow_of_one_process_are_everyones(seen):
+    assert seen["flagged, steps"] == [[True, 1]] * 4
+
+
 @pytest.mark.parametrize(
     "sentence",
     [
         "dense_group does not go with DGC",
         "are also to exchange messages",
         "dense_wire=int8 is unknown",
+        "made its optimizer with other hyperparameters",
+        "has other hyperparameters",
     ],
 )
 def test_what_does_not_go_is_said(seen, sentence):

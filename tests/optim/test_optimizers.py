@@ -178,6 +178,18 @@ def test_state_of_another_spread_or_cut_is_refused():
         DLion(net().parameters(), workers=workers, bucket_cap_mb=1e-3).load_state_dict(saved)
 
 
+def test_state_of_another_method_or_with_gaps_is_refused():
+    optimizer = DLion(net().parameters())
+    with pytest.raises(ValueError, match="has no betas: it is of another method"):
+        optimizer.load_state_dict(Signum(net().parameters()).state_dict())
+    with pytest.raises(ValueError, match=r"parameter 0 has \{'exp_avg'"):
+        optimizer.load_state_dict(GAdamW(net().parameters()).state_dict())
+    saved = optimizer.state_dict()
+    del saved["state"][1]
+    with pytest.raises(ValueError, match=r"saved state of parameter 1 has \{\}"):
+        optimizer.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
 def test_frozen_parameters_are_not_moved_and_cost_nothing(cls, options):
     """The same bytes, state and steps as for the other parameters alone."""
@@ -515,6 +527,7 @@ def test_exponential_synchronisation_steps():
         (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
         (lambda p: GMuon(p, ns_precision="fp16"), "choose bf16 or float32"),
         (lambda p: GMuon(p, adamw_names="["), "is no regular expression: unterminated"),
+        (lambda p: LionCub(p, momentum_sync=1, sync_pattern="("), "is no regular expression: miss"),
         (lambda p: PowerSGD(p, rank=0), "rank=0 is not possible: give a whole number"),
         (lambda p: OneBitAdam(p, warmup_steps=0), "nothing moves without a variance"),
     ],

@@ -423,6 +423,24 @@ def test_optimizers_that_are_dropped_cost_nothing(seen):
         assert last <= first + 2  # a thread that is about to end
 
 
+def of_a_backend(name: str) -> list[float]:
+    join_process_group(name, 60)
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, ties="zero")
+    for t in range(3):
+        backward(model, 10 * t + dist.get_rank())
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    return flat(model)
+
+
+def test_the_backend_may_be_named_by_device():
+    """As torch does where none is named."""
+    one, other = (run_processes(2, of_a_backend, name) for name in ("gloo", "cpu:gloo"))
+    assert one == other
+
+
 def uneven(skips: int, overlaps: bool) -> list[Any]:
     """Process 1 leaves out the step of one batch, so process 0 takes one more in the end."""
     join_process_group("gloo", 60)

@@ -133,7 +133,8 @@ def read_task(folder: Path, conditions: dict[str, str]) -> Task:
         return make_curves(select_runs(read_runs(packed), conditions), metric) if packed else []
 
     seeds = folder / "noise"
-    noise = [end_values(curve, metric).std(ddof=1) for curve in curves(seeds)]
+    ends = [end_values(curve, metric) for curve in curves(seeds)]
+    noise = [values.std(ddof=1) for values in ends if len(values) > 1]
     return Task(
         title=title,
         metric=metric,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlion.timer import Timer
-from dlion.workers import Workers
+from dlion.workers import Workers, backends
 
 AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measured, results/speed
 IN_FLIGHT = 128 * 1024
@@ -77,7 +77,7 @@ class Channel:
         self.traffic = Traffic()
         self.timer = Timer()
         self.alone = workers.processes == 1
-        self._gloo = dist.is_initialized() and dist.get_backend(workers.group) == "gloo"
+        self._backends = backends(workers.group) if dist.is_initialized() else {}
         self.slow = self._one_by_one = False
         self._fastest = 0.0  # bytes a second
         self.set_participants(None)
@@ -148,7 +148,7 @@ class Channel:
         leaves = self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
         if self.alone:
             return part
-        if not self._gloo and not sent.is_cuda:
+        if sent.device.type not in self._backends:
             sent = sent.cuda()
         everything = sent.new_empty(w.count, s) if out is None else out
         parts = sent.expand(w.processes, k, s)
@@ -182,7 +182,7 @@ class Channel:
             for q, places in route.incoming.items()
         }
         with self._travel(leaves):
-            if self._gloo or self.alone:
+            if self.alone or self._backends[flat.device.type] == "gloo":
                 self._in_rounds(outgoing, incoming)
             else:
                 nothing, everyone = flat[:0], range(w.processes)
@@ -261,7 +261,7 @@ class Channel:
         """
         w = self.workers
         with self._travel(leaves):
-            if not self._gloo:
+            if self._backends[outgoing[0].device.type] != "gloo":
                 dist.all_to_all(list(incoming), list(outgoing), group=w.group)
             elif (
                 torch.is_tensor(outgoing)
@@ -385,8 +385,8 @@ def _complete(size: int, requests: list[Any]) -> int:
 def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over the first dimension, ``[n, ...]`` -> ``[...]``, added from worker 0 to n - 1.
 
-    Floating-point sums depend on their order. This is the only one used for what workers send, so
-    that no result depends on how they are spread over processes. ``out``: where to put it.
+    Floating-point sums depend on their order; what workers send is added in this one everywhere,
+    so that no result depends on how they are spread over processes. ``out``: where to put it.
     """
     total = torch.empty_like(rows[0]) if out is None else out
     total.copy_(rows[0])

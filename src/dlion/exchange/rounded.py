@@ -50,10 +50,6 @@ class ScaledInt8Mean(ScaledExchange):
         index = self.channel.workers.ids[owner]
         self.pack(self.mean_of(messages, index), index, answer)
 
-    def decode(self) -> Tensor:
-        answers = enumerate(self.answer)
-        return torch.cat([self.unpack(answer, index) for index, answer in answers])
-
     def pack(self, values: Tensor, index: int, message: Tensor) -> None:
         """Write values of the slice ``index``, float32 ``[slice]``, 0 in padding."""
         rows = values.view(-1, ROW)

@@ -61,6 +61,10 @@ class ScaledExchange(DirectSend):
     def unpack(self, message: Tensor, index: int) -> Tensor:
         """Return what a message about the slice ``index`` stands for: float32 ``[slice]``."""
 
+    def decode(self) -> Tensor:
+        answers = enumerate(self.answer)
+        return torch.cat([self.unpack(answer, index) for index, answer in answers])
+
     def mean_of(self, messages: Tensor, index: int) -> Tensor:
         """Return the mean of what messages about the slice ``index`` stand for."""
         total = torch.zeros(self.slice, device=self.device)
@@ -137,10 +141,6 @@ class ScaledSignMean(ScaledSignExchange):
         index, error = self.channel.workers.ids[owner], self.state["error"][owner]
         error += self.mean_of(messages, index)
         error -= self.pack(error, index, answer)
-
-    def decode(self) -> Tensor:
-        answers = enumerate(self.answer)
-        return torch.cat([self.unpack(answer, index) for index, answer in answers])
 
 
 class WarmedUpSignMean(ScaledSignMean):

@@ -268,7 +268,7 @@ def take_mean(total: Tensor, count: int) -> Tensor:
 def ternarise(values: Tensor, scales: Tensor, coins: Tensor) -> Tensor:
     """``sign(v)`` with probability ``|v| / s``, else 0, so that s times it is unbiased: int8.
 
-    NaN becomes 0, and so does all where the scale is 0.
+    NaN becomes 0. No ``|v|`` may be above s.
     Source: Wen et al. 2017 (arXiv 1705.07878), section 3.1.
 
     Args:

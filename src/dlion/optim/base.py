@@ -116,7 +116,7 @@ class DistributedOptimizer(BucketedOptimizer):
     Attributes:
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
             messages; after a step in which any process whose workers take part had it set,
-            ``flagged`` is true on all.
+            ``flagged`` is true on all. (Of FSDP's processes, on all that hold the same shards.)
         skipped: steps of local workers in which a gradient was skipped.
 
     Raises:
@@ -165,6 +165,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self.node = None
         if dense_group is not None:
             self.node = Node(dense_group, dense_wire, given, overlap)
+            self.node.check_alike({"settings": self._settings()})
         self.flag = self.flagged = False
         self.skipped = 0
         self._thread = ExchangeThread(overlap)
@@ -404,11 +405,17 @@ class DistributedOptimizer(BucketedOptimizer):
     def _encode(self, bucket: Bucket, local: int) -> None:
         if self.nonfinite is not None:
             self._look_at_gradients(bucket, local)
+        flag = self.flag
         if self.node is not None:
-            self.node.average(bucket)
-        self._write_message(bucket, local)
+            flag = self.node.average(bucket, self._header(bucket, bucket.present(), flag))
+        self._write_message(bucket, local, flag)
 
-    def _write_message(self, bucket: Bucket, local: int) -> None:
+    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
+        if self._trained is None:
+            self._trained = self._count_trained()
+        return bucket.make_header(present, self._trained, flag)
+
+    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
         """Write a local worker's message about a bucket, and its header."""
         present = bucket.present()
         if not self.skips_missing:
@@ -416,9 +423,8 @@ class DistributedOptimizer(BucketedOptimizer):
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
-        if self._trained is None:
-            self._trained = self._count_trained()
-        bucket.encode_header(local, present, self._trained, self.flag)
+        header = self._header(bucket, present, flag)
+        bucket.exchange.encode_header(local, header.to(bucket.device))
 
     def _look_at_gradients(self, bucket: Bucket, local: int) -> None:
         """Drop gradients that are not finite, or measure them for the exchange to look at."""
@@ -472,8 +478,10 @@ class DistributedOptimizer(BucketedOptimizer):
                 "under a GradScaler messages must not be made of scaled gradients: create the"
                 " optimizer with overlap=False and one worker a process"
             )
-        mine = torch.tensor([[bool(found)]], device=self.param_groups[0]["params"][0].device)
-        if self.channel.gather(mine).any():
+        mine = torch.tensor([bool(found)], device=self.param_groups[0]["params"][0].device)
+        if self.node is not None:
+            mine = self.node.any(mine)
+        if self.channel.gather(mine[None]).any():
             return True
         if self.grad_scale is not None:
             grads = [tensor.grad for tensor in self.params if tensor.grad is not None]
@@ -497,6 +505,11 @@ class DistributedOptimizer(BucketedOptimizer):
         plain = (int, float, str, bool, list, tuple, type(None))
         facts = {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, plain)}
         return {"method": type(self).__name__, **facts}
+
+    def _check_alike(self, facts: dict[str, Any]) -> None:
+        super()._check_alike(facts)
+        if self.node is not None:
+            self.node.check_alike(facts)
 
     def _give(self, values: Tensor) -> None:
         if self.node is not None:

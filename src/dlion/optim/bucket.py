@@ -2,7 +2,7 @@
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -315,12 +315,12 @@ class Bucket:
         else:
             self.run_led(self)
         headers = self.header.decode(self.exchange.headers)
-        self._check_in_step(headers)
+        self.check_in_step(headers, self.exchange.channel.participants, "worker")
         self.flight.present, self.flight.flag = headers.present, headers.flag
         self.flight.slow = headers.slow
 
-    def encode_header(self, local: int, present: list[bool], trained: int, flag: bool) -> None:
-        """Write the header of a local worker's message.
+    def make_header(self, present: list[bool], trained: int, flag: bool) -> Tensor:
+        """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
@@ -328,8 +328,7 @@ class Bucket:
         names = self.group.keys() - {"params", "param_names", "steps"}
         facts = [trained, *((name, self.group[name]) for name in sorted(names))]
         checksum, slow = zlib.crc32(repr(facts).encode()), self.exchange.channel.slow
-        header = self.header.encode(self.step, checksum, present, flag, slow)
-        self.exchange.encode_header(local, header.to(self.device))
+        return self.header.encode(self.step, checksum, present, flag, slow)
 
     def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""
@@ -356,22 +355,26 @@ class Bucket:
                 yield Piece(slot, at - slot.start, end - slot.start, view)
                 at = end
 
-    def _check_in_step(self, headers: Headers) -> None:
-        """Compare all senders with the first."""
-        first, *senders = self.exchange.channel.participants
+    def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
+        """Compare all senders, a ``kind`` of such numbers, with the first.
+
+        Raises:
+            TrainingFailed: if one is in another step, or has other hyperparameters.
+        """
+        first, *senders = senders
         step, checksum = headers.steps[0], headers.checksums[0]
         others = zip(senders, headers.steps[1:], headers.checksums[1:], strict=True)
         for sender, their_step, their_checksum in others:
             if their_step != step:
                 raise TrainingFailed(
-                    f"worker {sender} is in step {their_step + 1}, worker {first} in step"
+                    f"{kind} {sender} is in step {their_step + 1}, {kind} {first} in step"
                     f" {step + 1}: all processes must load the same state and call step() equally"
                     " often"
                 )
             if their_checksum != checksum:
                 raise TrainingFailed(
-                    f"in step {step + 1} worker {sender} has other hyperparameters or frozen"
-                    f" parameters than worker {first} (here: lr={self.group['lr']}): all processes"
+                    f"in step {step + 1} {kind} {sender} has other hyperparameters or frozen"
+                    f" parameters than {kind} {first} (here: lr={self.group['lr']}): all processes"
                     " must set the same, and call step() of the optimizer and of its schedules"
                     " equally often"
                 )

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,14 @@ def check_topk(chunk: int, topk: int, value_bits: int) -> None:
         raise ValueError(f"value_bits={value_bits} is not possible: choose 2, 16 or 32")
 
 
+def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
+    """Compile a regular expression, or refuse what is none."""
+    try:
+        return None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{name}={pattern} is no regular expression: {error}") from error
+
+
 def check_parameters(tensors: list[Tensor]) -> None:
     """Refuse what is not a real floating-point number."""
     for tensor in tensors:
@@ -65,19 +74,20 @@ def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
         facts: the same keys on all processes, in words for the message; values are written as JSON.
 
     Raises:
-        TrainingFailed: naming a process that differs from process 0, and in what.
+        TrainingFailed: naming a process that differs from the first, and in what.
     """
     texts = (json.dumps(fact, default=str).encode() for fact in facts.values())
     digests = b"".join(hashlib.sha256(text).digest()[:8] for text in texts)
     own = torch.frombuffer(bytearray(digests), dtype=torch.int64)
     everyone = channel.gather(own.repeat(channel.workers.local, 1))
-    for process, row in enumerate(everyone[:: channel.workers.local]):
+    first, *_ = ranks = channel.workers.ranks
+    for process, row in zip(ranks, everyone[:: channel.workers.local], strict=True):
         different = (row != everyone[0]).tolist()
         if any(different):
             what = [fact for fact, differs in zip(facts, different, strict=True) if differs]
             raise TrainingFailed(
                 f"process {process} made its optimizer with other {' and other '.join(what)} than"
-                " process 0: give all processes the same, in the same order"
+                f" process {first}: give all processes the same, in the same order"
             )
 
 

@@ -143,9 +143,10 @@ class SignedDescent(DistributedOptimizer):
         """Whether a local worker says +1 where it has nothing to say (u = 0, or NaN).
 
         One bit has no zero. On even steps a little more than half of the participants, another half
-        every other step, say +1 and the rest -1; on odd steps the same ones say the opposite. Those
-        without an opinion so cancel each other but for one or two votes, and do not outvote the one
-        that has; what nobody knows moves back and forth and stays where it is.
+        every other step, say +1 and the rest -1; on odd steps the same ones say the opposite. What
+        nobody knows so moves back and forth and stays where it is. Where one alone has an opinion,
+        chance votes of the others leave it the vote twice as often as they take it, or more (of 8
+        workers in 64 steps of 128, against 24, with 40 ties), so x moves its way.
         """
         participants = self.channel.participants
         position, n = participants.index(self.workers.ids[local]), len(participants)
@@ -185,7 +186,8 @@ class DLion(SignedDescent):
 
     The paper does not define sign(0). One bit has no zero: 0 and NaN are what
     ``zero_is_positive`` says, so that workers that know nothing of a parameter do not
-    outvote one that does. ``ties`` resolves equal votes, see :class:`dlion.exchange.Vote`.
+    outvote one that does, in the mean over steps. ``ties`` resolves equal votes, see
+    :class:`dlion.exchange.Vote`.
 
     When not to use it: where workers see unlike data (shards by class, by user). A vote counts
     heads and loses what a mean would keep, on Dirichlet shards with alpha 0.1 13 points of accuracy

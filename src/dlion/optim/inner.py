@@ -136,6 +136,12 @@ class OfTorch(Inner):
         return [[each.state_dict() for each in self._of(bucket)] for bucket in buckets]
 
     def load_state_dict(self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]) -> None:
+        if not saved:
+            raise ValueError(
+                "the state has nothing of the inner optimizer, as torch.distributed.checkpoint"
+                " leaves out what it does not know: save optimizer.state_dict() with torch.save, or"
+                " take inner=adamw, lion, muon or sgd"
+            )
         for bucket, states in zip(buckets, saved, strict=True):
             for optimizer, state in zip(self._of(bucket), states, strict=True):
                 optimizer.load_state_dict(state)

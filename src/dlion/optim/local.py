@@ -115,11 +115,12 @@ class LocalUpdate(DistributedOptimizer):
         return {name: view for name, view in state.items() if not name.endswith(".parameters")}
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"inner": self._inner.state_dict(self.buckets)}
+        inner = self._inner.state_dict(self.buckets)
+        return super().state_dict() | ({"inner": inner} if inner else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._inner.load_state_dict(self.buckets, state_dict["inner"])
+        self._inner.load_state_dict(self.buckets, state_dict.get("inner", []))
         self._host_next()
 
     @property
@@ -127,13 +128,13 @@ class LocalUpdate(DistributedOptimizer):
         """Whether the step at hand is the last of its round."""
         return self._last or (self.param_groups[0]["steps"] + 1) % self.local_steps == 0
 
-    def _write_message(self, bucket: Bucket, local: int) -> None:
+    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
         bucket.check_finite()
         own = (rows[local] for rows in bucket.own.values())
         with self.channel.timer("apply"), bucket.untouched(bucket.present(), *own):
             self._inner.step(bucket, local)
         if self._exchanges:
-            super()._write_message(bucket, local)
+            super()._write_message(bucket, local, flag)
 
     def _exchange_and_update(self) -> None:
         if self._exchanges:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket, StateNames
+from dlion.optim.checks import check_pattern
 from dlion.optim.dense import MeanGradientOptimizer
 from dlion.optim.updates import adamw_descent, wide
 from dlion.values import Betas, Count, Name, NotNegative, Probability
@@ -101,12 +102,7 @@ class GMuon(MeanGradientOptimizer):
             )
         if ns_precision not in get_args(Precision):
             raise ValueError(f"ns_precision={ns_precision} is unknown: choose bf16 or float32")
-        try:
-            re.compile(adamw_names or "")
-        except re.error as error:
-            raise ValueError(
-                f"adamw_names={adamw_names} is no regular expression: {error}"
-            ) from error
+        check_pattern("adamw_names", adamw_names)
         self.adjust_lr, self.ns_steps, self.ns_precision = adjust_lr, ns_steps, ns_precision
         self.adamw_names = adamw_names
         defaults = {

@@ -1,6 +1,6 @@
 """Two levels: processes of a node average their gradients densely, and nodes exchange messages."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from dlion.exchange import Channel, RoundedMean, Traffic
 from dlion.optim.bucket import Bucket
+from dlion.optim.checks import check_alike
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers
 
@@ -43,7 +44,7 @@ class Node:
                 "the processes of dense_group are also to exchange messages: give the mesh (or"
                 " process_group) of one process in each node"
             )
-        self._rank, self._processes = workers.rank, workers.processes
+        self._rank, self._processes, self._ranks = workers.rank, workers.processes, workers.ranks
         self._wire: Wire = BFloat16() if wire == "bf16" else Float32()
         self._gradients = Channel(workers)
         self._answers = Channel(workers.with_own_group() if overlap else workers)
@@ -65,9 +66,29 @@ class Node:
         """Overwrite ``values`` with those of the first process of the node."""
         self._gradients.broadcast(values)
 
-    def average(self, bucket: Bucket) -> None:
-        """Give all processes the mean gradient; one that some have counts as zero elsewhere."""
-        present = self._gradients.gather(torch.tensor([bucket.present()])).any(0).tolist()
+    def check_alike(self, facts: dict[str, Any]) -> None:
+        """Compare what the processes were given, as :func:`dlion.optim.checks.check_alike`."""
+        check_alike(self._gradients, facts)
+
+    def any(self, here: Tensor) -> Tensor:
+        """Return where some process has True, bool ``[...]``."""
+        return self._gradients.gather(here[None]).any(0)
+
+    def average(self, bucket: Bucket, header: Tensor) -> bool:
+        """Give all processes the mean gradient; one that some have counts as zero elsewhere.
+
+        Args:
+            bucket: whose gradients.
+            header: of the message that this process would send by itself.
+
+        Returns:
+            whether some process has its flag set.
+
+        Raises:
+            TrainingFailed: if processes are in different steps or have different hyperparameters.
+        """
+        headers = bucket.header.decode(self._gradients.gather(header[None]))
+        bucket.check_in_step(headers, self._ranks, "process")
         numel = bucket.exchange.numel
         if bucket.index not in self._means:
             mean = RoundedMean(self._gradients, numel, self._wire, device=bucket.device)
@@ -76,12 +97,13 @@ class Node:
         exchange.encode(0, pad(bucket.gradients(), (0, exchange.numel - numel)))
         exchange.run(bucket.step)
         mean = exchange.decode()
-        for slot, here in zip(bucket.slots, present, strict=True):
+        for slot, here in zip(bucket.slots, headers.present, strict=True):
             if not here:
                 continue
             if slot.tensor.grad is None:
                 slot.tensor.grad = torch.empty_like(slot.tensor)
             slot.tensor.grad.copy_(slot.view(mean))
+        return headers.flag
 
     def run(self, bucket: Bucket) -> None:
         """Run the exchange of a bucket on one process, and hand on what came of it."""

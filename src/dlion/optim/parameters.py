@@ -59,7 +59,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self._frozen: list[Tensor] = []
         self._constructed = False
-        super().__init__(params, {**defaults, "steps": 0})
+        self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
+        super().__init__(params, {**self._hyperparameters})
         self._constructed = True
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
@@ -105,7 +106,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             "parameter dtypes": [str(tensor.dtype) for tensor in params],
             "frozen parameters": [tensor.requires_grad for tensor in params],
         }
-        check_alike(self.channel, facts)
+        self._check_alike(facts)
         check_bare(params)
         for bucket in buckets:
             self._give(bucket.params)
@@ -116,6 +117,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 values = here.contiguous()
                 self._give(values)
                 here.copy_(values)
+
+    def _check_alike(self, facts: dict[str, Any]) -> None:
+        """Compare what all processes were given."""
+        check_alike(self.channel, facts)
 
     def _give(self, values: Tensor) -> None:
         """Give all processes the values of process 0."""
@@ -246,8 +251,14 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         param_of = dict(zip(names, self.params, strict=False))  # torch compares how many
         saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
         here, flats = spread_state(self)
-        for name, tensors in state_dict["state"].items():
-            check_state(name, tensors, here.get(param_of[name], {}), self._worker())
+        for group in state_dict["param_groups"]:
+            missing = sorted(self._hyperparameters.keys() - group.keys())
+            if missing:
+                raise ValueError(
+                    f"the saved state has no {', '.join(missing)}: it is of another method"
+                )
+        for name, param in param_of.items():
+            check_state(name, saved.get(param, {}), here.get(param, {}), self._worker())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for bucket in self.buckets:
             first = bucket.slots[0].tensor

@@ -1,11 +1,10 @@
 """Averages the workers' momenta now and then."""
 
-import re
-
 import torch
 
 from dlion.exchange import Channel, DenseMean
 from dlion.optim.bucket import Bucket
+from dlion.optim.checks import check_pattern
 
 
 class MomentumSync:
@@ -39,7 +38,7 @@ class MomentumSync:
                 " or exponential"
             )
         self.every, self.rate = every, rate
-        self.pattern = None if pattern is None else re.compile(pattern)
+        self.pattern = check_pattern("sync_pattern", pattern)
         self._means: dict[Bucket, DenseMean] = {}
 
     def is_due(self, step: int) -> bool:

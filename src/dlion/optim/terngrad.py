@@ -20,7 +20,7 @@ class TernGrad(DistributedOptimizer):
     workers' ``max |g|``, agreed on first (4 bytes per tensor and worker). Everyone takes the mean
     times s: unbiased, and integers of ``ceil(log2(2 n + 1))`` bits on the way back.
     Source: Wen et al. 2017 (arXiv 1705.07878), Algorithm 1 with layer-wise ternarising, gradient
-    clipping and scaler sharing. NaN becomes 0.
+    clipping and scaler sharing. A worker with NaN in a tensor sends 0 for all of it.
 
     When not to use it: with few workers, as the noise of n coins is large beside the gradient, and
     where a step waits for latency, as the scales take another round.
