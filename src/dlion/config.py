@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from dlion.errors import UserError
-from dlion.settings import Settings, check_complete, parameters, root_cause
-from dlion.values import did_you_mean
+from dlion.settings import Settings, check_complete, root_cause
+from dlion.values import did_you_mean, parameters
 
 _PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
 _OTHER_NAMES = {

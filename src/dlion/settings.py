@@ -9,9 +9,8 @@ checked as far as it has annotations.
 import inspect
 import re
 import textwrap
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, is_dataclass
-from functools import cache
 from typing import (
     Annotated,
     Any,
@@ -20,7 +19,6 @@ from typing import (
     Unpack,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,11 +35,13 @@ from dlion.values import (
     Probability,
     Share,
     Whole,
-    accepts,
     advice,
-    choices,
     did_you_mean,
+    hints,
+    parameters,
+    refusal,
     show,
+    signature,
 )
 
 SPECIAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")
@@ -297,17 +297,6 @@ def root_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else root_cause(error.__cause__)
 
 
-@cache
-def parameters(target: Any) -> dict[str, Any]:
-    """Return the types of a class's or function's parameters by name, ``Any`` where it has none."""
-    hints = _hints(target)
-    return {
-        name: hints.get(name, Any) if parameter.default is not None else hints.get(name, Any) | None
-        for name, parameter in _signature(target).items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
 def sentences(target: Any) -> dict[str, str]:
     """Return what the Args of a class's or function's docstring say about each parameter."""
     _, _, text = inspect.getdoc(target).partition("\nArgs:\n") if target.__doc__ else ("", "", "")
@@ -365,40 +354,21 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
         for name in parameters(hint):
             if name not in value:
                 raise UserError(f"{key}.{name} cannot be left out: type {key}.{name}=VALUE")
-        return _check_keys(key, value, hint)
+        _check_keys(key, value, hint)
+        return
     if isinstance(value, dict) and "_target_" in value:  # an object of the user's own
-        return None
+        return
     if value == "???":
         raise UserError(f"{key} has no value: {advice(hint)}")
-    if accepts(hint, value):
-        return None
-    known = choices(hint)
-    guess = did_you_mean(value, known) if isinstance(value, str) else ""
-    wrong = "unknown" if isinstance(value, str) and known else "not possible"
-    raise UserError(f"{key}={show(value)} is {wrong}{guess}: {advice(hint)}")
-
-
-@cache
-def _signature(target: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):  # it is written in C, or no function
-        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
-
-
-@cache
-def _hints(target: Any) -> dict[str, Any]:
-    try:
-        function = target.__init__ if isinstance(target, type) else target
-        return get_type_hints(function, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # names that only a type checker knows
-        return {}
+    wrong = refusal(value, hint)
+    if wrong is not None:
+        raise UserError(f"{key}={show(value)} {wrong}")
 
 
 def _is_open(target: Any) -> bool:
     """Whether any keyword may be given; ``**common: Unpack[...]`` are those of the run itself."""
     return any(
         parameter.kind is parameter.VAR_KEYWORD
-        and get_origin(_hints(target).get(name)) is not Unpack
-        for name, parameter in _signature(target).items()
+        and get_origin(hints(target).get(name)) is not Unpack
+        for name, parameter in signature(target).items()
     )

@@ -1,33 +1,41 @@
 """Types of settings: each says which values a setting may have, to people and to programs.
 
 A setting is a parameter of a function or class, so its type is that parameter's annotation. Ranges
-stand in it as :class:`Limits`, or as pydantic's ``Field``, choices as ``Literal``.
+stand in it as :class:`Limits`, or as pydantic's ``Field``, which has them by the same names;
+choices as ``Literal``.
 """
 
 import difflib
+import inspect
 import json
+import math
+import operator
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from numbers import Integral, Real
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the values of a type, in its annotation, by the names that pydantic gives them."""
+    """Limits of the values of a type, in its annotation."""
 
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
     min_length: int | None = None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """Answer pydantic, which asks this when it checks values; the library does without it."""
-        from pydantic import Field
-
-        return handler(Annotated[source, Field(**vars(self))])
 
 
 class Called(NamedTuple):
@@ -60,35 +68,46 @@ _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value, as YAML has it, is one of a type; true for a type that says nothing.
+    """Whether a value is one of a type; true for a type that says nothing.
 
     A list may stand for a tuple and a whole number for a float, but nothing is converted: True is
     no number, 1 is not true, "4" is not 4, and NaN and infinity are no numbers.
     """
-    adapter = _adapter(hint)
-    if adapter is None:
-        return True
-    from pydantic import ValidationError
-
-    if isinstance(value, bool) and choices(hint):
-        return any(value is choice for choice in choices(hint))  # True == 1
-    try:
-        adapter.validate_json(json.dumps(value, default=str))
-    except ValidationError:
-        return False
-    return True
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return accepts(arguments[0], value) and all(_within(value, of) for of in _limits(hint))
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return any(accepts(part, value) for part in arguments)
+    if origin is Callable:
+        return callable(value)
+    if origin is dict:
+        key, item = arguments
+        return isinstance(value, Mapping) and all(
+            accepts(key, k) and accepts(item, v) for k, v in value.items()
+        )
+    if origin in (list, tuple, Sequence):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            return False
+        if origin is not tuple or ... in arguments:
+            return all(accepts(arguments[0], item) for item in value)
+        return len(value) == len(arguments) and all(map(accepts, arguments, value))
+    if hint in (int, float):
+        number = isinstance(value, Integral if hint is int else Real) and math.isfinite(value)
+        return number and not isinstance(value, bool)
+    return isinstance(value, hint) if hint in _NOUNS else True
 
 
 def describe(hint: Any) -> str:
     """Say which values a type has: "a whole number, at least 1, or null"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        kind, *limits = arguments
-        limits = [part for limit in limits for part in getattr(limit, "metadata", [limit])]
+        limits = _limits(hint)
         for limit in limits:
             if isinstance(limit, Called):
                 return limit.words
-        return ", ".join(filter(None, (describe(kind), " and ".join(map(_limit, limits)))))
+        return ", ".join(filter(None, (describe(arguments[0]), " and ".join(map(_limit, limits)))))
     if origin is Literal:
         return _either([show(choice) for choice in arguments])
     if origin in (Union, types.UnionType):
@@ -101,6 +120,16 @@ def describe(hint: Any) -> str:
     if origin in (list, tuple, Sequence):
         return f"a list, [A, B, ...], each {describe(arguments[0])}"
     return _NOUNS.get(hint, f"a value of type {getattr(hint, '__name__', hint)}")
+
+
+def refusal(value: Any, hint: Any) -> str | None:
+    """Return what is wrong with a value of a type and what to type, behind its name; or None."""
+    if accepts(hint, value):
+        return None
+    known = choices(hint)
+    guess = did_you_mean(value, known) if isinstance(value, str) else ""
+    wrong = "unknown" if isinstance(value, str) and known else "not possible"
+    return f"is {wrong}{guess}: {advice(hint)}"
 
 
 def advice(hint: Any) -> str:
@@ -130,16 +159,19 @@ def show(value: Any) -> str:
     return str(value)
 
 
-@cache
-def _adapter(hint: Any) -> Any:
-    """Return what pydantic makes of a type; None: it knows nothing of values that YAML has."""
-    from pydantic import ConfigDict, TypeAdapter
-    from pydantic.errors import PydanticUserError
+def _limits(hint: Any) -> list[Any]:
+    """Return what an annotated type says beside its type; pydantic's ``Field`` says several."""
+    return [part for said in hint.__metadata__ for part in getattr(said, "metadata", [said])]
 
-    try:
-        return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
-    except PydanticUserError:
-        return None
+
+def _within(value: Any, limit: Any) -> bool:
+    """Whether a value is inside a limit, or what is none."""
+    holds = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
+    bounds = ((holds[name], getattr(limit, name, None)) for name in holds)
+    shortest = getattr(limit, "min_length", None)
+    return all(at is None or compare(value, at) for compare, at in bounds) and (
+        shortest is None or len(value) >= shortest
+    )
 
 
 def _limit(limit: Any) -> str:
@@ -151,6 +183,36 @@ def _limit(limit: Any) -> str:
 def _either(words: list[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
+
+
+@cache
+def signature(target: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class or function."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):  # it is written in C, or no function
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
+
+
+@cache
+def hints(target: Any) -> dict[str, Any]:
+    """Return the annotations of a class's or function's parameters."""
+    try:
+        function = target.__init__ if isinstance(target, type) else target
+        return get_type_hints(function, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # names that only a type checker knows
+        return {}
+
+
+@cache
+def parameters(target: Any) -> dict[str, Any]:
+    """Return the types of a class's or function's parameters by name, ``Any`` where it has none."""
+    known = hints(target)
+    return {
+        name: known.get(name, Any) if parameter.default is not None else known.get(name, Any) | None
+        for name, parameter in signature(target).items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
 
 
 def did_you_mean(word: str, known: Iterable[Any]) -> str:

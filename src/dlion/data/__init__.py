@@ -16,7 +16,8 @@ from dlion.data.sharding import Sharding
 from dlion.data.text import TextData, stdlib_text
 from dlion.data.tokens import prepared_text
 from dlion.errors import UserError
-from dlion.settings import Use, parameters
+from dlion.settings import Use
+from dlion.values import parameters
 
 __all__ = [
     "Data",

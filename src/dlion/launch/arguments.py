@@ -10,7 +10,8 @@ from hydra._internal.utils import get_args_parser
 
 from dlion.config import expand_home
 from dlion.errors import UserError
-from dlion.settings import Settings, component_of, parameters
+from dlion.settings import Settings, component_of
+from dlion.values import parameters
 
 
 class Arguments:

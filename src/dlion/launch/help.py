@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from dlion.config import settle
 from dlion.errors import UserError
 from dlion.launch.arguments import Arguments
-from dlion.settings import SPECIAL, Settings, component_of, locate, parameters, sentences
-from dlion.values import Folder, Name, describe, did_you_mean, show
+from dlion.settings import SPECIAL, Settings, component_of, locate, sentences
+from dlion.values import Folder, Name, describe, did_you_mean, parameters, show
 
 USAGE = """\
 usage: python train.py [GROUP=NAME ...] [KEY=VALUE ...]

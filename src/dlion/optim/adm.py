@@ -65,14 +65,6 @@ class DLionADM(DistributedOptimizer):
         weighted: bool = False,
         **common: Unpack[Common],
     ):
-        if not isinstance(rise, int) or not 1 <= rise <= 32:
-            raise ValueError(f"rise={rise} is not possible: choose 1 to 32 levels, a whole number")
-        if not isinstance(lookahead, (int, float)) or not 0 <= lookahead < float("inf"):
-            raise ValueError(f"lookahead={lookahead} is not possible: give a number, 0 or more")
-        if limit is not None and not (isinstance(limit, (int, float)) and limit >= 1):
-            raise ValueError(f"limit={limit} is not possible: give 1 or more, or null (None)")
-        if weighted not in (False, True):  # a word would count as true
-            raise ValueError(f"weighted={weighted} is not possible: choose true or false")
         self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)

@@ -19,9 +19,10 @@ from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, c
 from dlion.optim.node import DenseWire, Node
 from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
+from dlion.values import Positive
 from dlion.workers import Workers, voters
 
-NONFINITE = ("stop", "skip")
+Nonfinite = Literal["stop", "skip"]
 BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
 
 
@@ -36,7 +37,7 @@ class Common(TypedDict, total=False):
     seed: int
     overlap: bool
     bucket_cap_mb: float | Literal["auto"] | None
-    nonfinite: str | None
+    nonfinite: Nonfinite | None
 
 
 class DistributedOptimizer(BucketedOptimizer):
@@ -146,12 +147,10 @@ class DistributedOptimizer(BucketedOptimizer):
         dense_wire: DenseWire = "bf16",
         seed: int = 0,
         overlap: bool = False,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
-        nonfinite: str | None = None,
+        bucket_cap_mb: Positive | Literal["auto"] | None = None,
+        nonfinite: Nonfinite | None = None,
     ):
-        check_hyperparameters(defaults)
-        if nonfinite not in (None, *NONFINITE):
-            raise ValueError(f"nonfinite={nonfinite} is unknown: choose stop, skip or null (None)")
+        check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)

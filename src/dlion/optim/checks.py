@@ -2,10 +2,12 @@
 
 import gc
 import hashlib
+import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,39 +19,42 @@ from torch.nn.parallel import DistributedDataParallel
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
 from dlion.optim.shards import EXCHANGE, local_part
-from dlion.wire.formats import VALUE_BITS
+from dlion.values import parameters, refusal
 from dlion.workers import Workers
 
 
-def check_hyperparameters(group: dict[str, Any]) -> None:
-    """Refuse hyperparameters outside their range; make numbers of tensors of one element."""
-    ranges = {"lr": (0, None), "weight_decay": (0, None), "eps": (0, None), "momentum": (0, 1)}
-    ranges |= {"outer_lr": (0, None), "outer_momentum": (0, 1), "decay": (0, None)}
-    for name, (low, high) in ranges.items():
-        if name not in group:
-            continue
-        value = group[name]
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = group[name] = value.item()
-        if not isinstance(value, (int, float)):
-            raise ValueError(f"{name}={value} is not a number")
-        if not (low <= value and (high is None or value < high)):
-            limit = f"at least {low}" if high is None else f"in [{low}, {high})"
-            raise ValueError(f"{name}={value} is out of range: it must be {limit}")
-    betas = tuple(group.get("betas", (0, 0)))
-    if len(betas) != 2 or not all(isinstance(beta, (int, float)) for beta in betas):
-        raise ValueError(f"betas={betas} is not possible: give two numbers in [0, 1)")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas} is out of range: each is in [0, 1)")
+def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
+    """Refuse hyperparameters that a method cannot have; make numbers of tensors of one element."""
+    types = parameters(kind)
+    for name in types.keys() & group.keys():
+        group[name] = _plain(group[name])
+        _check(name, group[name], types[name])
 
 
-def check_topk(chunk: int, topk: int, value_bits: int) -> None:
-    """Refuse messages of entries of chunks that cannot be."""
-    for name, value in (("chunk", chunk), ("topk", topk)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value} is not possible: give a whole number, 1 or more")
-    if value_bits not in VALUE_BITS:
-        raise ValueError(f"value_bits={value_bits} is not possible: choose 2, 16 or 32")
+def checked(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor refuse arguments that are not of its parameters' types."""
+    known = inspect.signature(constructor)
+
+    @wraps(constructor)
+    def check_first(self: Any, *args: Any, **kwargs: Any) -> None:
+        types = parameters(constructor)
+        for name, value in known.bind(self, *args, **kwargs).arguments.items():
+            if name in types:
+                _check(name, _plain(value), types[name])
+        constructor(self, *args, **kwargs)
+
+    return check_first
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    wrong = refusal(value, hint)
+    if wrong is not None:
+        wrong = wrong.replace("null", "None").replace("type true or false", "give True or False")
+        raise ValueError(f"{name}={value} {wrong}")
 
 
 def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:

@@ -8,7 +8,6 @@ from dlion.exchange import CosineTopKMean
 from dlion.exchange.topk import bits_each_way
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
-from dlion.optim.checks import check_topk
 from dlion.values import Count, NotNegative, Probability
 from dlion.wire.formats import ValueBits
 
@@ -66,7 +65,6 @@ class DeMo(DistributedOptimizer):
         value_bits: ValueBits = 32,
         **common: Unpack[Common],
     ):
-        check_topk(chunk, topk, value_bits)
         self.chunk, self.topk, self.value_bits = chunk, topk, value_bits
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange import (
-    TIES,
-    WAYS,
     Costs,
     LevelExchange,
     LevelMean,
@@ -30,7 +28,6 @@ from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
 
 Aggregation = Literal["mavo", "avg"]
-AGGREGATIONS = get_args(Aggregation)
 
 
 class Part(NamedTuple):
@@ -70,24 +67,14 @@ class SignedDescent(DistributedOptimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        aggregation: str,
-        ties: str,
+        aggregation: Aggregation,
+        ties: Ties,
         weighted: bool = False,
         exchange: Way | Shape = "direct",
         **common: Unpack[Common],
     ):
-        if aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation={aggregation} is unknown: choose mavo or avg")
-        if ties not in TIES:
-            raise ValueError(f"ties={ties} is unknown: choose one of {', '.join(TIES)}")
-        if weighted not in (False, True):  # a word would count as true
-            raise ValueError(f"weighted={weighted} is not possible: choose true or false")
         if weighted and (aggregation != "mavo" or ties == "zero"):
             raise ValueError("weighted=true needs aggregation=mavo, and ties other than zero")
-        if isinstance(exchange, str) and exchange not in WAYS:
-            raise ValueError(
-                f"exchange={exchange} is unknown: choose {', '.join(WAYS)} or the sizes of a grid"
-            )
         if weighted and exchange not in ("direct", "auto"):
             raise ValueError(
                 "weighted=true needs exchange=direct: on a grid owners see sums, not who voted how"

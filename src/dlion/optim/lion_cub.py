@@ -1,7 +1,7 @@
 """Lion Cub: Lion whose direction is quantised to p bits before the vote."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -14,9 +14,7 @@ from dlion.optim.sync import MomentumSync
 from dlion.values import Betas, Name, NotNegative, Positive, Whole
 
 Bits = Literal[1, 2, 4, 8]
-BITS = get_args(Bits)
 Scale = Literal["l1", "max", "geometric"]
-SCALES = get_args(Scale)
 
 
 class LionCub(SignedDescent):
@@ -70,10 +68,6 @@ class LionCub(SignedDescent):
         exchange: Way | Shape = "direct",
         **common: Unpack[Common],
     ):
-        if bits not in BITS:
-            raise ValueError(f"bits={bits} is not possible: choose 1, 2, 4 or 8")
-        if scale not in SCALES:
-            raise ValueError(f"scale={scale} is unknown: choose one of {', '.join(SCALES)}")
         self.bits, self.scale = bits, scale
         self.levels = 2 if bits == 1 else 2**bits - 1
         self.momentum_sync, self.sync_rate = momentum_sync, sync_rate

@@ -68,14 +68,10 @@ class LocalUpdate(DistributedOptimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        inner: str | Maker,
-        local_steps: int,
+        inner: InnerOptimizer,
+        local_steps: Count,
         **common: Unpack[Common],
     ):
-        if not callable(inner) and inner not in INNER:
-            raise ValueError(f"inner={inner} is unknown: choose {', '.join(INNER)}")
-        if not isinstance(local_steps, int) or local_steps < 1:
-            raise ValueError(f"local_steps={local_steps} is not possible: give 1 or more")
         self.inner, self.local_steps = inner, local_steps
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
@@ -222,8 +218,6 @@ class DiLoCo(LocalUpdate):
         wire: Literal["float32", "bf16", "int8", "sign"] = "float32",
         **common: Unpack[Common],
     ):
-        if wire not in _BITS:
-            raise ValueError(f"wire={wire} is unknown: choose {', '.join(_BITS)}")
         self.wire = wire
         self.own_state = ["residual"] if wire == "sign" else []
         defaults = {

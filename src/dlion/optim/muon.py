@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Unpack, get_args
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -96,12 +96,6 @@ class GMuon(MeanGradientOptimizer):
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        if adjust_lr not in get_args(AdjustLR):
-            raise ValueError(
-                f"adjust_lr={adjust_lr} is unknown: choose match_rms_adamw or original"
-            )
-        if ns_precision not in get_args(Precision):
-            raise ValueError(f"ns_precision={ns_precision} is unknown: choose bf16 or float32")
         check_pattern("adamw_names", adamw_names)
         self.adjust_lr, self.ns_steps, self.ns_precision = adjust_lr, ns_steps, ns_precision
         self.adamw_names = adamw_names

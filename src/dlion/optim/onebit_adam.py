@@ -63,11 +63,6 @@ class OneBitAdam(DistributedOptimizer):
         warmup_steps: Count = 100,
         **common: Unpack[Common],
     ):
-        if not isinstance(warmup_steps, int) or warmup_steps < 1:
-            raise ValueError(
-                f"warmup_steps={warmup_steps} is not possible: give a whole number, at least 1, as"
-                " nothing moves without a variance"
-            )
         self.warmup_steps = warmup_steps
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)

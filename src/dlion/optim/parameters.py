@@ -16,6 +16,7 @@ from dlion.optim.checks import (
     check_hyperparameters,
     check_parameters,
     check_state,
+    checked,
 )
 from dlion.optim.saving import put_back, spread_state
 from dlion.optim.shards import EXCHANGE, check_sharding, local_part
@@ -45,6 +46,11 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     own_counters: list[str] = []  # a worker's state, one number a parameter
     whole_matrices: bool = False  # whether a part of a matrix will not do
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # pyrefly: ignore[bad-assignment]
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -52,8 +58,6 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         channel: Channel,
         bucket_cap_mb: float | None,
     ):
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is out of range: it must be above 0")
         self.channel, self.workers = channel, channel.workers
         self.bucket_cap_mb = bucket_cap_mb
         self.buckets: list[Bucket] = []
@@ -84,7 +88,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group, first = self.param_groups[-1], len(self.buckets)
-        check_hyperparameters(group)
+        check_hyperparameters(type(self), group)
         check_parameters(group["params"])
         check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]

@@ -63,8 +63,6 @@ class PowerSGD(DistributedOptimizer):
         rank: Count = 4,
         **common: Unpack[Common],
     ):
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"rank={rank} is not possible: give a whole number, at least 1")
         self.rank = rank
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, **common)

@@ -24,11 +24,9 @@ class SparseOptimizer(DistributedOptimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        density: float,
+        density: PositiveShare,
         **common: Unpack[Common],
     ):
-        if not 0 < density <= 1:
-            raise ValueError(f"density={density} is out of range: it must be in (0, 1]")
         self.density = density
         super().__init__(params, defaults, **common)
 

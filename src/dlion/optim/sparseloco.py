@@ -8,7 +8,6 @@ from dlion.exchange import TopKMean
 from dlion.exchange.topk import bits_each_way, blocks_of
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
-from dlion.optim.checks import check_topk
 from dlion.optim.local import InnerOptimizer, LocalUpdate
 from dlion.values import Betas, Count, NotNegative, Share
 from dlion.wire.formats import ValueBits
@@ -72,7 +71,6 @@ class SparseLoCo(LocalUpdate):
         value_bits: ValueBits = 2,
         **common: Unpack[Common],
     ):
-        check_topk(chunk, topk, value_bits)
         self.chunk, self.topk, self.value_bits = chunk, topk, value_bits
         defaults = {
             "lr": lr,

@@ -25,13 +25,6 @@ class MomentumSync:
     """
 
     def __init__(self, every: int | str, rate: float = 1.0, pattern: str | None = None):
-        if every != "exponential" and not (isinstance(every, int) and every >= 0):
-            raise ValueError(
-                f"momentum_sync={every} is not possible: give a number of steps (0 for never) or"
-                " exponential"
-            )
-        if not rate > 0:
-            raise ValueError(f"sync_rate={rate} is out of range: it must be above 0")
         if pattern is not None and not every:
             raise ValueError(
                 f"sync_pattern={pattern} has no effect with momentum_sync=0: give a number of steps"
