@@ -9,6 +9,7 @@ from dlion.exchange import (
     CosineTopKMean,
     DenseMean,
     LevelMean,
+    Matrix,
     ScaledSignMean,
     ScaledTernaryMean,
     SparseMean,
@@ -276,7 +277,7 @@ def test_the_absent_do_not_count_and_do_not_send(make):
 @pytest.mark.parametrize(("k", "smooth"), [(1, True), (3, False), (64, False)])
 def test_cosines_say_constants_in_one_number_and_anything_in_all(k, smooth):
     """Of tiles of 6 by 7, 7 by 7 and, along a vector, 8 or 7; places between tensors stay 0."""
-    matrices, n = [(0, 13, 21), (320, 1, 39)], 2
+    matrices, n = [Matrix(0, 273, 13), Matrix(320, 359, 1)], 2
     exchange = CosineTopKMean(Channel(Workers(local=n)), 384, matrices, 8, k, 32)
     rows = torch.randn(n, 384, generator=torch.Generator().manual_seed(k))
     if smooth:

@@ -3,18 +3,16 @@
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
 from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
-from dlion.exchange.grid import WAYS, Costs, Shape, Way, grid_shape, measure_costs
+from dlion.exchange.grid import Costs, Shape, Way, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
-from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote, WarmedUpSignMean
+from dlion.exchange.scaled_sign import ScaledSignMean, Spans, TrackingVote, WarmedUpSignMean
 from dlion.exchange.sparse import SparseMean
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.exchange.topk import CosineTopKMean, TopKMean
-from dlion.exchange.vote import TIES, LevelExchange, LevelMean, Ties, Vote, WeightedVote
+from dlion.exchange.vote import LevelExchange, LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
-    "TIES",
-    "WAYS",
     "Buffers",
     "Channel",
     "CosineTopKMean",
@@ -32,6 +30,7 @@ __all__ = [
     "ScaledSignMean",
     "ScaledTernaryMean",
     "Shape",
+    "Spans",
     "SparseMean",
     "TernaryMean",
     "Ties",

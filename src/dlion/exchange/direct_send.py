@@ -35,19 +35,14 @@ class Exchange(ABC):
 
     Args:
         channel: the collectives.
-        numel: number of parameters; they are cut into n slices, padded to the up wire's group.
-        up: the wire towards the owner of a slice.
-        down: the wire back, for a number of senders.
+        numel: number of parameters.
         header_bytes: bytes that go with each message, a multiple of 8.
         device: of the messages.
 
     Attributes:
-        up, down: the wires, for the senders of the latest messages.
-        senders: how many workers sent the latest messages, at first n.
-        slice: parameters owned by one worker.
-        numel: parameters in all slices, what messages must hold.
+        numel: values that messages must hold, padding included.
         headers: uint8 ``[m, header_bytes]``, those of the latest messages, by sender.
-        answer: the packed answers of the n owners, uint8, until the next :meth:`run`.
+        answer: what came of the latest messages, until the next :meth:`run`.
         state: tensors ``[k, ...]`` that a checkpoint must keep (empty for most exchanges).
     """
 
@@ -58,17 +53,11 @@ class Exchange(ABC):
         self,
         channel: Channel,
         numel: int,
-        up: Wire,
-        down: Callable[[int], Wire],
         header_bytes: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        n = channel.workers.count
         self.channel, self.header_bytes, self.device = channel, header_bytes, device
-        self.up, self.down, self._down = up, down(n), down
-        self.senders = n
-        self.slice = -(-numel // (n * up.group)) * up.group
-        self.numel = n * self.slice
+        self.numel = numel
         self.state: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -103,7 +92,35 @@ class Exchange(ABC):
         """Put back what :meth:`elementwise` has returned."""
 
 
-class DirectSend(Exchange):
+class OwnedSlices(Exchange):
+    """An exchange in which each worker owns a slice of the parameters, and combines it for all.
+
+    Args:
+        numel: number of parameters; they are cut into n slices, padded to the up wire's group.
+        up: the wire towards the owner of a slice.
+        down: the wire back, for a number of senders.
+
+    Attributes:
+        up, down: the wires, for the senders of the latest messages.
+        senders: how many workers sent the latest messages, at first n.
+        slice: parameters owned by one worker.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        up: Wire,
+        down: Callable[[int], Wire],
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        n = self.senders = channel.workers.count
+        self.up, self.down, self._down = up, down(n), down
+        self.slice = -(-numel // (n * up.group)) * up.group
+        super().__init__(channel, n * self.slice, **buffers)
+
+
+class DirectSend(OwnedSlices):
     """The exchange of messages of one size; subclasses say how an owner combines them.
 
     Buffers are made once; those of the answers again whenever their wire changes.

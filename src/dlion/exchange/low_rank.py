@@ -8,7 +8,6 @@ from torch import Tensor
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DenseMean, Exchange
 from dlion.streams import stream
-from dlion.wire import Float32
 
 
 class Matrix(NamedTuple):
@@ -57,7 +56,7 @@ class LowRankMean(Exchange):
         seed: int = 0,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)
+        super().__init__(channel, numel, **buffers)
         self.rank = rank
         self.matrices = [t for t in tensors if rank * (t.rows + t.columns) < t.rows * t.columns]
         self._vectors = [tensor for tensor in tensors if tensor not in self.matrices]

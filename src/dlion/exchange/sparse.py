@@ -9,14 +9,14 @@ from torch import Tensor
 from dlion import kernels
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import Buffers, Exchange
+from dlion.exchange.direct_send import Buffers, OwnedSlices
 from dlion.wire import Float32, Sparse
 
 COUNT_BYTES = 4  # before each message: its number of entries, int32
 DENSE = -1  # instead of a number of entries: float32 for all
 
 
-class SparseMean(Exchange):
+class SparseMean(OwnedSlices):
     """The mean of messages of entries (index, value); absent entries count as zero.
 
     Sizes differ, so a header of 4 bytes per slice, the number of entries, travels before each

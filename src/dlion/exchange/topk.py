@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, Exchange
+from dlion.exchange.low_rank import Matrix
 from dlion.wire import TopK
 from dlion.wire.formats import ValueBits
 
@@ -85,9 +86,7 @@ class TopKMean(Exchange):
         for block in blocks:
             by_size[block.size].append(block)
         wires = {size: TopK(size, min(k, size), value_bits) for size in by_size}
-        wire = wires[max(wires)]
-        super().__init__(channel, numel, wire, lambda _: wire, **buffers)
-        self.slice = self.numel = numel  # not cut: nobody owns a part
+        super().__init__(channel, numel, **buffers)
         self._groups: list[Group] = []
         end = 0
         for size, wire in wires.items():
@@ -144,14 +143,14 @@ class Tiles(NamedTuple):
     """Tiles of one size, next to each other in a matrix, ``rows * columns`` of them.
 
     Attributes:
-        matrix: ``(start, rows, columns)`` of the matrix in a vector.
+        matrix: in a vector.
         top, left: the first row and the first column that they cover.
         rows, columns: of tiles.
         height, width: of a tile.
         block: where in a vector their coefficients are.
     """
 
-    matrix: tuple[int, int, int]
+    matrix: Matrix
     top: int
     left: int
     rows: int
@@ -162,19 +161,16 @@ class Tiles(NamedTuple):
 
     def of(self, vector: Tensor) -> Tensor:
         """Return the tiles of a vector, as a view ``[rows, columns, height, width]``."""
-        start, rows, columns = self.matrix
-        matrix = vector[start : start + rows * columns].view(rows, columns)
         bottom, right = self.top + self.rows * self.height, self.left + self.columns * self.width
-        part = matrix[self.top : bottom, self.left : right]
+        part = self.matrix.view(vector)[self.top : bottom, self.left : right]
         return part.unflatten(1, (-1, self.width)).unflatten(0, (-1, self.height)).transpose(1, 2)
 
 
-def tiles_of(matrix: tuple[int, int, int], side: int) -> list[Tiles]:
+def tiles_of(matrix: Matrix, side: int) -> list[Tiles]:
     """Cut a matrix into tiles of at most ``side`` rows and columns, as equal as can be."""
-    start, height, width = matrix
-    found = []
-    for top, rows, h in blocks_of(0, height, side):
-        for left, columns, w in blocks_of(0, width, side):
+    start, found = matrix.start, []
+    for top, rows, h in blocks_of(0, matrix.rows, side):
+        for left, columns, w in blocks_of(0, matrix.columns, side):
             block = Block(start, rows * columns, h * w)
             found.append(Tiles(matrix, top, left, rows, columns, h, w, block))
             start += rows * columns * h * w
@@ -189,7 +185,7 @@ class CosineTopKMean(TopKMean):
     and rounded to float32, so that no bit of it, nor a sign, depends on the order of the sums.
 
     Args:
-        matrices: ``(start, rows, columns)`` of each matrix in ``numel``.
+        matrices: in ``numel``.
         side: of the largest tile.
         k, value_bits: as for :class:`TopKMean`.
     """
@@ -198,7 +194,7 @@ class CosineTopKMean(TopKMean):
         self,
         channel: Channel,
         numel: int,
-        matrices: Iterable[tuple[int, int, int]],
+        matrices: Iterable[Matrix],
         side: int,
         k: int,
         value_bits: ValueBits,

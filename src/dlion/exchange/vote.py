@@ -7,7 +7,7 @@ as bit planes, whole words at a time, and never unpacked on the way.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Literal, Unpack, get_args
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from dlion.streams import stream
 from dlion.wire import Level, Sign, Ternary, Wire
 
 Ties = Literal["zero", "plus", "alternate", "random", "previous"]
-TIES = get_args(Ties)
 AGREEMENT = 0.75  # of every worker with the outcome, before anything is known
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion import kernels
-from dlion.exchange import CosineTopKMean
+from dlion.exchange import CosineTopKMean, Matrix
 from dlion.exchange.topk import bits_each_way
 from dlion.optim.base import Common, DistributedOptimizer
 from dlion.optim.bucket import Bucket
@@ -76,9 +76,7 @@ class DeMo(DistributedOptimizer):
 
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
         sides = self.chunk, self.topk, self.value_bits
-        matrices = [
-            (slot.start, slot.rows, (slot.stop - slot.start) // slot.rows) for slot in bucket.slots
-        ]
+        matrices = [Matrix(slot.start, slot.stop, slot.rows) for slot in bucket.slots]
         return CosineTopKMean(self.channel, bucket.numel, matrices, *sides, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-
-Spans = list[tuple[int, int]]
+from dlion.exchange import Spans
 
 
 def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor, Tensor]:
