@@ -337,8 +337,9 @@ class DistributedOptimizer(BucketedOptimizer):
         """Say which workers take part from the next step on, ascending; None: all.
 
         Absent workers send nothing and keep their state; they still receive the update and still
-        combine the slice they own (under TernGrad they also send 4 bytes a parameter tensor). They
-        are not to be collected. All processes must name the same workers::
+        combine the slice they own. (They also send 4 bytes a parameter tensor under TernGrad, and
+        a byte under DLionADM in the first step.) They are not to be collected. All processes must
+        name the same workers::
 
             optimizer = DLion(model.parameters(), workers=Workers.current(local=4))
             optimizer.set_participants([0, 2])
