@@ -174,10 +174,12 @@ def test_a_tracking_vote_goes_on_counting_the_absent():
     assert not exchange.state["estimate"][:, D:].any()
 
 
-def test_a_tracking_vote_of_exactly_zero_repeats_the_last_answer():
+def test_a_tracking_vote_of_exactly_zero_goes_back_and_forth():
     exchange, row = TrackingVote(Channel(Workers(local=2)), D), 2.0 * votes(1)[0] - 1
     assert torch.equal(ask(exchange, torch.stack([row, row])), row)
-    assert torch.equal(ask(exchange, torch.stack([row, -row])), row)
+    nobody = torch.stack([row, -row])
+    assert torch.equal(ask(exchange, nobody), -row)
+    assert torch.equal(ask(exchange, nobody), row)
 
 
 def test_dense_mean_adds_in_the_order_of_the_workers():

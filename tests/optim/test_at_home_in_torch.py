@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_model
 
+from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
     DeMo,
@@ -434,8 +435,80 @@ def test_with_overlap_a_backward_pass_while_all_are_absent_is_ignored():
     model = net()
     optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, workers=Workers(local=2))
     optimizer.set_participants([1])
-    before = flat(model)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     backward(model)
     optimizer.collect(1)
     optimizer.step()
     assert not torch.equal(flat(model), before)
+
+
+def test_weights_handed_to_another_process_are_trained_on():
+    """torch moves a storage into shared memory in place."""
+    model = net()
+    optimizer = DLion(model.parameters(), lr=0.1)
+    for shares in (False, True, False):
+        if shares:
+            model.share_memory()
+        before = [param.detach().clone() for param in model.parameters()]
+        model(torch.ones(1, 50)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for param, old in zip(model.parameters(), before, strict=True):
+            assert ((param - old).abs() > 0.09).all()
+
+
+def test_half_a_step_is_not_gone_on_with():
+    model = net()
+    optimizer = DLion(model.parameters(), lr=0.1, nonfinite="stop")
+    saved = copy.deepcopy(optimizer.state_dict())
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    with pytest.raises(TrainingFailed, match="not finite"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="an earlier step failed half-way"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    after = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.testing.assert_close(after, before - 0.1)
+
+
+def test_edited_groups_are_refused():
+    model = net()
+    optimizer = DLion([{"params": [param]} for param in model.parameters()])
+    group = optimizer.param_groups.pop()
+    with pytest.raises(RuntimeError, match="param_groups were edited"):
+        optimizer.step()
+    optimizer.param_groups.append(group)
+    optimizer.step()
+    group["params"][0] = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match="param_groups were edited"):
+        optimizer.step()
+
+
+def test_with_overlap_rates_are_set_before_the_backward_pass():
+    model = net()
+    optimizer = DLion(model.parameters(), overlap=True)
+    model(torch.ones(1, 50)).sum().backward()
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    with pytest.raises(RuntimeError, match="set it before backward"):
+        optimizer.step()
+
+
+def test_frozen_parameters_may_be_anything():
+    model = net()
+    model.codes = torch.nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+    model.wide = torch.nn.Parameter(torch.ones(1).expand(4), requires_grad=False)
+    group = {"params": model.parameters(), "owner": object()}
+    DLion([group]).step()
+
+
+def test_shards_of_fsdp1_are_refused():
+    shard = torch.nn.Parameter(torch.zeros(4))
+    shard._fsdp_flattened = True
+    with pytest.raises(ValueError, match="use fully_shard"):
+        DLion([shard])

@@ -435,6 +435,18 @@ def of_a_backend(name: str) -> list[float]:
     return flat(model)
 
 
+def made_too_early() -> str:
+    optimizer = DLion(net().parameters())
+    join_process_group("gloo", 60)
+    message = refused(optimizer.step)
+    dist.destroy_process_group()
+    return message
+
+
+def test_an_optimizer_that_is_made_too_early_does_not_train_alone():
+    assert "call init_process_group() first" in run_processes(2, made_too_early)
+
+
 def test_the_backend_may_be_named_by_device():
     """As torch does where none is named."""
     one, other = (run_processes(2, of_a_backend, name) for name in ("gloo", "cpu:gloo"))

@@ -209,8 +209,8 @@ class TrackingVote(ScaledSignExchange):
     Worker i keeps the estimate h_i of its vector and sends the scaled signs of the difference,
     which both ends add: ``q = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q``, the means
     over pieces. The owner keeps the sum of the estimates of all workers, in which an absent
-    worker's stays, and answers with its sign in one bit. For a sum of exactly 0 that is its answer
-    before, at first +1.
+    worker's stays, and answers with its sign in one bit. For a sum of exactly 0 that is the
+    opposite of its answer before, so that what nobody moves goes back and forth.
 
     The sum is rounded by itself, so it is that of the workers' estimates up to the rounding of the
     largest so far. It takes 4 bytes a parameter on each worker, and for each parameter it owns 4
@@ -244,7 +244,9 @@ class TrackingVote(ScaledSignExchange):
         for message in messages:
             total += self.unpack(message, index)
         previous = self.state["previous"][owner]
-        previous &= self.down.encode(total == 0)
+        zero = self.down.encode(total == 0)
+        previous ^= zero
+        previous &= zero
         previous |= self.down.encode(total > 0)
         answer.copy_(previous)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from dlion.exchange import Channel
-from dlion.optim.bucket import Bucket, InFlight
+from dlion.optim.bucket import Bucket, InFlight, plain_values
 from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, check_spread
 from dlion.optim.node import DenseWire, Node
 from dlion.optim.parameters import BucketedOptimizer
@@ -52,7 +52,8 @@ class DistributedOptimizer(BucketedOptimizer):
         optimizer.zero_grad()
 
     Creating it copies the parameters of process 0 to all and moves the trained ones into flat
-    buffers. Gradient accumulation, parameter groups, LR schedulers, autocast and ``state_dict``
+    buffers, so they share memory with nothing else from then on (a Parameter that is used twice
+    stays one). Gradient accumulation, parameter groups, LR schedulers, autocast and ``state_dict``
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
 
@@ -152,6 +153,7 @@ class DistributedOptimizer(BucketedOptimizer):
     ):
         check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
+        self._met_nobody = not (workers or process_group or mesh or dist.is_initialized())
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
@@ -170,7 +172,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._thread = ExchangeThread(overlap)
         self._collected: set[int] = set()
         self._sent = 0  # buckets whose messages have left
-        self._stepped = False
+        self._stepped = self._failed = False
         self._trained: int | None = None  # parameters in this step, once they are counted
         self._in_backward = False  # or in what a failed pass has left
         self._synchronising = True
@@ -260,6 +262,12 @@ class DistributedOptimizer(BucketedOptimizer):
                 loss = closure()
         if not self._stepped:
             check_bare(self.params)
+            if self._met_nobody and dist.is_initialized() and dist.get_world_size() > 1:
+                raise RuntimeError(
+                    "the optimizer was made before the process group, so each process would train"
+                    " alone: call init_process_group() first"
+                )
+        self._check_groups()
         if self._overflowed():
             return loss
         local = self.channel.local_participants
@@ -270,9 +278,31 @@ class DistributedOptimizer(BucketedOptimizer):
         if self._collected != set(local):
             missing = sorted(set(local) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        self._exchange_and_update()
+        with self._whole():
+            self._exchange_and_update()
         self._end_step()
         return loss
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Remember whether what it runs fails: half a step can neither go on nor be taken back."""
+        if self._failed:
+            raise RuntimeError(
+                "an earlier step failed half-way, when state had moved: give this optimizer a"
+                " checkpoint (load_state_dict), or make another"
+            )
+        self._failed = True
+        yield
+        self._failed = False
+
+    def _abandon_step(self) -> None:
+        self._thread.abandon()
+        self._failed = self._in_backward = False
+        self._collected.clear()
+        self._skipping.clear()
+        self._sent, self._trained = 0, None
+        for bucket in self.buckets:
+            bucket.flight = InFlight()
 
     def _exchange_and_update(self) -> None:
         """Let all messages leave, wait for the answers and apply them."""
@@ -320,7 +350,7 @@ class DistributedOptimizer(BucketedOptimizer):
         Raises:
             RuntimeError: if messages of a pass that went well have left; step() has to follow then.
         """
-        if self._sent and not self._in_backward:
+        if self._sent and not self._in_backward and not self._failed:
             raise RuntimeError(
                 "zero_grad() after a backward pass whose messages have left, before step(): call"
                 " step(), or, where a pass is not to count (through another model's parameters, of"
@@ -369,8 +399,9 @@ class DistributedOptimizer(BucketedOptimizer):
         if not self._collected:
             self._include_unfrozen()
         self._collected.add(local)
-        for bucket in self.buckets[self._sent :]:
-            self._encode(bucket, local)
+        with self._whole():
+            for bucket in self.buckets[self._sent :]:
+                self._encode(bucket, local)
 
     @torch.no_grad()
     def _gradient_is_ready(self, bucket: Bucket, _: Tensor) -> None:
@@ -394,9 +425,10 @@ class DistributedOptimizer(BucketedOptimizer):
             )
         while self._sent < len(self.buckets) and self.buckets[self._sent].flight.waiting == 0:
             complete = self.buckets[self._sent]
-            self._encode(complete, local[-1])
-            complete.note_gradients()
-            self._send(complete)
+            with self._whole():
+                self._encode(complete, local[-1])
+                complete.note_gradients()
+                self._send(complete)
 
     def _backward_went_well(self) -> None:
         self._in_backward = False
@@ -478,7 +510,7 @@ class DistributedOptimizer(BucketedOptimizer):
                 "under a GradScaler messages must not be made of scaled gradients: create the"
                 " optimizer with overlap=False and one worker a process"
             )
-        mine = torch.tensor([bool(found)], device=self.param_groups[0]["params"][0].device)
+        mine = torch.tensor([bool(found)], device=self.params[0].device)
         if self.node is not None:
             mine = self.node.any(mine)
         if self.channel.gather(mine[None]).any():
@@ -502,9 +534,8 @@ class DistributedOptimizer(BucketedOptimizer):
 
     def _settings(self) -> dict[str, Any]:
         """Return the public attributes that say what this optimizer does."""
-        plain = (int, float, str, bool, list, tuple, type(None))
-        facts = {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, plain)}
-        return {"method": type(self).__name__, **facts}
+        public = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {"method": type(self).__name__, **plain_values(public)}
 
     def _check_alike(self, facts: dict[str, Any]) -> None:
         super()._check_alike(facts)

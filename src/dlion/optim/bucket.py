@@ -82,6 +82,13 @@ class StateNames(Protocol):
     own_counters: list[str]
 
 
+def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers, texts and lists among named values; objects are of one process alone."""
+    plain = (int, float, str, bool, list, tuple, type(None))
+    kept = {name: value for name, value in facts.items() if isinstance(value, plain)}
+    return {name: value for name, value in kept.items() if name not in ("params", "param_names")}
+
+
 @dataclass
 class InFlight:
     """What one step of a bucket has to remember until it is over.
@@ -90,6 +97,7 @@ class InFlight:
         waiting: trained parameters whose gradient is not there yet; None before the first is.
         sent: whether the messages have left.
         restarted: whether zero_grad() has given up the backward pass that they were made in.
+        rates: the hyperparameters that the latest message was made with.
         norms: the norms of local workers' gradients, ``[T]`` each, still to be looked at.
         gradients: those that messages were made of, with their versions.
         present: whether some worker has a gradient, for each parameter.
@@ -100,6 +108,7 @@ class InFlight:
     waiting: int | None = None
     sent: bool = False
     restarted: bool = False
+    rates: str = ""
     norms: dict[int, Tensor] = field(default_factory=dict)
     gradients: list[tuple[Slot, Tensor, int]] = field(default_factory=list)
     present: list[bool] = field(default_factory=list)
@@ -199,9 +208,12 @@ class Bucket:
 
         Of sharded ones, which stay where they are, it takes a copy.
         """
-        for slot, view in zip(self.slots, self._views, strict=True):
-            tensor = local_part(slot.tensor)
-            if tensor.data_ptr() != view.data_ptr():
+        for index, slot in enumerate(self.slots):
+            tensor, view = local_part(slot.tensor), self._views[index]
+            home = self.params.data_ptr() + slot.start * self.params.itemsize
+            if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
+                view = self._views[index] = _standalone(slot.view(self.params), slot)
+            if tensor.data_ptr() != home:
                 if tensor.device != view.device or tensor.dtype != view.dtype:
                     raise RuntimeError(
                         f"a parameter moved from {view.dtype} on {view.device} to {tensor.dtype} on"
@@ -294,7 +306,13 @@ class Bucket:
                 self.flight.gradients.append((slot, grad, local_part(grad)._version))
 
     def check_unchanged(self) -> None:
-        """Refuse gradients that were changed after their messages had left."""
+        """Refuse gradients and hyperparameters that were changed after messages had left."""
+        if self.flight.rates != self._rates():
+            raise RuntimeError(
+                "the learning rate or another hyperparameter was changed between backward() and"
+                " step(), when messages had left: set it before backward(), or create the optimizer"
+                " with overlap=False"
+            )
         for slot, grad, version in [] if self.flight.restarted else self.flight.gradients:
             if slot.tensor.grad is not grad or local_part(grad)._version != version:
                 raise RuntimeError(
@@ -325,10 +343,14 @@ class Bucket:
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
-        names = self.group.keys() - {"params", "param_names", "steps"}
-        facts = [trained, *((name, self.group[name]) for name in sorted(names))]
-        checksum, slow = zlib.crc32(repr(facts).encode()), self.exchange.channel.slow
+        self.flight.rates = self._rates()
+        checksum = zlib.crc32(f"{trained} {self.flight.rates}".encode())
+        slow = self.exchange.channel.slow
         return self.header.encode(self.step, checksum, present, flag, slow)
+
+    def _rates(self) -> str:
+        rates = plain_values(self.group)
+        return repr([(name, rates[name]) for name in sorted(rates.keys() - {"steps"})])
 
     def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""

@@ -65,9 +65,14 @@ def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
         raise ValueError(f"{name}={pattern} is no regular expression: {error}") from error
 
 
-def check_parameters(tensors: list[Tensor]) -> None:
-    """Refuse what is not a real floating-point number."""
+def check_parameters(tensors: Sequence[Tensor]) -> None:
+    """Refuse what is not a real floating-point number, and the flat shards of FSDP1."""
     for tensor in tensors:
+        if getattr(tensor, "_fsdp_flattened", False):
+            raise ValueError(
+                "the model is wrapped in FullyShardedDataParallel, whose processes hold different"
+                " parts of flat parameters: use fully_shard (FSDP2), as examples/fsdp2.py does"
+            )
         if not tensor.is_floating_point():
             raise TypeError(f"parameters must be real floating-point numbers, not {tensor.dtype}")
 

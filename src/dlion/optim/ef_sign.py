@@ -75,7 +75,8 @@ class EF21Sign(DistributedOptimizer):
 
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``m_i <- b2 m_i + (1 - b2) g_i``, sends
     ``q_i = mean|u_i - h_i| sign(u_i - h_i)``, ``h_i <- h_i + q_i``. The owner of a slice keeps the
-    sum of all h_i and answers its sign D in one bit, its previous one where the sum is exactly 0.
+    sum of all h_i and answers its sign D in one bit, the opposite of its previous one
+    where the sum is exactly 0.
     Everyone: ``x <- (1 - lr wd) x - lr D``. Means are over pieces, the part of a parameter tensor
     in a slice, so results depend on the number of workers and on the buckets; sign(0) of a
     difference is +1. Messages up carry 4 bytes for each piece of the slice that has most.

@@ -1,6 +1,7 @@
 """The half of an optimizer that holds: parameters in buckets, their state, and what is saved."""
 
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlion.exchange import Channel, Exchange, Traffic
-from dlion.optim.bucket import Bucket, StateNames
+from dlion.optim.bucket import Bucket, StateNames, plain_values
 from dlion.optim.checks import (
     check_alike,
     check_bare,
@@ -89,10 +90,10 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
         group, first = self.param_groups[-1], len(self.buckets)
         check_hyperparameters(type(self), group)
-        check_parameters(group["params"])
         check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
         self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
+        self._note_groups()
         if self._constructed:
             self._hand_out([group], self.buckets[first:])
 
@@ -100,10 +101,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Check that all processes were given the same parameters, and give them process 0's."""
         params = [tensor for group in groups for tensor in group["params"]]
         facts = {
-            "hyperparameters": [
-                {key: group[key] for key in group if key not in ("params", "param_names")}
-                for group in groups
-            ],
+            "hyperparameters": [plain_values(group) for group in groups],
             "parameter groups": [len(group["params"]) for group in groups],
             "parameter names": [group.get("param_names") for group in groups],
             "parameter shapes": [list(local_part(tensor).shape) for tensor in params],
@@ -115,7 +113,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         for bucket in buckets:
             self._give(bucket.params)
             bucket.write_back()
-        for tensor in params:
+        for tensor in params if self.workers.processes > 1 else ():
             if not tensor.requires_grad:
                 here = local_part(tensor)
                 values = here.contiguous()
@@ -126,12 +124,29 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Compare what all processes were given."""
         check_alike(self.channel, facts)
 
+    def _check_groups(self) -> None:
+        """Refuse parameter groups that were edited by hand: buckets know nothing of it."""
+        given = [len(group["params"]) for group in self.param_groups]
+        same = given == self._given[0] and all(map(operator.is_, self.params, self._given[1]))
+        if not same:
+            raise RuntimeError(
+                "param_groups were edited, which moves no parameter in or out: add a group with"
+                " add_param_group(), freeze with requires_grad_(False), or make another optimizer"
+            )
+
+    def _note_groups(self) -> None:
+        self._given = [len(group["params"]) for group in self.param_groups], self.params
+
+    def _abandon_step(self) -> None:
+        """Forget a step that has begun."""
+
     def _give(self, values: Tensor) -> None:
         """Give all processes the values of process 0."""
         self.channel.broadcast(values)
 
     def _add_buckets(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> None:
         """Put parameters of a group into buckets of one dtype and device each."""
+        check_parameters(tensors)
         named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for tensor in tensors:
@@ -250,6 +265,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: if it is of other workers, or of other parameters or settings.
         """
+        self._abandon_step()
         self._include_unfrozen()
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         param_of = dict(zip(names, self.params, strict=False))  # torch compares how many

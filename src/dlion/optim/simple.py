@@ -312,7 +312,7 @@ def ef21_sign(
     h += q
     for row in q:
         total += row  # the sum of h, an absent worker's included
-    previous.copy_(total.sign().where(total != 0, previous))
+    previous.copy_(total.sign().where(total != 0, -previous))
     descend(x, previous, lr, wd)
 
 

@@ -48,6 +48,12 @@ class ExchangeThread:
             for answer in bucket.exchange.answer:
                 answer.record_stream(stream)
 
+    def abandon(self) -> None:
+        """Wait for what is under way, whatever becomes of it."""
+        for future in self._running.values():
+            future.exception()
+        self._running.clear()
+
     def close(self) -> bool:
         """End the thread; return whether nothing was under way."""
         if self._executor is not None:
