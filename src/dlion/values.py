@@ -93,9 +93,10 @@ def accepts(hint: Any, value: Any) -> bool:
         if origin is not tuple or ... in arguments:
             return all(accepts(arguments[0], item) for item in value)
         return len(value) == len(arguments) and all(map(accepts, arguments, value))
-    if hint in (int, float):
-        number = isinstance(value, Integral if hint is int else Real) and math.isfinite(value)
-        return number and not isinstance(value, bool)
+    if hint in (int, float) and isinstance(value, Integral):
+        return not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, Real) and math.isfinite(value)
     return isinstance(value, hint) if hint in _NOUNS else True
 
 

@@ -466,6 +466,8 @@ def test_half_a_step_is_not_gone_on_with():
     with pytest.raises(TrainingFailed, match="not finite"):
         optimizer.step()
     optimizer.zero_grad()
+    with pytest.raises(ValueError, match="it is of another method"):
+        optimizer.load_state_dict(Signum(net().parameters()).state_dict())
     with pytest.raises(RuntimeError, match="an earlier step failed half-way"):
         optimizer.step()
     optimizer.load_state_dict(saved)

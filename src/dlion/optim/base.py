@@ -153,7 +153,7 @@ class DistributedOptimizer(BucketedOptimizer):
     ):
         check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
-        self._met_nobody = not (workers or process_group or mesh or dist.is_initialized())
+        self._met_nobody = not (dist.is_initialized() or workers or process_group or mesh)
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":

@@ -265,7 +265,6 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: if it is of other workers, or of other parameters or settings.
         """
-        self._abandon_step()
         self._include_unfrozen()
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         param_of = dict(zip(names, self.params, strict=False))  # torch compares how many
@@ -279,6 +278,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
                 )
         for name, param in param_of.items():
             check_state(name, saved.get(param, {}), here.get(param, {}), self._worker())
+        self._abandon_step()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for bucket in self.buckets:
             first = bucket.slots[0].tensor
