@@ -96,27 +96,18 @@ class OwnedSlices(Exchange):
     """An exchange in which each worker owns a slice of the parameters, and combines it for all.
 
     Args:
-        numel: number of parameters; they are cut into n slices, padded to the up wire's group.
-        up: the wire towards the owner of a slice.
-        down: the wire back, for a number of senders.
+        numel: number of parameters; they are cut into n slices.
+        group: what the length of a slice must be a multiple of, by padding.
 
     Attributes:
-        up, down: the wires, for the senders of the latest messages.
-        senders: how many workers sent the latest messages, at first n.
         slice: parameters owned by one worker.
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        numel: int,
-        up: Wire,
-        down: Callable[[int], Wire],
-        **buffers: Unpack[Buffers],
+        self, channel: Channel, numel: int, group: int = 1, **buffers: Unpack[Buffers]
     ) -> None:
-        n = self.senders = channel.workers.count
-        self.up, self.down, self._down = up, down(n), down
-        self.slice = -(-numel // (n * up.group)) * up.group
+        n = channel.workers.count
+        self.slice = -(-numel // (n * group)) * group
         super().__init__(channel, n * self.slice, **buffers)
 
 
@@ -124,6 +115,14 @@ class DirectSend(OwnedSlices):
     """The exchange of messages of one size; subclasses say how an owner combines them.
 
     Buffers are made once; those of the answers again whenever their wire changes.
+
+    Args:
+        up: the wire towards the owner of a slice.
+        down: the wire back, for a number of senders.
+
+    Attributes:
+        up, down: the wires, for the senders of the latest messages.
+        senders: how many workers sent the latest messages, at first n.
     """
 
     answer: Tensor
@@ -136,7 +135,9 @@ class DirectSend(OwnedSlices):
         down: Callable[[int], Wire],
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, up, down, **buffers)
+        super().__init__(channel, numel, up.group, **buffers)
+        self.senders = channel.workers.count
+        self.up, self.down, self._down = up, down(self.senders), down
         w, size = channel.workers, up.nbytes(self.slice)
         row = size + self.header_bytes
         self._outbox = self._buffer(w.local, w.count, row)
@@ -209,12 +210,7 @@ class DenseMean(DirectSend):
 
     can_follow = True
 
-    def __init__(
-        self,
-        channel: Channel,
-        numel: int,
-        **buffers: Unpack[Buffers],
-    ) -> None:
+    def __init__(self, channel: Channel, numel: int, **buffers: Unpack[Buffers]) -> None:
         super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)
 
     def message(self, local: int) -> Tensor:

@@ -25,17 +25,11 @@ class SparseMean(OwnedSlices):
     many for n = 4, but 1.08 for n = 8 and 2.5 for n = 32, at 4 % density.
     """
 
-    down: Sparse
     answer: list[Tensor]
 
-    def __init__(
-        self,
-        channel: Channel,
-        numel: int,
-        **buffers: Unpack[Buffers],
-    ) -> None:
-        super().__init__(channel, numel, Sparse(), lambda _: Sparse(), **buffers)
-        self.dense = Float32()
+    def __init__(self, channel: Channel, numel: int, **buffers: Unpack[Buffers]) -> None:
+        super().__init__(channel, numel, **buffers)
+        self.up, self.down, self.dense = Sparse(), Sparse(), Float32()
         self._total = torch.zeros(self.slice, device=self.device)
         self._values = torch.zeros(self.numel, device=self.device)
         self._messages: dict[int, tuple[list[Tensor], Tensor]] = {}
