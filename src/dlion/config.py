@@ -65,14 +65,14 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         UserError: if the table names an unknown setting, or a setting refers to another that does
             not exist.
     """
-    settings = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    settings = OmegaConf.masked_copy(config, [k for k in config if k not in ("hydra", "methods")])
     typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
     check_complete(settings.keys())
     _check_added(settings, hydra_node.overrides.task)
     method = hydra_node.runtime.choices.optimizer
     try:
-        tables = OmegaConf.select(settings, "methods")  # None after ~methods
-        own = OmegaConf.select(settings, f"methods.{method}")
+        tables = OmegaConf.select(config, "methods")  # None after ~methods
+        own = OmegaConf.select(config, f"methods.{method}")
         if not all(isinstance(table, DictConfig | None) for table in (tables, own)):
             raise UserError(
                 f"methods.{method} is a table of settings: type methods.{method}.KEY=VALUE"
@@ -88,7 +88,6 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         plain = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    plain.pop("methods", None)  # those of the chosen method are in optimizer now
     if str(plain["output_dir"]).startswith("~"):
         plain["output_dir"] = expand_home("output_dir", plain["output_dir"])
     return OmegaConf.create(plain, flags={"struct": True})
