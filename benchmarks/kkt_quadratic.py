@@ -108,8 +108,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    settings = {name: getattr(args, name) for name in ("lr", "steps", "draws")}
-    points = Points(args.output / "kkt_quadratic.json", {}, settings, args.fresh)
+    facts = {name: getattr(args, name) for name in ("lr", "steps", "draws")}
+    points = Points(args.output / "kkt_quadratic.json", facts, {}, args.fresh)
     exact = [(0.0, 2)]  # without noise all workers say the same, however many
     keys = [
         {"noise": noise, "workers": n, "method": method}

@@ -113,7 +113,8 @@ def main(args: argparse.Namespace) -> None:
         search(args)
         return
     facts = {"workers": N, "rate": args.rate, "target": args.target, "lr": LEARNING_RATES}
-    points = Points(args.output / "time_to_accuracy.json", facts, {"steps": args.steps}, args.fresh)
+    facts["steps"] = args.steps
+    points = Points(args.output / "time_to_accuracy.json", facts, {}, args.fresh)
     keys = []
     for seed in range(args.seeds):
         first = seed % len(METHODS)  # not always in one order
@@ -140,8 +141,8 @@ def search(args: argparse.Namespace) -> None:
     """Compare learning rates by the accuracy at the end."""
     points = Points(
         args.output / "time_to_accuracy_search.json",
-        {"workers": N, "seed": SEARCH_SEED},
-        {"steps": args.steps},
+        {"workers": N, "seed": SEARCH_SEED, "steps": args.steps},
+        {},
         args.fresh,
     )
     learning_rates = SEARCHED[-1:] if args.smoke else SEARCHED

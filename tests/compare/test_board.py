@@ -40,8 +40,8 @@ def test_the_best_is_first_and_noise_does_not_count(task, command):
     assert headings[:5] == ["test accuracy (%)", "at the end", "seeds", "behind", "last fifth"]
     assert [row[0] for row in rows] == [*BETTER]
     assert rows[0][1:3] == ["71.00 ± 1.00", "3"]
-    # 2.58 deviations of the difference of two means of three are 2.10
-    behind = ["0.00 (level)", "1.00 (level)", "5.00 (behind)", "10.00 (behind)"]
+    # Student's t of three seeds, 9.92, times the deviation of a difference of two means is 8.10
+    behind = ["0.00 (level)", "1.00 (level)", "5.00 (level)", "10.00 (behind)"]
     assert [row[3] for row in rows] == behind
     assert {row[4] for row in rows} == {"+4.00"}  # ten points between the evaluations at 10 and 20
 
@@ -76,6 +76,12 @@ def test_the_page_and_its_figures_are_made_in_one_command(task, command):
     assert run.returncode == 2 and "README.md is missing" in run.stderr
     mark = f"# Digits\n\n<!-- table: dlion board {task} -->\n"
     (task / "README.md").write_text(mark)
+    for packed in task.rglob(PACKED):
+        packed.rename(packed.with_suffix(".away"))
+    run = command(main, task, "--page")
+    assert run.returncode == 2 and "has no run yet: dlion publish RUNS" in run.stderr
+    for packed in task.rglob("*.away"):
+        packed.rename(packed.with_suffix(".jsonl"))
     printed = command(main, task, "--page").stdout
     assert (task / "README.md").read_text() == mark + printed
     for bits in ("sent_bits", "received_bits"):
@@ -105,6 +111,12 @@ def test_steps_over_links_are_held_against_what_times_take_for_granted(task, com
     add_to_packed(task / "links" / PACKED, {"g_lion": find_runs([tmp_path / "one"])[0]})
     assert "has not every rate" in command(main, task, "--links").stderr
     (task / "links" / PACKED).unlink()
+    for seed in (0, 1):
+        write_run(tmp_path / "two", "g_lion", seed)
+    two = {run.directory.name: run for run in find_runs([tmp_path / "two"])}
+    add_to_packed(task / "links" / PACKED, two)
+    assert "has two runs of g_lion at no link: leave one" in command(main, task, "--links").stderr
+    (task / "links" / PACKED).unlink()
     empty = replace(find_runs([tmp_path / "one"])[0], metrics=[])
     add_to_packed(task / "links" / PACKED, {"g_lion": empty})
     assert "has no measurements" in command(main, task, "--links").stderr
@@ -117,11 +129,14 @@ def test_the_best_trial_of_each_method_is_read_from_the_list(task, command):
         "finished,dgc,0.53,candidate=b optimizer=dgc",
         "failed,dgc,,optimizer=dgc candidate=c",
         "finished,g_lion,0.6,optimizer=g_lion candidate=a",
+        "running,g_lion,0.1,optimizer=g_lion candidate=b",
     ]
     (task / "search.csv").write_text("\n".join(lines))
     headings, _, *rows = cells(command(main, task, "--search").stdout)
     assert headings == ["test accuracy (%)", "best", "trial", "trials", "failed"]
     assert rows == [["g_lion", "60.00", "a", "1", ""], ["dgc", "53.00", "b", "3", "c"]]
+    (task / "search.csv").write_text("\n".join([*lines, lines[1]]))
+    assert "lists trial a of dgc twice" in command(main, task, "--search").stderr
     (task / "search.csv").write_text("status,optimizer,test_loss,overrides\n" + lines[1])
     assert "lists no trials" in command(main, task, "--search").stderr
 
@@ -150,4 +165,5 @@ def test_a_target_is_the_mean_of_the_noise_runs_less_what_the_rules_say(task):
     ends = end_values(noise, task.metric)
     allowed = -0.01 if task.up else 0.02
     assert task.target == pytest.approx(noise.final.mean() + allowed, abs=5e-5)
-    assert task.noise == ends.std(ddof=1)
+    t = 3.2498  # Student's, of 9 degrees of freedom, two-sided p = 0.01
+    assert task.apart == pytest.approx(2**0.5 * t * ends.std(ddof=1), rel=1e-4)

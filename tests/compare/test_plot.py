@@ -132,6 +132,20 @@ def test_text_runs_are_drawn_by_loss_and_unfinished_runs_are_marked(tmp_path, pl
     assert "test loss" in run.stdout and "not finished" in run.stdout
 
 
+def test_nothing_may_have_been_sent_yet_or_ever(tmp_path, plot):
+    """As by DiLoCo in its first rounds, and by a single worker."""
+    write_run(tmp_path / "runs", "diloco", 0)
+    file = tmp_path / "runs" / "diloco-0-0.001" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for silent in (rows[:1], rows):
+        for row in silent:
+            row |= {"sent_bytes": 0, "received_bytes": 0, "sent_bits_per_parameter": 0}
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for options in ([], ["--x", "sent_bits"], ["--x", "bits"]):
+            run = plot(tmp_path / "runs", *options, "-o", tmp_path / "figure.png")
+            assert run.returncode == 0, run.stderr
+
+
 def test_wrong_input_is_one_clear_line(tmp_path, plot):
     write_run(tmp_path, "g_lion", 0)
     write_run(tmp_path, "dlion_mavo", 0, accuracy=False)

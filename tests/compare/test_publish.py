@@ -90,3 +90,32 @@ def test_a_run_that_is_not_finished_is_not_published(tmp_path, publish):
     done = publish(tmp_path / "runs", "-o", tmp_path / "published")
     assert done.returncode == 2 and "not finished: " in done.stderr
     assert not (tmp_path / "published").exists()
+
+
+def test_a_run_is_published_once_whatever_it_is_called(tmp_path, publish):
+    for lr in (1e-3, 1e-2):
+        write_run(tmp_path / "sweep", "g_lion", 0, lr=lr)
+        complete(tmp_path / "sweep" / f"g_lion-0-{lr}", [f"optimizer.lr={lr}"])
+    first, target = tmp_path / "sweep" / "g_lion-0-0.001", tmp_path / "published"
+    assert publish(first, "-o", target).returncode == 0
+    done = publish(tmp_path / "sweep", "-o", target)
+    assert done.returncode == 2 and "is in" in done.stderr and "as g_lion-n8-s0: pu" in done.stderr
+
+
+def test_another_run_of_a_name_gets_a_number(tmp_path, publish):
+    for lr in (1e-3, 1e-2, 1e-1):
+        write_run(tmp_path, "g_lion", 0, lr=lr)
+        complete(tmp_path / f"g_lion-0-{lr}", [f"optimizer.lr={lr}"])
+        done = publish(tmp_path / f"g_lion-0-{lr}", "-o", tmp_path / "published")
+        assert done.returncode == 0, done.stderr
+    names = [run.directory.name for run in find_runs([tmp_path / "published"])]
+    assert names == ["g_lion-n8-s0", "g_lion-n8-s0-2", "g_lion-n8-s0-3"]
+
+
+def test_the_figure_of_a_study_is_of_its_own_runs(tmp_path, publish):
+    for method, place in (("dgc", "short"), ("g_lion", "")):
+        write_run(tmp_path / method, method, 0)
+        complete(tmp_path / method / f"{method}-0-0.001", [])
+        done = publish(tmp_path / method, "-o", tmp_path / "published" / place)
+        assert done.returncode == 0, done.stderr
+    assert "g_lion" in done.stdout and "dgc" not in done.stdout

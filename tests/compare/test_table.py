@@ -1,8 +1,10 @@
 """Tables of runs as Markdown."""
 
+import json
 from functools import partial
 
 import pytest
+import yaml
 
 from dlion.compare.table import main
 from tests.compare.runs import write_run
@@ -21,6 +23,12 @@ def runs(tmp_path_factory):
             write_run(root, "dlion_mavo", seed, lr=lr)
         write_run(root, "g_lion", seed)
     return root
+
+
+def reconfigure(directory, **settings) -> None:
+    """Give a recorded run other settings."""
+    file = directory / ".hydra" / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | settings))
 
 
 def cells(text: str) -> list[list[str]]:
@@ -74,3 +82,73 @@ def test_a_bar_in_a_name_stays_in_its_cell(tmp_path, table):
     for method in ("a|b", "c"):
         write_run(tmp_path / method[0], "dgc", 0, method_name=method)
     assert "| a\\|b |" in table(tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("init_from", (None, "elsewhere")),
+        ("eval_limit", (None, 2)),
+        ("accumulate", (1, 4)),
+        ("network", ({"name": "none", "rate": None}, {"name": "ethernet_10m", "rate": "10mbit"})),
+        ("model", ({"name": "m", "path": "/here/small"}, {"name": "m", "path": "/there/big"})),
+    ],
+)
+def test_runs_that_differ_in_more_than_the_seed_are_two_rows(tmp_path, table, key, values):
+    for seed, value in enumerate(values):
+        write_run(tmp_path, "dgc", seed)
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", **{key: value})
+    _, _, *rows = cells(table(tmp_path, "--show", "seeds").stdout)
+    assert [row[1] for row in rows] == ["1", "1"]
+    assert rows[0][0] != rows[1][0]
+
+
+def test_a_folder_of_data_may_lie_anywhere(tmp_path, table):
+    for seed, path in enumerate(("/here/cifar10", "/there/cifar10")):
+        write_run(tmp_path, "dgc", seed)
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", dataset={"name": "d", "path": path})
+    assert cells(table(tmp_path, "--show", "seeds").stdout)[2:] == [["dgc", "2"]]
+
+
+def test_a_run_counts_once(tmp_path, table, monkeypatch):
+    for copy in ("a", "b"):
+        write_run(tmp_path / copy, "dgc", 0)
+    write_run(tmp_path / "a", "dgc", 1)
+    monkeypatch.chdir(tmp_path)
+    assert cells(table("a", tmp_path / "a", "--show", "seeds").stdout)[2:] == [["dgc", "2"]]
+    done = table(tmp_path, "--show", "seeds")
+    assert cells(done.stdout)[2:] == [["dgc", "2"]]
+    assert "a/dgc-0-0.001 has the settings and the seed of" in done.stderr
+    (tmp_path / "b" / "dgc-0-0.001" / "summary.json").unlink()
+    assert "left out: " + str(tmp_path / "b") in table(tmp_path).stderr  # as it is not finished
+
+
+def test_runs_of_several_tasks_say_which(tmp_path, table):
+    for method, name in (("dgc", "large"), ("g_lion", "m")):
+        write_run(tmp_path, method, 0)
+        run = tmp_path / f"{method}-0-0.001"
+        summary = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps(summary | {"model": name}))
+    rows = cells(table(tmp_path).stdout)[2:]
+    assert [row[0] for row in rows] == ["dgc model=large", "g_lion model=m"]
+
+
+def test_an_unfinished_run_says_how_far_its_method_is_compared(tmp_path, table):
+    for seed in (0, 1):
+        write_run(tmp_path, "dgc", seed)
+    stopped = tmp_path / "dgc-1-0.001"
+    (stopped / "summary.json").unlink()
+    first, _ = (stopped / "metrics.jsonl").read_text().splitlines()
+    (stopped / "metrics.jsonl").write_text(first + "\n")
+    assert cells(table(tmp_path).stdout)[2][0] == "dgc (not finished, to step 10)"
+
+
+def test_the_best_of_a_metric_may_be_its_highest(tmp_path, table):
+    write_run(tmp_path, "dgc", 0)
+    file = tmp_path / "dgc-0-0.001" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, agreement in zip(rows, (0.8, 0.6), strict=True):
+        row["agreement"] = agreement
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, _, row = cells(table(tmp_path, "--metric", "agreement", "--show", "end,best").stdout)
+    assert row == ["dgc", "0.6000", "0.8000"]

@@ -11,7 +11,7 @@ from datasets import Dataset
 from omegaconf import OmegaConf
 from PIL import Image
 
-from dlion.data import imagenet, images, load
+from dlion.data import ImageData, imagenet, images, load
 from dlion.errors import TrainingFailed, UserError
 from tests.data.formats import (
     picture,
@@ -107,6 +107,24 @@ def test_tables_of_any_names(tmp_path):
     assert torch.equal(images(str(tmp_path)).train_x, data.train_x)
     with pytest.raises(UserError, match=r"column id holds .*, not pictures"):
         images(str(tmp_path), image_column="id")
+
+
+@pytest.mark.parametrize("ending", [".parquet", "_0.parquet"])
+def test_tables_may_be_called_like_the_parts_alone(tmp_path, ending):
+    for part, count in (("train", 20), ("test", 10)):
+        cells = [{"bytes": picture(8, i % 3), "path": None} for i in range(count)]
+        table = Dataset.from_dict({"image": cells, "label": [i % 2 for i in range(count)]})
+        table.to_parquet(tmp_path / f"{part}{ending}")
+    data = images(str(tmp_path))
+    assert (data.train_size, data.test_size) == (20, 10)
+
+
+def test_pictures_of_all_classes_are_normalised_alike():
+    """Also where classes lie one behind the other."""
+    y = torch.arange(10).repeat_interleave(2_000)
+    x = (25 * y).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+    batch, _ = ImageData(x, y, x[:1], y[:1], 10).batch(torch.arange(len(y)), torch.Generator())
+    assert batch.mean().abs() < 0.01 and (batch.std() - 1).abs() < 0.01
 
 
 def test_the_hubs_tables(tmp_path):
@@ -262,3 +280,10 @@ def test_labels_of_imagenet_that_are_none(tmp_path, label):
         table.to_parquet(tmp_path / f"{split}-0.parquet")
     with pytest.raises(UserError, match=r"labels from|whole numbers"):
         imagenet(str(tmp_path))
+
+
+def test_pictures_of_imagenet_have_labels_before_they_are_decoded(tmp_path):
+    write_imagenet_folders(tmp_path)
+    data = imagenet(str(tmp_path), image_size=32, loaders=0)
+    for part in (data, data.hold_out()):
+        assert part.labels.tolist() == [label for _, label in part.train]

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from scipy.special import stdtrit
 
 from dlion.arguments import add_printed_output, make_parser, print_or_write
-from dlion.compare.curves import Curve, best_first, make_curves, select_runs
+from dlion.compare.curves import Curve, best_first, make_curves, select_runs, settings_of
 from dlion.compare.options import add_only, conditions_of
 from dlion.compare.plot import FRONTS, Figure, draw
 from dlion.compare.reading import read_runs
@@ -41,7 +42,7 @@ from dlion.record.studies import PACKED
 from dlion.units import parse_rate, show_rate
 
 RATES = (10, 100, 1000)  # Mbit/s
-DIFFERS = 2.576  # standard normal deviates: two-sided p < 0.01
+LEVEL = 0.01  # two-sided: means that chance parts so far less often differ
 NEVER = "never"
 
 
@@ -54,7 +55,9 @@ class Task:
         metric: ``accuracy`` or ``loss``.
         target: a value of it, a share or nats.
         curves: of the runs to their end.
-        noise: standard deviation over seeds, in the unit of tables; None if it was not measured.
+        apart: how far noise lets two single runs end from each other, in the unit of tables; None
+            if it was not measured. It is Student's t at LEVEL, times the standard deviation over
+            seeds, times the square root of 2.
         compute: seconds of a worker and step without a network, by method.
     """
 
@@ -62,7 +65,7 @@ class Task:
     metric: str
     target: float
     curves: list[Curve]
-    noise: float | None
+    apart: float | None
     compute: dict[str, float]
 
     @property
@@ -132,19 +135,26 @@ def read_task(folder: Path, conditions: dict[str, str]) -> Task:
         packed = [place / PACKED for place in places if (place / PACKED).exists()]
         return make_curves(select_runs(read_runs(packed), conditions), metric) if packed else []
 
+    compute: dict[str, float] = {}
+    for curve in curves(folder / "compute"):
+        if curve.method in compute:
+            raise UserError(f"{folder / 'compute'} has {curve.label} and another: leave one there")
+        compute[curve.method] = curve.seconds / curve.settings["workers"]
+
     seeds = folder / "noise"
     ends = [end_values(curve, metric) for curve in curves(seeds)]
-    noise = [values.std(ddof=1) for values in ends if len(values) > 1]
+    apart = [
+        math.sqrt(2) * float(stdtrit(len(values) - 1, 1 - LEVEL / 2)) * values.std(ddof=1)
+        for values in ends
+        if len(values) > 1
+    ]
     return Task(
         title=title,
         metric=metric,
         target=target,
         curves=curves(folder, seeds),
-        noise=max(noise, default=None),
-        compute={
-            curve.method: curve.seconds / curve.settings["workers"]
-            for curve in curves(folder / "compute")
-        },
+        apart=max(apart, default=None),
+        compute=compute,
     )
 
 
@@ -158,8 +168,8 @@ def standings(task: Task) -> list[Standing]:
         ends = end_values(curve, task.metric)
         behind = sign * float(best.mean() - ends.mean()) + 0.0  # not -0.0
         level = None
-        if task.noise is not None:
-            level = behind <= DIFFERS * task.noise * math.sqrt(1 / len(best) + 1 / len(ends))
+        if task.apart is not None:
+            level = behind <= task.apart * math.sqrt((1 / len(best) + 1 / len(ends)) / 2)
         course = in_axis_unit(curve.values.mean(0), task.metric)
         before = float(np.interp(0.8 * curve.steps[-1], curve.steps, course))
         steps = np.array([_first_at(task, curve, values) for values in curve.values])
@@ -214,11 +224,16 @@ def to_link_table(runs: list[Run]) -> Table:
     """Return the time of a step over each link, and over the longer of computing and wire."""
     steps: dict[str, dict[float, Run]] = defaultdict(dict)
     for run in runs:
-        name, rate = run.config["optimizer"]["name"], run.config["network"]["rate"]
-        steps[name][parse_rate(rate) if rate else math.inf] = run
+        settings = settings_of(run)
+        name, rate = settings["optimizer.name"], settings.get("network.rate")
+        speed = parse_rate(rate) if rate else math.inf
+        if speed in steps[name]:
+            raise UserError(
+                f"links/ has two runs of {name} at {_link_name(speed)}: leave one there"
+            )
+        steps[name][speed] = run
     rates = sorted({rate for by_rate in steps.values() for rate in by_rate})
-    headings = ["no link" if rate == math.inf else show_rate(rate) for rate in rates]
-    table = [["ms a step", *headings]]
+    table = [["ms a step", *map(_link_name, rates)]]
     for name, by_rate in steps.items():
         if by_rate.keys() != set(rates) or math.inf not in rates:
             raise UserError(f"links/ has not every rate, and network=none, of {name}: publish all")
@@ -230,6 +245,11 @@ def to_link_table(runs: list[Run]) -> Table:
             cells.append(f"{1e3 * seconds:,.0f}{over}")
         table.append([name, *cells])
     return table
+
+
+def _link_name(rate: float) -> str:
+    """Return what a link of so many bits a second is called; infinite: there is none."""
+    return "no link" if rate == math.inf else show_rate(rate)
 
 
 def _step(run: Run, rate: float) -> tuple[float, float]:
@@ -259,6 +279,8 @@ def make_page(folder: Path, conditions: dict[str, str]) -> None:
     task, page = read_task(folder, conditions), folder / "README.md"
     if not page.is_file():
         raise UserError(f"{page} is missing: write one with <!-- table: dlion board {folder} -->")
+    if not task.curves:
+        raise UserError(f"{folder} has no run yet: dlion publish RUNS -o {folder} adds some")
     for bits in FRONTS:
         draw(task.curves, Figure(task.metric, bits), folder / f"{bits}.png")
     write_atomically(page, refresh(page.read_text("utf-8")))

@@ -49,7 +49,7 @@ def facts(run: Run) -> dict[str, Any]:
     known = {key: (config.get(key) or {}).get("name") for key in ("optimizer", "model", "dataset")}
     known |= {key: config.get(key) for key in ("workers", "seed")}
     for key in ("sent_bytes", "seconds"):
-        if key in last:
+        if last.get(key) is not None:
             known[f"{key}_per_step"] = last[key] / last["step"]
     return known | last | (run.summary or {})
 

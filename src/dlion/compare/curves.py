@@ -1,9 +1,11 @@
 """From runs to curves: the numbers behind figures and tables. Nothing is drawn here."""
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +29,12 @@ RUN_SETTINGS = (
     "batch_size",
     "steps",
     "epochs",
+    "accumulate",
+    "init_from",
+    "eval_limit",
 )
-_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
-_NOT_COMPARED = ("_target_", "path", "loaders")  # of a group: they say where, not what
+_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults", "network")
+_NOT_COMPARED = ("_target_", "loaders")  # of a group: they say where, not what
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Curve:
 
     def best(self, metric: str) -> np.ndarray:
         """Return the metric at each run's best evaluation, ``[runs]``."""
-        better = np.fmax if "accuracy" in metric else np.fmin  # which pass over NaN
+        better = np.fmax if more_is_better(metric) else np.fmin  # which pass over NaN
         return better.reduce(self.values, axis=1)
 
 
@@ -140,9 +145,14 @@ def metric_key(metric: str) -> str:
     return f"test_{metric}" if metric in ("accuracy", "loss") else metric
 
 
+def more_is_better(metric: str) -> bool:
+    """Whether a higher value of a metric is the better one."""
+    return "accuracy" in metric or metric == "agreement"
+
+
 def best_first(curves: list[Curve], metric: str) -> list[Curve]:
     """Return the curves by their mean at the end, the best first; what diverged is last."""
-    sign = -1 if "accuracy" in metric else 1
+    sign = -1 if more_is_better(metric) else 1
     return sorted(curves, key=lambda c: np.nan_to_num(sign * c.final.mean(), nan=math.inf))
 
 
@@ -165,6 +175,10 @@ def settings_of(run: Run) -> Settings:
         for key, value in (config.get(group) or {}).items():
             if key not in _NOT_COMPARED and not isinstance(value, dict):
                 settings[f"{group}.{key}"] = value
+    for key in ("model.path", "dataset.path"):  # where that lies is another matter
+        if isinstance(settings.get(key), str):
+            settings[key] = Path(settings[key]).name
+    settings.pop("network.name", None)  # its rate says it
     for group in ("model", "dataset"):
         settings[group] = settings.pop(f"{group}.name", "?")
     for key in RUN_SETTINGS:
@@ -205,6 +219,8 @@ def select_runs(runs: list[Run], conditions: dict[str, str]) -> list[Run]:
 def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list[Curve]:
     """Return one curve for all runs that differ only by seed, sorted by method and settings.
 
+    Of runs that differ in nothing, the last is taken, and a line on standard error names the rest.
+
     Args:
         runs: those without the metric are left out.
         metric: as :func:`choose_metric` gives it.
@@ -216,6 +232,8 @@ def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list
             settings = settings_of(run)
             methods[settings["optimizer.name"]].append((run, settings))
     curves = []
+    everything = [settings for pairs in methods.values() for _, settings in pairs]
+    tasks = [key for key in ("model", "dataset") if len({s[key] for s in everything}) > 1]
     for pairs in methods.values():
         keys = _differing_keys([settings for _, settings in pairs], first)
         groups: dict[str, list[tuple[Run, Settings]]] = defaultdict(list)
@@ -223,8 +241,10 @@ def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list
             groups[_identity(settings, keys)].append((run, settings))
         for group in groups.values():
             settings = group[0][1]
-            differing = {key: settings[key] for key in keys if key in settings}
-            curves.append(_make_curve([run for run, _ in group], metric, settings, differing))
+            names = dict.fromkeys([*tasks, *keys])
+            differing = {key: settings[key] for key in names if key in settings}
+            one_each = _one_of_each_seed([run for run, _ in group])
+            curves.append(_make_curve(one_each, metric, settings, differing))
     return sorted(
         curves, key=lambda curve: (curve.method, [*map(sort_key, curve.differing.values())])
     )
@@ -258,6 +278,28 @@ def _identity(settings: Settings, keys: list[str]) -> str:
     return repr([settings.get(key) for key in keys])
 
 
+def _one_of_each_seed(runs: list[Run]) -> list[Run]:
+    """Leave out all but the last run of a seed, of finished ones if there are any, and say so."""
+    chosen: dict[Any, Run] = {}
+    for run in runs:
+        seed = _seed(run)
+        other = chosen.get(run.directory if seed is None else seed)
+        if other is not None:
+            kept, left = (other, run) if other.finished and not run.finished else (run, other)
+            print(
+                f"warning: left out: {left.directory} has the settings and the seed of"
+                f" {kept.directory}",
+                file=sys.stderr,
+            )
+            run = kept
+        chosen[run.directory if seed is None else seed] = run
+    return [*chosen.values()]
+
+
+def _seed(run: Run) -> int | None:
+    return (run.config or run.summary or {}).get("seed")
+
+
 def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Settings) -> Curve:
     key = metric_key(metric)
     evaluations = [{row["step"]: row for row in run.metrics if key in row} for run in runs]
@@ -274,7 +316,7 @@ def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Set
         method=settings["optimizer.name"],
         settings=settings,
         differing=differing,
-        seeds=[(run.config or run.summary or {}).get("seed") for run in runs],
+        seeds=[_seed(run) for run in runs],
         steps=steps,
         bits=bits,
         values=np.array([[row[key] for row in line] for line in rows], dtype=float),  # None: NaN

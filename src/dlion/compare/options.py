@@ -17,7 +17,8 @@ def add_curve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best",
         action="store_true",
-        help="each run's best evaluation instead of its last, as in arXiv 2404.00438",
+        help="each run's best evaluation, of those that all its seeds have, instead of its last, as"
+        " in arXiv 2404.00438",
     )
 
 

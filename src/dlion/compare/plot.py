@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
-from dlion.compare.curves import Curve, best_first, short_name
+from dlion.compare.curves import Curve, best_first, more_is_better, short_name
 from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
     CURVES,
@@ -158,8 +158,8 @@ def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
 
 def _title(curves: list[Curve], figure: Figure) -> str:
     """Return what all curves have in common, and what bars and bands are."""
-    first = curves[0]
-    words = [f"{first.settings['model']} on {first.settings['dataset']}"]
+    tasks = ([*dict.fromkeys(c.settings[key] for c in curves)] for key in ("model", "dataset"))
+    words = [" on ".join(" and ".join(names) for names in tasks)]
     workers = {curve.settings.get("workers") for curve in curves}
     steps = {int(curve.steps[-1]) for curve in curves}
     if len(workers) == 1 and "workers" not in (figure.x, figure.panels):
@@ -200,7 +200,7 @@ def _draw_courses(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     if over_bits and any(curve.bits[-1] == 0 for curve in panel.curves):
         axes.set_xscale("symlog", linthresh=1)  # one worker sends nothing
     elif over_bits:
-        _scale_bits(axes, [bits for curve in panel.curves for bits in curve.bits])
+        _scale_bits(axes, [bits for curve in panel.curves for bits in curve.bits if bits])
     return handles
 
 
@@ -240,7 +240,9 @@ def _turns(panel: Panel, figure: Figure) -> dict[str, tuple[float, tuple[float, 
 def _scale_bits(axes: Any, bits: list[float]) -> None:
     """Make the x axis logarithmic, with the ticks that lie between these numbers of bits."""
     axes.set_xscale("log")
-    ticks = [tick for tick in log_ticks(bits) if min(bits) <= tick <= max(bits)]
+    ticks = [
+        tick for tick in log_ticks(bits) if min(bits, default=1) <= tick <= max(bits, default=0)
+    ]
     if ticks:
         axes.set_xticks(ticks, labels=[f"{tick:,.10g}" for tick in ticks])
         axes.minorticks_off()
@@ -284,12 +286,13 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
 
 def _draw_front(axes: Any, points: list[tuple[float, float]], metric: str) -> None:
     """Draw a line along what no other point beats, with fewer bits or as many."""
-    sign = 1 if "accuracy" in metric else -1
+    sign = 1 if more_is_better(metric) else -1
     front: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -sign * point[1])):
         if not front or sign * y > sign * front[-1][1]:
             front.append((x, y))
-    axes.plot(*zip(*front, strict=True), color="#999999", lw=1, zorder=0, drawstyle="steps-post")
+    xs, ys = [x for x, _ in front], [y for _, y in front]
+    axes.plot(xs, ys, color="#999999", lw=1, zorder=0, drawstyle="steps-post")
 
 
 def _draw_reference(axes: Any, curves: list[Curve], figure: Figure) -> None:

@@ -190,7 +190,7 @@ def is_ordered(values: list[Any]) -> bool:
 def display_name(curve: Curve, hidden: str | None = None) -> str:
     """Return a curve's name for legends and tables, without a setting that is shown otherwise."""
     name = " ".join(filter(None, [curve.method, curve.variant(hidden)]))
-    return name + ("" if curve.finished else " (not finished)")
+    return name + ("" if curve.finished else f" (not finished, to step {curve.steps[-1]:,})")
 
 
 def lines_along(curves: list[Curve], setting: str) -> dict[str, list[Curve]]:

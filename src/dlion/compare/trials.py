@@ -16,7 +16,8 @@ _CANDIDATE = re.compile(r"(?:^| )candidate=(\w+)")
 def to_search_table(file: Path, metric: str) -> Table:
     """Return each method's best trial and those that failed, the best method first.
 
-    Trials are called what was typed of them, ``candidate=NAME``.
+    Trials are called what was typed of them, ``candidate=NAME``. Those that have not ended are
+    left out.
 
     Args:
         file: a table of ``dlion collect``.
@@ -30,9 +31,15 @@ def to_search_table(file: Path, metric: str) -> Table:
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             for row in csv.DictReader(lines):
+                if row["status"] not in ("finished", "failed", "damaged"):
+                    continue  # it has not ended
                 (name,) = _CANDIDATE.findall(row["overrides"])
+                if name in trials[row["optimizer"]]:
+                    raise UserError(f"{file} lists trial {name} of {row['optimizer']} twice")
                 end = float(row[f"test_{metric}"]) if row["status"] == "finished" else math.inf
                 trials[row["optimizer"]][name] = unit * end if math.isfinite(end) else math.inf
+    except UserError:
+        raise
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{file} lists no trials: dlion collect makes such a table, of runs with candidate=NAME"

@@ -72,8 +72,11 @@ class ImageData(Images):
 
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of each channel, from at most 10,000 training images."""
-        sample = self.train_x[:10_000].to(torch.float32)
+        """Return mean and deviation of each channel, from at most 10,000 training images.
+
+        They are taken evenly, as the classes may lie one behind the other.
+        """
+        sample = self.train_x[:: -(-self.train_size // 10_000)].to(torch.float32)
         deviation, mean = torch.std_mean(sample, dim=(0, 2, 3), correction=0, keepdim=True)
         return mean[0], deviation[0].clamp(min=1)
 

@@ -61,6 +61,10 @@ class ImageFiles(Images):
         return len(self.train)
 
     @property
+    def labels(self) -> Tensor:
+        return torch.tensor(_labels(self.train))
+
+    @property
     def test_size(self) -> int:
         return len(self.test)
 
@@ -102,6 +106,14 @@ class ImageFiles(Images):
             timeout=_PATIENCE if loaders else 0,
             pin_memory=device == "cuda",
         )
+
+
+def _labels(samples: Any) -> list[int]:
+    """Return the labels of samples, or of some of them, without decoding pictures."""
+    if isinstance(samples, Subset):
+        labels = _labels(samples.dataset)
+        return [labels[i] for i in samples.indices]
+    return samples.targets
 
 
 def _begin(parent: int, _: int) -> None:
@@ -254,6 +266,10 @@ class _Rows(Dataset):
 
     def __len__(self) -> int:
         return len(self.table)
+
+    @property
+    def targets(self) -> list[int]:
+        return self.table["label"][:]
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         row = self.table[int(index)]

@@ -16,7 +16,7 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
     """Load the files ``SPLIT-*.parquet`` or ``SPLIT/*.parquet`` below a folder, at any depth.
 
     The first is the hub's layout, the second that of its own parquet copies (the branch
-    ``refs/convert/parquet``).
+    ``refs/convert/parquet``). ``SPLIT_*.parquet`` and ``SPLIT.parquet`` will do, too.
 
     Args:
         path: the folder.
@@ -55,7 +55,8 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
 
 def split_files(folder: Path, split: str) -> list[Path]:
     """Return the parquet files of a split below a folder."""
-    return sorted({*folder.rglob(f"{split}-*.parquet"), *folder.rglob(f"{split}/*.parquet")})
+    names = (f"{split}-*.parquet", f"{split}/*.parquet", f"{split}_*.parquet", f"{split}.parquet")
+    return sorted({file for name in names for file in folder.rglob(name)})
 
 
 def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``
 ``metrics`` (the rows). Reading it executes nothing.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,16 +35,17 @@ def find_runs(
         UserError: if a path does not exist or holds no run, or, without ``left_out``, if a run is
             damaged.
     """
-    runs: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}  # by its true place: two paths may lead there
     for path in paths:
         places = list(_places(path, marks))
-        found = {run.directory: run for place in places for run in _read(place, left_out)}
+        read = (run for place in places for run in _read(place, left_out))
+        found = {run.directory.resolve(): run for run in read}
         if not found and not (places and left_out):
             raise UserError(
                 f"{path} holds no run: give a directory with a {METRICS} or a {PACKED} below it"
             )
-        runs |= found
-    return [runs[directory] for directory in sorted(runs)]
+        runs = found | runs
+    return sorted(runs.values(), key=lambda run: run.directory)
 
 
 def _places(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
@@ -95,14 +97,31 @@ def pack(run: Run, name: str) -> str:
 def add_to_packed(file: Path, runs: dict[str, Run]) -> None:
     """Add runs, by name, behind those that a packed file holds already.
 
+    A name that another run has there gets a number: NAME-2, NAME-3, ...
+
     Raises:
-        UserError: if it holds a run of such a name.
+        UserError: if it holds one of the runs, under whatever name.
     """
     text = file.read_text("utf-8") if file.exists() else ""
-    names = {run.directory.name for run in read_packed(file)} if text else set()
-    if taken := sorted(names & runs.keys()):
-        raise UserError(f"{taken[0]} is in {file} already: publish each run once")
-    write_atomically(file, text + "".join(pack(run, name) for name, run in runs.items()))
+    there = {_contents(run): run.directory.name for run in read_packed(file)} if text else {}
+    for name, run in runs.items():
+        if _contents(run) in there:
+            known = there[_contents(run)]
+            raise UserError(
+                f"{run.directory} is in {file} already, as {known}: publish each run once"
+            )
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        free = next(
+            each for each in itertools.chain([name], numbered) if each not in there.values()
+        )
+        there[_contents(run)] = free
+        text += pack(run, free)
+    write_atomically(file, text)
+
+
+def _contents(run: Run) -> str:
+    """Return a text that no other run has, as measured times differ."""
+    return json.dumps([run.config, run.metrics])
 
 
 def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:

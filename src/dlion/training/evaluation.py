@@ -94,9 +94,9 @@ def box_state(
 def _gradients(
     model: nn.Module, params: list[nn.Parameter], data: Data, device: str, seed: int
 ) -> list[torch.Tensor]:
-    """Return the gradients of the mean loss on the first training samples."""
+    """Return the gradients of the mean loss on training samples, taken evenly."""
     model.eval()
-    indices = torch.arange(min(_BOX_SAMPLES, data.train_size))
+    indices = torch.arange(0, data.train_size, -(-data.train_size // _BOX_SAMPLES))
     chunks = indices.split(data.test_batch_size)
     requests = [(chunk, stream_seed(seed, "box", i)) for i, chunk in enumerate(chunks)]
     totals = [torch.zeros_like(p) for p in params]
