@@ -1,9 +1,12 @@
 """What happens to a run while it trains, or to its files afterwards, costs it nothing silently."""
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,11 +17,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from dlion import terminal
 from dlion.errors import Finished, Stopped, TrainingFailed, UserError
 from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
 from dlion.launch.resume import alone_in, checkpoint_to_resume, finished_run
 from dlion.locks import acquire, holding
 from dlion.record.runs import RunRecord, load_run, record_failure
@@ -275,6 +280,40 @@ def test_a_terminal_or_log_that_goes_away_ends_nothing(monkeypatch, lose):
         sys.stdout.close()
 
 
+def test_time_left_is_that_of_the_steps_since_the_run_went_on(capsys, monkeypatch):
+    console = RunConsole(1000, active=True, begun=900)
+    started = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: started + 10)
+    console.row({"step": 910, "train_loss": 1.0, "test_loss": 1.0, "sent_bytes": 1})
+    assert re.search(r"  (90|91) s left\n$", capsys.readouterr().out)
+
+
+def test_processes_meet_in_a_folder_of_any_name(tmp_path, monkeypatch):
+    odd = tmp_path / "a#b?c d"
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    assert run_processes(2, _meet) == 2
+    assert not [*odd.iterdir()] and [*tmp_path.iterdir()] == [odd]
+
+
+def _meet() -> int:
+    join_process_group("gloo", 60)
+    count = dist.get_world_size()
+    dist.destroy_process_group()
+    return count
+
+
+def test_without_locks_nothing_is_removed(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "dlion-processes-alive").mkdir()
+    assert run_processes(1, json.dumps, 1) == "1"
+    assert (tmp_path / "dlion-processes-alive").is_dir()
+
+
 def test_what_killed_launchers_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("dead", "alive", "foreign"):
@@ -348,6 +387,9 @@ def test_resuming_without_a_folder_finds_it_or_refuses(tmp_path):
     assert f"going on with {name}, the newest unfinished run" in run("resume=auto", code=0)
     assert f"({name} is finished)" in run("resume=auto", code=2)
     assert list(tmp_path.glob("outputs/*/*")) == [first]
+    named = "output_dir='runs/exp-${now:%H}/${now:%M-%S}'"
+    run(named, "stop_after=2", code=75)
+    assert "going on with runs/exp-" in run(named, "resume=auto", code=0)
 
 
 def settings_of(directory, **values):
@@ -367,6 +409,14 @@ def test_a_finished_run_is_only_gone_on_with_if_there_is_more_to_do(whole, tmp_p
     optimizer = load_run(whole).config["optimizer"] | {"lr": 0.5}
     with pytest.raises(UserError, match=r"is finished, and had another seed, optimizer\.lr:"):
         finished_run(settings_of(whole, seed=1, optimizer=optimizer), whole)
+    weights = str(whole / "model.safetensors")
+    with pytest.raises(UserError, match=r"is finished, and had another init_from:"):
+        finished_run(settings_of(whole, init_from=weights), whole)
+    begun_there = shutil.copytree(whole, tmp_path / "begun_there")
+    config = OmegaConf.create(load_run(whole).config | {"init_from": weights})
+    OmegaConf.save(config, begun_there / ".hydra" / "config.yaml")
+    with pytest.raises(UserError, match=r"is finished, and had another init_from:"):
+        finished_run(settings_of(whole), begun_there)
     damaged = shutil.copytree(whole, tmp_path / "damaged")
     for content in ("{}", "[]"):
         (damaged / "summary.json").write_text(content)

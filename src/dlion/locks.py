@@ -52,18 +52,20 @@ def holding(file: Path, patience: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def acquire(path: Path, flags: int = os.O_RDONLY) -> int:
+def acquire(path: Path, flags: int = os.O_RDONLY, certain: bool = False) -> int:
     """Return a descriptor of a file or folder that holds its lock until it is closed.
 
-    Where a file system has no locks this is said, and the descriptor holds nothing.
+    Where a file system has no locks this is said, and the descriptor holds nothing, unless it is to
+    be ``certain``.
 
     Raises:
         BlockingIOError: if another process holds the lock.
         FileNotFoundError: if there is no such file, or its holder removed it meanwhile.
+        OSError: if it is to be certain, and there are no locks.
     """
     descriptor = os.open(path, flags)
     try:
-        _lock(path, descriptor, fcntl.LOCK_EX)
+        _lock(path, descriptor, fcntl.LOCK_EX, certain)
         if not leads_to(path, descriptor):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     except BaseException:
@@ -87,11 +89,11 @@ def is_held(file: Path) -> bool:
     return False
 
 
-def _lock(path: Path, descriptor: int, kind: int) -> None:
+def _lock(path: Path, descriptor: int, kind: int, certain: bool = False) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if certain or error.errno not in _WITHOUT_LOCKS:
             raise
         print(
             f"warning: the file system of {path} has no locks ({error.strerror}): nothing keeps a"

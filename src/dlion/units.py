@@ -34,7 +34,7 @@ def show_rate(rate: int | None) -> str:
 def human_bytes(count: float) -> str:
     """Write 1,234,000 as ``1.23 MB`` (powers of 1,000)."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # which three digits round up
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

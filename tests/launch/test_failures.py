@@ -1,14 +1,18 @@
 """A worker that fails ends the run, by name; an interrupted run leaves nothing behind."""
 
+import errno
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
+import torch.distributed as dist
 
-from dlion.errors import RunFailed, Stopped, UserError
-from dlion.launch.local import run_processes
+from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
+from dlion.launch.local import lost_peer, run_processes
 from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
 
 pytestmark = pytest.mark.slow
@@ -63,10 +67,43 @@ def test_what_process_0_returns_arrives_whatever_its_keys_are():
         run_processes(2, _end, "refuse")
 
 
-def test_a_worker_that_raises_is_named_with_its_error(tmp_path):
-    lines = run_faulty(tmp_path / "run", fault="error:9", code=1)
-    assert lines[-1] == "error: process 1 failed: ValueError: boom in the forward pass"
-    assert not (tmp_path / "run" / "summary.json").exists()
+def test_where_no_more_processes_can_be_started_none_is_left(monkeypatch):
+    fork, forks = os.fork, iter(range(3))
+
+    def third_fails() -> int:
+        if next(forks) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", third_fails)
+    with pytest.raises(RunFailed, match=r"^not all of 3 processes could be started \(Resource"):
+        run_processes(3, time.sleep, 600)
+    assert not multiprocessing.active_children()
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("under", [[], TORCHRUN])
+def test_a_worker_that_raises_is_named_with_its_error(tmp_path, under):
+    run = tmp_path / "run"
+    done = train(*FAULTY, f"output_dir={run}", env={"FAULT": "error:9"}, under=under, code=1)
+    reason = "process 1 failed: ValueError: boom in the forward pass"
+    assert f"error: {reason}" in done.stderr.splitlines()
+    assert not (run / "summary.json").exists()
+    assert (run / "failure.txt").read_text() == f"{reason}\n"  # though process 0 holds the run
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (dist.DistNetworkError("The client socket has timed out after 600000ms"), True),
+        (RuntimeError("DataLoader timed out after 300 seconds"), False),
+        (TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)), False),
+        (TrainingFailed("x could not be written ([Errno 110] Connection timed out)"), False),
+    ],
+)
+def test_only_a_collective_loses_peers(error, lost):
+    assert lost_peer(error) == lost
 
 
 def test_a_killed_worker_is_named_and_ends_the_run(tmp_path):

@@ -7,7 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlion.errors import UserError
+from dlion.models import gpt
+from dlion.models.shapes import TextShape
 from dlion.record.export import main
+from dlion.training.weights import save_model
 from tests.compare.runs import write_run
 
 TENSORS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.zeros(2)}
@@ -46,6 +49,16 @@ def test_the_model_is_copied_with_what_it_is(run, tmp_path, capsys):
 def test_it_is_a_state_dict_where_that_is_wanted(run):
     main([str(run), "--format", "state_dict"])
     assert same(torch.load(run / "export" / "model.pt", weights_only=True))
+
+
+def test_a_state_dict_has_all_names_of_a_tensor(run):
+    model = gpt(TextShape(vocabulary=8, context=4), depth=1, dim=8, heads=2)
+    save_model(model, TextShape(vocabulary=8, context=4), run)
+    main([str(run), "--format", "state_dict"])
+    again = gpt(TextShape(vocabulary=8, context=4), depth=1, dim=8, heads=2)
+    again.load_state_dict(torch.load(run / "export" / "model.pt", weights_only=True))
+    assert again.head.weight is again.tokens.weight
+    assert torch.equal(again.head.weight, model.head.weight)
 
 
 def test_a_model_of_transformers_keeps_all_its_files(run):

@@ -1,6 +1,7 @@
 """Runs of a study in one file are read like directories of runs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -65,12 +66,14 @@ def test_packing_again_gives_the_same_lines(study):
 def test_a_run_is_added_once_and_behind_the_others(study):
     file = study / "study" / PACKED
     before, (a, b) = file.read_text(), find_runs([study / "loose"])
-    with pytest.raises(UserError, match=r"b is in .*runs.jsonl already"):
-        add_to_packed(file, {"c": a, "b": b})
+    other = replace(a, metrics=a.metrics[:1])
+    for name in ("b", "d"):
+        with pytest.raises(UserError, match=r"loose/b is in .*runs.jsonl already, as b"):
+            add_to_packed(file, {"c": other, name: b})
     assert file.read_text() == before
-    add_to_packed(file, {"c": a})
+    add_to_packed(file, {"c": other, "b": replace(b, metrics=[])})
     assert file.read_text().startswith(before)
-    assert [run.directory.name for run in read_packed(file)] == ["a", "b", "c"]
+    assert [run.directory.name for run in read_packed(file)] == ["a", "b", "c", "b-2"]
 
 
 GOOD = {"name": "x", "overrides": [], "config": None, "summary": None, "metrics": []}

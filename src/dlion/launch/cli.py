@@ -20,7 +20,7 @@ from dlion.errors import Finished, RunFailed, Stopped, UserError
 from dlion.launch.arguments import Arguments
 from dlion.launch.environment import is_first
 from dlion.launch.help import help_text
-from dlion.record.runs import holds_run, record_config, record_failure
+from dlion.record.runs import FAILURE, forget, holds_run, record_config, record_failure
 from dlion.settings import check_values
 from dlion.terminal import raise_interrupts
 
@@ -113,6 +113,7 @@ def guarded(config: DictConfig) -> Any:
         if not holds_another(config, output_dir):  # the record of another run stays as it is
             if not holds_run(output_dir):
                 record_config(output_dir, config)
+            forget(output_dir, FAILURE)  # of an earlier attempt
             record_failure(output_dir, str(error))
         raise
     except KeyboardInterrupt as error:

@@ -111,11 +111,11 @@ def _key(key: str, settings: dict[str, Any]) -> str:
     """Return the help on one setting that does not depend on a choice."""
     hints = parameters(Settings)
     first = key.partition(".")[0]
-    if first not in hints:
+    if first not in hints and first not in _groups():
         raise UserError(
             f"{key} is not a setting{did_you_mean(key, hints)}: see `python train.py --help`"
         )
-    if component_of(hints[first]):
+    if first not in hints or component_of(hints[first]):
         raise UserError(f"{first} is a group: type `python train.py --help {first}=NAME`")
     return "\n".join(_entries(first, settings[first], hints[first], sentences(Settings)[first]))
 

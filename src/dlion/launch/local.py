@@ -9,6 +9,7 @@ starts.)
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -82,21 +83,28 @@ def run_processes(
 
     with SignalNotice(pass_on) as notice, _folder() as directory:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
-        context = start_processes(
-            _work,
-            args=(os.getpid(), processes, directory, network, work, args),
-            nprocs=processes,
-            join=False,
-            start_method="fork" if sys.platform == "linux" else "spawn",
-        )
-        children += context.processes
+        others = multiprocessing.active_children()
         try:
+            context = start_processes(
+                _work,
+                args=(os.getpid(), processes, directory, network, work, args),
+                nprocs=processes,
+                join=False,
+                start_method="fork" if sys.platform == "linux" else "spawn",
+            )
+            children += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             _wait(context, directory, notice)
+        except OSError as error:
+            raise RunFailed(
+                f"not all of {processes} processes could be started ({error.strerror}): type"
+                " processes=N with fewer"
+            ) from error
         finally:
-            for child in children:
+            for child in {*multiprocessing.active_children()} - {*others}:
                 child.kill()
                 child.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         outcome = json.loads(_outcome_file(directory, 0).read_text())
     if "stopped_after" in outcome:
         raise Stopped(outcome["stopped_after"], notice.first)
@@ -129,7 +137,8 @@ def _folder() -> Iterator[Path]:
 
 def _remove_leftover(directory: Path) -> None:
     """Remove what a launcher of this user has left, and nothing else that may be in there."""
-    descriptor = acquire(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = acquire(directory, flags, certain=True)
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
             for file in (*directory.glob("rendezvous"), *directory.glob("outcome-*.json")):
@@ -229,7 +238,7 @@ def _work(
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
         "LOCAL_RANK": str(rank),
-        "DLION_RENDEZVOUS": f"file://{directory}/rendezvous",
+        "DLION_RENDEZVOUS": str(directory / "rendezvous"),
         "GLOO_SOCKET_IFNAME": LOOPBACK,  # everything stays on this machine
     }
     if network is not None:
@@ -241,7 +250,7 @@ def _work(
     except Stopped as stop:
         file.write_text(json.dumps({"stopped_after": stop.step}))
     except Exception as error:
-        failure = {"failed": _sentence(error), "lost_peer": _lost_peer(error)}
+        failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
         file.write_text(json.dumps(failure))
         raise
 
@@ -257,7 +266,7 @@ def run_one_process(work: Callable[..., Any], *args: Any) -> Any:
     except (Stopped, *_SENTENCES):
         raise
     except Exception as error:
-        raise RunFailed(f"process {os.environ['RANK']} failed: {_sentence(error)}") from error
+        raise RunFailed(f"process {os.environ['RANK']} failed: {sentence_of(error)}") from error
 
 
 def _report_failure(work: Callable[..., Any], *args: Any) -> Any:
@@ -267,7 +276,7 @@ def _report_failure(work: Callable[..., Any], *args: Any) -> Any:
     except Stopped:
         raise
     except Exception as error:
-        if isinstance(error, dist.DistBackendError) or _lost_peer(error):
+        if isinstance(error, dist.DistBackendError) or lost_peer(error):
             time.sleep(PATIENCE)
         elif not isinstance(error, _SENTENCES):
             print(f"process {os.environ['RANK']}:", file=sys.stderr)
@@ -275,12 +284,14 @@ def _report_failure(work: Callable[..., Any], *args: Any) -> Any:
         raise
 
 
-def _lost_peer(error: Exception) -> bool:
+def lost_peer(error: Exception) -> bool:
     """Whether a collective waited in vain; only the text tells gloo's RuntimeError from others."""
-    return _LOST.search(str(error)) is not None
+    collective = isinstance(error.__cause__ or error, dist.DistError) or "gloo" in str(error)
+    written = isinstance(error, _SENTENCES)
+    return collective and not written and _LOST.search(str(error)) is not None
 
 
-def _sentence(error: Exception) -> str:
+def sentence_of(error: Exception) -> str:
     """Return the last line of an error, with its type unless it was written to be read."""
     if isinstance(error, _SENTENCES):
         return str(error)

@@ -26,9 +26,9 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
     env = os.environ
     rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
     limit = timedelta(seconds=timeout)
-    if "DLION_RENDEZVOUS" in env:  # file://... from dlion.launch.local
-        method = env["DLION_RENDEZVOUS"]
-        store, *_ = next(dist.rendezvous(method, rank, processes, timeout=limit))
+    store: dist.Store
+    if "DLION_RENDEZVOUS" in env:  # a file, from dlion.launch.local
+        store = dist.FileStore(env["DLION_RENDEZVOUS"], processes)
     else:
         store = _meet(env, rank, processes, limit)
     store.set_timeout(limit)

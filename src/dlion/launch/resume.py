@@ -1,5 +1,6 @@
 """Where a run may be recorded, what it goes on from, and what to type so that it does."""
 
+import glob
 import shlex
 import sys
 import tempfile
@@ -136,7 +137,9 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
         )
     top, _, below = template.partition("${now:")
     wanted = identity(settings)
-    places = Path(top).glob("/".join("*" for _ in below.split("/")))
+    folder, _, prefix = top.rpartition("/")
+    depth = below.count("/")
+    places = Path(folder or ".").glob(f"{glob.escape(prefix)}*" + depth * "/*")
     runs = [path for path in places if saved_identity(path) == wanted]
     runs.sort(key=last_saved)
     for path in reversed(runs):
@@ -193,8 +196,8 @@ def finished_run(config: DictConfig, output_dir: Path) -> Run | None:
         more = config.steps != run.summary.get("steps")
     if {"test_accuracy", "test_loss"} - set(run.summary):
         raise UserError(
-            f"{output_dir / SUMMARY} is damaged (it lacks the result): remove it, and resume=auto"
-            " goes on from the last checkpoint"
+            f"{output_dir / SUMMARY} is damaged (it lacks the result): copy it again; or remove it"
+            " and the newest folder in checkpoint, and resume=auto goes on from the one before"
         )
     if not more and is_first():
         print(f"{output_dir} is finished; nothing is left to do")
@@ -220,12 +223,14 @@ def _different(config: DictConfig, run: Run) -> str:
     try:
         before = identity(run.config)
         names = []
-        for key, value in now.items():
-            if not isinstance(value, dict) or before[key].get("name") != value.get("name"):
-                names += [key] if before[key] != value else []
+        for key in before | now:
+            value, other = now.get(key), before.get(key)
+            groups = isinstance(value, dict) and isinstance(other, dict)
+            if not groups or other.get("name") != value.get("name"):
+                names += [key] if other != value else []
             else:
-                keys = sorted({*value, *before[key]})
-                names += [f"{key}.{k}" for k in keys if before[key].get(k) != value.get(k)]
+                keys = sorted({*value, *other})
+                names += [f"{key}.{k}" for k in keys if other.get(k) != value.get(k)]
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{run.directory / CONFIG} is damaged: choose another directory with output_dir=DIR"

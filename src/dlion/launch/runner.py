@@ -12,10 +12,16 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dlion.errors import RunFailed, TrainingFailed
+from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.launch.check import check
 from dlion.launch.environment import RankInfo, detect
-from dlion.launch.local import interruptible, run_one_process, run_processes
+from dlion.launch.local import (
+    interruptible,
+    lost_peer,
+    run_one_process,
+    run_processes,
+    sentence_of,
+)
 from dlion.launch.meeting import join_process_group
 from dlion.launch.network import Network
 from dlion.launch.resume import (
@@ -26,7 +32,7 @@ from dlion.launch.resume import (
     resuming,
 )
 from dlion.launch.stored import settings_of_run
-from dlion.record.runs import SUMMARY, load_run, record_config
+from dlion.record.runs import FAILURE, forget, load_run, record_config, record_failure
 from dlion.training import Job, train
 from dlion.training.checkpoint import identity
 from dlion.training.measure import measure
@@ -59,7 +65,7 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
         job = check(config, output_dir, started)
         if first:
             record_config(output_dir, config)
-            (output_dir / SUMMARY).unlink(missing_ok=True)  # of a run that gets more steps
+            forget(output_dir, FAILURE)  # of an earlier attempt
         return _start(job, started)
 
 
@@ -79,7 +85,8 @@ def _run_with_restarts(job: Job) -> float | None:
             return _run(job)
         except RunFailed as error:
             run = load_run(job.output_dir)
-            if run.finished:  # it failed after its last step
+            if run.summary is not None and run.summary.get("steps") == job.steps:
+                print(f"warning: after the last step, {error}", file=sys.stderr)
                 return result_of(run)
             if restarts == config.max_restarts or error.leaving:
                 raise
@@ -108,10 +115,21 @@ def work(job: Job) -> float | None:
         # a directory that is named after the time may have another name in each process
         output_dir = Path(_from_first(str(job.output_dir), job.device))
         workers = Workers.current(job.workers.local, timeout=job.config.timeout)
-        run = train if job.config.evaluate is None else measure
-        return run(replace(job, output_dir=output_dir, workers=workers))
+        job = replace(job, output_dir=output_dir, workers=workers)
+        return measure(job) if job.config.evaluate is not None else _train(job)
     finally:
         dist.destroy_process_group()
+
+
+def _train(job: Job) -> float | None:
+    """Train, and record the cause of a failure: it may be known to this process alone."""
+    try:
+        return train(job)
+    except Exception as error:
+        if not (isinstance(error, Stopped) or lost_peer(error)):
+            reason = f"process {job.workers.rank} failed: {sentence_of(error)}"
+            record_failure(job.output_dir, reason)
+        raise
 
 
 def _check_same(job: Job) -> None:
@@ -133,11 +151,12 @@ def _check_same(job: Job) -> None:
 
 def _from_first(text: str, device: str) -> str:
     """Broadcast the text of process 0."""
-    size = torch.tensor([len(text.encode())], device=device)
+    encoded = os.fsencode(text)  # in a path there may be what is not UTF-8
+    size = torch.tensor([len(encoded)], device=device)
     dist.broadcast(size, 0)
     content = torch.zeros(int(size), dtype=torch.uint8)
     if dist.get_rank() == 0:
-        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     content = content.to(device)
     dist.broadcast(content, 0)
-    return bytes(content.tolist()).decode()
+    return os.fsdecode(bytes(content.tolist()))

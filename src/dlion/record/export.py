@@ -5,6 +5,7 @@ a model of transformers, and config.yaml and summary.json, which say what the mo
 With --format state_dict it has model.pt instead, for torch.load and load_state_dict.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -55,14 +56,17 @@ def _weights(directory: Path) -> list[Path]:
 
 def _save_state_dict(weights: list[Path], file: Path) -> None:
     import torch
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     tensors = {}
     for part in weights:
         try:
             tensors |= load_file(part)
-        except SafetensorError as error:
+            with safe_open(part, "pt") as file_of_part:
+                tied = json.loads((file_of_part.metadata() or {}).get("tied", "{}"))
+            tensors |= {name: tensors[first] for name, first in tied.items()}
+        except (SafetensorError, ValueError, AttributeError, KeyError) as error:
             raise UserError(f"{part} is damaged ({error}): copy it again") from error
     torch.save(tensors, file)
 

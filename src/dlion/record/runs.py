@@ -58,8 +58,7 @@ class RunRecord:
         self.rows: list[dict[str, Any]] = []
         with _written(self._file):
             directory.mkdir(parents=True, exist_ok=True)
-            if (directory / FAILURE).is_file():
-                (directory / FAILURE).unlink()
+            forget(directory, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
             if self._file.is_file():
                 rows, damaged = read_rows(directory)
                 self.rows = [row for row in rows if row["step"] <= (resumed_at or 0)]
@@ -196,6 +195,13 @@ class Run:
         if self.failure is not None:
             return "failed"
         return "running" if self.silence < _SILENT else "stopped"
+
+
+def forget(directory: Path, *names: str) -> None:
+    """Remove files of an earlier attempt, where they are files."""
+    for file in (directory / name for name in names):
+        if file.is_file():
+            file.unlink()
 
 
 def holds_run(directory: Path) -> bool:

@@ -15,8 +15,9 @@ QUIET_INTERVAL = 10.0  # seconds between lines where there is no terminal
 class RunConsole:
     """The terminal of a run; shows nothing unless ``active``."""
 
-    def __init__(self, steps: int, active: bool):
-        self.active, self.steps = active, steps
+    def __init__(self, steps: int, active: bool, begun: int = 0):
+        """Prepare for the steps from ``begun`` on, where the run has gone on."""
+        self.active, self.steps, self._begun = active, steps, begun
         self._console = Console()
         self._live = active and self._console.is_terminal
         self._progress = Progress(
@@ -57,7 +58,8 @@ class RunConsole:
         now = time.monotonic()
         if not self._live and (now - self._printed > QUIET_INTERVAL or "test_loss" in row):
             self._printed = now
-            left = (now - self._started) / row["step"] * (self.steps - row["step"])
+            a_step = (now - self._started) / (row["step"] - self._begun)
+            left = a_step * (self.steps - row["step"])
             print(f"step {row['step']}/{self.steps}  {text}  {left:.0f} s left", flush=True)
 
     def watch(self, batches: Iterable[Any], count: int) -> Iterator[Any]:
@@ -67,6 +69,7 @@ class RunConsole:
             if self.active and time.monotonic() - shown > QUIET_INTERVAL:
                 text = f"evaluating: {done / count:.0%} of the test set"
                 if self._live:
+                    self._progress.start()  # unless it is there
                     self._progress.update(self._task, values=text)
                 else:
                     shown = time.monotonic()

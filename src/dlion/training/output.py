@@ -36,9 +36,9 @@ class Output:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.active = job.workers.rank == 0
         self.row: dict[str, Any] = {}  # the latest one
-        begun = job.resume.progress if job.resume else Progress()
+        self._begun = begun = job.resume.progress if job.resume else Progress()
         self._step, self._seconds = begun.step, begun.seconds  # of the latest row, or as resumed
-        self.console = RunConsole(job.steps, self.active)
+        self.console = RunConsole(job.steps, self.active, begun.step)
         if self.active:
             self.origin = provenance(job.device)
             resolved = OmegaConf.to_container(job.config, resolve=True) | self.origin
@@ -77,8 +77,10 @@ class Output:
     def profile(self, timer: Timer, seconds: float) -> None:
         """Show where this process's time went and write profile.json (milliseconds per step)."""
         phases = (*_PHASES, *_PHASES_BESIDE)
-        table = {phase: 1e3 * timer.seconds[phase] / self.job.steps for phase in phases}
-        table["other"] = 1e3 * seconds / self.job.steps - sum(table[phase] for phase in _PHASES)
+        steps = self.job.steps - self._begun.step  # since this process began
+        table = {phase: 1e3 * timer.seconds[phase] / steps for phase in phases}
+        spent = 1e3 * (seconds - self._begun.seconds) / steps
+        table["other"] = spent - sum(table[phase] for phase in _PHASES)
         if self.active:
             write_atomically(self.job.output_dir / "profile.json", json.dumps(table, indent=2))
         notes = dict.fromkeys(_PHASES_BESIDE, " (beside the rest, or waited for)")
@@ -146,7 +148,10 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
     if job.rate is not None:
         network += f", links of {show_rate(job.rate)} (emulated)"
     sent = traffic.sent_bytes / workers.local
-    sends = f"{human_bytes(sent)} a step"
+    turns, warm_up = (config.optimizer.get(key) or 0 for key in ("local_steps", "warmup_steps"))
+    sends = f"{human_bytes(sent)} a step{' of its warm-up' if warm_up else ''}"
+    if n > 1 and not sent and turns > 1:
+        sends = f"nothing in the first of {turns} steps"
     if sent:
         sends += f", {_share(sent / (2 * (n - 1) / n * 4 * parameters))} a float32 ring all-reduce"
     levels = [

@@ -42,15 +42,16 @@ def save_model(model: nn.Module, data: Data, directory: Path) -> None:
     Raises:
         TrainingFailed: if it cannot be written.
     """
+    named = _tensors(model)
     tensors = {
-        names[0]: tensor.detach().to("cpu", copy=True).contiguous()
-        for names, tensor in _tensors(model)
+        names[0]: tensor.detach().to("cpu", copy=True).contiguous() for names, tensor in named
     }
+    tied = {name: names[0] for names, _ in named for name in names[1:]}
     try:
         if isinstance(model, models.CausalLM):
             _save_folder(model.model, tensors, getattr(data, "tokenizer", None), directory)
         else:
-            _save_file(tensors, models.shape_of(data), directory)
+            _save_file(tensors, tied, models.shape_of(data), directory)
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
             f"the model could not be written ({error}): mend that, and the same command with"
@@ -263,8 +264,11 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(found.values())
 
 
-def _save_file(tensors: dict[str, Tensor], shape: models.Shape | None, directory: Path) -> None:
+def _save_file(
+    tensors: dict[str, Tensor], tied: dict[str, str], shape: models.Shape | None, directory: Path
+) -> None:
     metadata = {"format": "pt", "settings": CONFIG, "data": json.dumps(shape and asdict(shape))}
+    metadata["tied"] = json.dumps(tied)
     with whole_file(directory / MODEL) as part:
         save_file(tensors, part, metadata)
 
