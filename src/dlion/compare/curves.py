@@ -283,16 +283,16 @@ def _one_of_each_seed(runs: list[Run]) -> list[Run]:
     chosen: dict[Any, Run] = {}
     for run in runs:
         seed = _seed(run)
-        other = chosen.get(run.directory if seed is None else seed)
-        if other is not None:
-            kept, left = (other, run) if other.finished and not run.finished else (run, other)
+        key = run.directory if seed is None else seed
+        before = chosen.get(key, run)
+        kept, left = (before, run) if before.finished and not run.finished else (run, before)
+        chosen[key] = kept
+        if kept is not left:
             print(
                 f"warning: left out: {left.directory} has the settings and the seed of"
                 f" {kept.directory}",
                 file=sys.stderr,
             )
-            run = kept
-        chosen[run.directory if seed is None else seed] = run
     return [*chosen.values()]
 
 

@@ -3,9 +3,8 @@
 Packs metrics, summary, configuration and overrides of the runs into NAME/runs.jsonl, behind those
 that are there already. A run is called METHOD-nN-sSEED; where that is not unique, as in a sweep
 over something else, it keeps the name of its directory, and gets a number behind it where the study
-has that name. Writes which commits, machines and commands
-the runs come from (provenance.txt) and a figure of all runs of the study (curves.png), and prints a
-table.
+has that name. Writes which commits, machines and commands the runs come from (provenance.txt) and a
+figure of all runs of the study (curves.png), and prints a table.
 """
 
 from collections import Counter

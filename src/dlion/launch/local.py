@@ -85,21 +85,10 @@ def run_processes(
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         others = multiprocessing.active_children()
         try:
-            context = start_processes(
-                _work,
-                args=(os.getpid(), processes, directory, network, work, args),
-                nprocs=processes,
-                join=False,
-                start_method="fork" if sys.platform == "linux" else "spawn",
-            )
+            context = _start(processes, os.getpid(), processes, directory, network, work, args)
             children += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             _wait(context, directory, notice)
-        except OSError as error:
-            raise RunFailed(
-                f"not all of {processes} processes could be started ({error.strerror}): type"
-                " processes=N with fewer"
-            ) from error
         finally:
             for child in {*multiprocessing.active_children()} - {*others}:
                 child.kill()
@@ -111,6 +100,18 @@ def run_processes(
     if notice.first is not None:
         raise Finished(outcome["result"], notice.first)
     return outcome["result"]
+
+
+def _start(processes: int, *args: Any) -> ProcessContext:
+    """Start processes that run ``_work(rank, *args)``."""
+    method = "fork" if sys.platform == "linux" else "spawn"
+    try:
+        return start_processes(_work, args, processes, join=False, start_method=method)
+    except OSError as error:
+        raise RunFailed(
+            f"not all of {processes} processes could be started ({error.strerror}): type"
+            " processes=N with fewer"
+        ) from error
 
 
 @contextmanager
@@ -286,9 +287,10 @@ def _report_failure(work: Callable[..., Any], *args: Any) -> Any:
 
 def lost_peer(error: Exception) -> bool:
     """Whether a collective waited in vain; only the text tells gloo's RuntimeError from others."""
-    collective = isinstance(error.__cause__ or error, dist.DistError) or "gloo" in str(error)
-    written = isinstance(error, _SENTENCES)
-    return collective and not written and _LOST.search(str(error)) is not None
+    if isinstance(error, _SENTENCES) or not _LOST.search(str(error)):
+        return False
+    of_torch = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
+    return of_torch or "gloo" in str(error)
 
 
 def sentence_of(error: Exception) -> str:
