@@ -149,9 +149,10 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         network += f", links of {show_rate(job.rate)} (emulated)"
     sent = traffic.sent_bytes / workers.local
     turns, warm_up = (config.optimizer.get(key) or 0 for key in ("local_steps", "warmup_steps"))
+    round_begins = turns > 1 and not sent
     sends = f"{human_bytes(sent)} a step{' of its warm-up' if warm_up else ''}"
-    if n > 1 and not sent and turns > 1:
-        sends = f"nothing in the first of {turns} steps"
+    if round_begins:
+        sends = f"nothing in {turns - 1} of {turns} steps"
     if sent:
         sends += f", {_share(sent / (2 * (n - 1) / n * 4 * parameters))} a float32 ring all-reduce"
     levels = [
@@ -167,7 +168,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         "parameters": f"{parameters:,}",
         "a worker sends": sends,
         **({"... on the grid": ", ".join(levels)} if levels else {}),
-        "collectives": f"{traffic.collectives} a step",
+        **({} if round_begins else {"collectives": f"{traffic.collectives} a step"}),
         "output": str(job.output_dir),
     }
 
