@@ -6,13 +6,17 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch.distributed as dist
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
+from dlion.launch.environment import LOOPBACK
 from dlion.launch.local import lost_peer, run_processes
+from tests.conftest import ROOT
+from tests.launch.test_meeting import free_port
 from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
 
 pytestmark = pytest.mark.slow
@@ -149,6 +153,31 @@ def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
     )
     assert (tmp_path / "marker").exists()
     assert "Traceback" not in done.stderr
+    assert record(tmp_path / "cut") == whole
+
+
+def test_agents_of_two_machines_start_again_together(whole, tmp_path):
+    """Only one of them counts it as a restart: the other's process ended because of its peer."""
+    elastic = ["--nnodes=2", "--nproc_per_node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    overrides = [*FAULTY, "checkpoint_every=2", f"output_dir={tmp_path / 'cut'}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *elastic, endpoint, "--rdzv-id=two"]
+    faults = {"FAULT": "exchange:5", "MARKER": str(tmp_path / "marker")}
+    agents = [
+        subprocess.Popen(
+            [*command, "--local-addr=127.0.0.1", "train.py", *overrides],
+            cwd=ROOT,
+            env=os.environ | faults | {"GLOO_SOCKET_IFNAME": LOOPBACK},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for agent in agents:
+        _, errors = agent.communicate(timeout=120)
+        assert agent.returncode == 0, errors
+        assert "holds another run" not in errors
+    assert (tmp_path / "marker").exists()
     assert record(tmp_path / "cut") == whole
 
 

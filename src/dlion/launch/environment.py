@@ -81,9 +81,19 @@ def is_first() -> bool:
 
 
 def restarted() -> bool:
-    """Whether SLURM or torchrun has started this run again after it was cut off."""
+    """Whether SLURM or torchrun says that it has started this run again after it was cut off.
+
+    Of torchrun's agents, each counts for itself, and one whose processes ended because of another's
+    does not count that: see :func:`job_name`.
+    """
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return any(_number(os.environ, name, 0) > 0 for name in names)
+
+
+def job_name() -> str | None:
+    """Return the name that torchrun was given (``--rdzv-id``): its attempts have it in common."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name  # torchrun's own word for no name
 
 
 def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
@@ -104,8 +114,7 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
         local_rank=_number(env, "LOCAL_RANK", rank),
         local_processes=_number(env, "LOCAL_WORLD_SIZE", processes),
         one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
-        # torchrun keeps its store for the next attempt, with the addresses of processes that died
-        run=f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}",
+        run=re.sub(r"\s", "_", f"torchrun-{env.get('TORCHELASTIC_RUN_ID')}-{_port(env)}"),
         port=_port(env),
     )
 

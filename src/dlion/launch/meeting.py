@@ -36,18 +36,20 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
 
 
 def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -> dist.Store:
-    """Return the store of the run, which process 0 hosts unless torchrun's agent does.
+    """Return the store of the run, which process 0 hosts.
+
+    (The store of torchrun's agent keeps the addresses of processes that died in an earlier attempt,
+    and agents on several machines do not agree which attempt this is.)
 
     Process 0 listens at a port that all know, and tells whoever asks there the name of the run and
     the port of its store. So a stranger at that port is recognised, be it silent or another run's
     process 0. (A TCPStore waits for a silent one for ever, and shares its keys with any run.)
     """
     run, host = env.get("DLION_RUN", "run"), env["MASTER_ADDR"]
+    taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the first, by torchrun's agent
     port = int(env["MASTER_PORT"])
-    ports = range(port, min(port + _CHOICE, 1 << 16))
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-    elif rank == 0:
+    ports = range(port + taken, min(port + taken + _CHOICE, 1 << 16))
+    if rank == 0:
         guide, listener = _listen(host, ports), _listen(host, range(1))
         port = listener.getsockname()[1]
         store = dist.TCPStore(

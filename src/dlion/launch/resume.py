@@ -11,7 +11,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
-from dlion.launch.environment import detect, is_first, restarted
+from dlion.files import write_atomically
+from dlion.launch.environment import detect, is_first, job_name, restarted
 from dlion.locks import holding, is_held
 from dlion.record.runs import CONFIG, METRICS, SUMMARY, Run, holds_run, load_run, read_rows
 from dlion.training.checkpoint import (
@@ -25,6 +26,7 @@ from dlion.training.checkpoint import (
 from dlion.training.schedule import share_of_rate
 
 _LOCK = ".lock"
+_JOB = ".hydra/torchrun.txt"
 _PATIENCE = 1.0  # seconds that the processes of a killed launcher may take to end
 
 
@@ -109,9 +111,21 @@ def in_use(output_dir: Path) -> bool:
 
 def resuming(config: DictConfig, output_dir: Path) -> str | None:
     """Return ``resume``, or ``auto`` for a run that SLURM or torchrun has started again."""
-    if restarted() and (config.resume is None or holds_run(output_dir)):
+    there = holds_run(output_dir)
+    if (restarted() and (config.resume is None or there)) or (there and _of_this_job(output_dir)):
         return "auto"
     return config.resume
+
+
+def note_job(output_dir: Path) -> None:
+    """Write down which of torchrun's jobs a run is of, for the job's later attempts."""
+    if (name := job_name()) is not None:
+        write_atomically(output_dir / _JOB, name)
+
+
+def _of_this_job(output_dir: Path) -> bool:
+    file = output_dir / _JOB
+    return file.is_file() and file.read_text("utf-8") == job_name()
 
 
 def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:

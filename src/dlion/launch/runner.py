@@ -28,6 +28,7 @@ from dlion.launch.resume import (
     alone_in,
     finished_run,
     latest_checkpoint,
+    note_job,
     result_of,
     resuming,
 )
@@ -65,6 +66,7 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
         job = check(config, output_dir, started)
         if first:
             record_config(output_dir, config)
+            note_job(output_dir)
             forget(output_dir, FAILURE)  # of an earlier attempt
         return _start(job, started)
 
