@@ -341,11 +341,9 @@ def test_the_boards_search_has_the_points_of_the_sequence_that_it_names():
     assert OmegaConf.to_container(search.candidates, resolve=False) == expected
 
 
-@pytest.mark.parametrize("task", ["text"])
-def test_a_line_of_the_board_has_the_best_of_its_trials(task):
-    folder = ROOT / "results/board" / task
-    metric = OmegaConf.load(folder / "task.yaml").metric
-    table = to_search_table(folder / "search.csv", metric)
+@pytest.mark.parametrize(("task", "metric"), [("text", "loss"), ("cifar10", "accuracy")])
+def test_a_line_of_the_board_has_the_best_of_its_trials(task, metric):
+    table = to_search_table(ROOT / "results/board" / task / "search.csv", metric)
     settings = OmegaConf.load(CONF / "experiment" / f"board_{task}.yaml").methods
     assert len(table) == 1 + len(settings)
     for method, _, best, *_ in table[1:]:
