@@ -112,8 +112,8 @@ def main(args: argparse.Namespace) -> None:
     if args.search:
         search(args)
         return
-    facts = {"workers": N, "rate": args.rate, "target": args.target, "lr": LEARNING_RATES}
-    facts["steps"] = args.steps
+    facts = {name: getattr(args, name) for name in ("rate", "target", "steps")}
+    facts |= {"workers": N, "lr": LEARNING_RATES}
     points = Points(args.output / "time_to_accuracy.json", facts, {}, args.fresh)
     keys = []
     for seed in range(args.seeds):

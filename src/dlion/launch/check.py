@@ -66,7 +66,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         config.batch_size,
         config.seed,
         config.dataset.sharding,
-        labels=data.labels,
+        labels=data.labels if config.dataset.sharding == "dirichlet" else None,
         alpha=config.dataset.get("alpha", 1.0),
     )
     if config.accumulate > sharding.smallest_batch:

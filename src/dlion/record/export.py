@@ -57,14 +57,13 @@ def _weights(directory: Path) -> list[Path]:
 def _save_state_dict(weights: list[Path], file: Path) -> None:
     import torch
     from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
 
     tensors = {}
     for part in weights:
         try:
-            tensors |= load_file(part)
-            with safe_open(part, "pt") as file_of_part:
-                tied = json.loads((file_of_part.metadata() or {}).get("tied", "{}"))
+            with safe_open(part, "pt") as stored:
+                tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+                tied = json.loads((stored.metadata() or {}).get("tied", "{}"))
             tensors |= {name: tensors[first] for name, first in tied.items()}
         except (SafetensorError, ValueError, AttributeError, KeyError) as error:
             raise UserError(f"{part} is damaged ({error}): copy it again") from error

@@ -68,8 +68,7 @@ class RunConsole:
         for done, batch in enumerate(batches):
             if self.active and time.monotonic() - shown > QUIET_INTERVAL:
                 text = f"evaluating: {done / count:.0%} of the test set"
-                if self._live:
-                    self._progress.start()  # unless it is there
+                if self._progress.live.is_started:
                     self._progress.update(self._task, values=text)
                 else:
                     shown = time.monotonic()
