@@ -347,7 +347,9 @@ BIG = {str(i): (512, 1024) for i in range(6)}  # long enough for one stream to o
 
 def check_methods(key: Row, args: argparse.Namespace) -> list[Row]:
     """Compare every method's exchanges with those that no collective takes part in."""
-    alone, spread_out = Workers(local=WORKERS), Workers.current(WORKERS // dist.get_world_size())
+    own_group, _ = dist.new_subgroups(1)
+    alone = Workers(local=WORKERS, group=own_group)
+    spread_out = Workers.current(WORKERS // dist.get_world_size())
     rows = []
     for method in ("dlion_mavo", "dgc") if args.small else METHODS:
         chosen = [Case("some take part", method, partial=True, steps=2 if args.small else 6)]

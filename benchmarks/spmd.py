@@ -28,6 +28,7 @@ def time_together(
     rounds: int,
     warmups: int = 1,
     per_node: int = 1,
+    slow_from_start: bool = False,
 ) -> Measured:
     """Time the cases that ``make_cases(*args)`` returns in every process.
 
@@ -35,6 +36,7 @@ def time_together(
         rate: of the emulated links, bits per second; None: loopback.
         rounds, warmups: how often every case is timed, and run before that.
         per_node: processes that share a link.
+        slow_from_start: warm-ups, and the making of the cases, have the slow links too.
 
     Returns:
         case -> ``{"seconds": [...], "nic_bytes": [...]}``, a value for each round; bytes are those
@@ -43,7 +45,8 @@ def time_together(
     work = (make_cases, args, rounds, warmups)
     if rate is None:
         return run_processes(processes, _work, None, None, *work)
-    with Network(processes, max(rate, WARMUP_RATE), per_node) as network:
+    begin = rate if slow_from_start else max(rate, WARMUP_RATE)
+    with Network(processes, begin, per_node) as network:
         return run_processes(processes, _work, network, rate, *work, network=network)
 
 

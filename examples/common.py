@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-BYTES_SENT = 200  # where tcpi_bytes_sent lies in Linux's struct tcp_info
+SENT_AND_RETRANSMITTED = struct.Struct("200x QQ")  # their place in Linux's struct tcp_info
 
 
 def make_model() -> torch.nn.Module:
@@ -50,16 +50,18 @@ def bytes_sent(work: Callable[[], object]) -> int:
 
 
 def _tcp_bytes() -> dict[tuple[object, object], int]:
-    """Bytes sent so far, by the ends of each connection."""
+    """Bytes sent so far, each once, by the ends of each connection."""
     counts = {}
     for descriptor in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
         try:
             with socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 8)
+                size = SENT_AND_RETRANSMITTED.size
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
                 ends = connection.getsockname(), connection.getpeername()
         except OSError:  # it is no TCP connection
             continue
-        (counts[ends],) = struct.unpack_from("Q", info, BYTES_SENT)
+        sent, again = SENT_AND_RETRANSMITTED.unpack(info)
+        counts[ends] = sent - again
     return counts
 
 

@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -270,13 +271,13 @@ def _slurm(job: int, task: int) -> dict[str, str]:
 def test_processes_with_different_settings_say_so(tmp_path):
     small = ["dataset=digits", "logger=none", "workers=2", "steps=3", f"output_dir={tmp_path}"]
     first, second = (
-        start(*small, f"optimizer.lr={rate}", env=_slurm(7, task))
-        for task, rate in enumerate(("1e-3", "1e-4"))
+        start(*small, f"optimizer.lr={rate}", f"eval_every={steps}", env=_slurm(7, task))
+        for task, (rate, steps) in enumerate((("1e-3", 2), ("1e-4", 3)))
     )
     done = second.wait()
     first.kill()
     assert done.returncode == 1
-    assert "process 1 was started with another optimizer than process 0" in done.stderr
+    assert "process 1 was started with another optimizer, eval_every than process 0" in done.stderr
 
 
 def _listening(pids: list[int]) -> set[str]:
@@ -299,7 +300,9 @@ def _listening(pids: list[int]) -> set[str]:
 def test_nobody_else_can_connect(tmp_path):
     long = ["logger=none", "workers=2", "steps=100000"]
     alone = start(*long, "processes=2", f"output_dir={tmp_path / 'alone'}")
-    tasks = [start(*long, f"output_dir={tmp_path / 'slurm'}", env=_slurm(8, i)) for i in range(2)]
+    name = {"MASTER_ADDR": socket.gethostname()}  # as batch scripts often have it
+    slurm = [*long, f"output_dir={tmp_path / 'slurm'}"]
+    tasks = [start(*slurm, env=_slurm(8, i) | name) for i in range(2)]
     found = _listening([alone.pid, *alone.workers()])
     tasks[0].workers()
     found |= _listening([task.pid for task in tasks])

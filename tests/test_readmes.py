@@ -19,6 +19,7 @@ import pytest
 import torch.distributed.run as torchrun_command
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -104,7 +105,8 @@ def test_a_command_without_a_rule_fails(place):
     ],
 )
 def test_a_command_that_is_wrong_fails(place, text):
-    with pytest.raises((AssertionError, Exception, SystemExit)):
+    refusals = AssertionError, ConfigCompositionException, MissingConfigException, SystemExit
+    with pytest.raises(refusals):
         try_out(place, Command("page.md", 1, text))
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from dlion import terminal
-from dlion.errors import Finished, Stopped, TrainingFailed, UserError
+from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.launch.resume import alone_in, checkpoint_to_resume, finished_run
@@ -139,6 +140,21 @@ def test_a_forged_checkpoint_gives_way_to_the_one_before(cut, damage, complaint)
     assert found.progress.step == 4 and complaint in reason
 
 
+def test_a_run_goes_on_with_the_data_it_began_with(cut):
+    for folder in (cut / "checkpoint").glob("step-*"):
+        forge(folder, lambda state: state.update(samples=[9, 7]))
+    refused = train(*QUICK, f"output_dir={cut}", "resume=auto", code=2)
+    assert "is of a run with 9 and 7 samples to train and to test on, the data" in refused.stderr
+
+
+def test_the_middle_of_a_round_is_no_step_like_others(tmp_path):
+    rounds = [*QUICK, "optimizer=diloco", "optimizer.local_steps=2", f"output_dir={tmp_path}"]
+    begun = train(*rounds, "stop_after=1", code=75)
+    assert "a worker sends  nothing in 1 of 2 steps\n" in begun.stdout
+    gone_on = train(*rounds, "resume=auto", code=0)
+    assert re.search(r"a worker sends  [\d.]+ kB in one of 2 steps, 1/\d", gone_on.stdout)
+
+
 def test_damage_of_all_kinds_at_once_is_named_and_changes_no_result(whole, cut, tmp_path):
     folder, elsewhere = cut / "checkpoint", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -214,11 +230,11 @@ def test_ctrl_c_while_python_imports_is_one_line():
     assert (run.returncode, said) == (130, "error: interrupted\n")
 
 
-def _interrupt_launcher(times, finish=False):
+def _interrupt_launcher(times, finish=False, number=signal.SIGINT):
     if times == 2 or finish:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for _ in range(times):
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(os.getppid(), number)
         time.sleep(0.2)
     return "finished" if finish else time.sleep(60)
 
@@ -226,15 +242,37 @@ def _interrupt_launcher(times, finish=False):
 def test_a_second_ctrl_c_does_not_wait():
     with pytest.raises(Stopped) as stop:
         run_processes(1, _interrupt_launcher, 1)
+    assert type(stop.value) is Stopped  # not Finished, after a minute
     assert (stop.value.step, stop.value.signal) == (None, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_processes(1, _interrupt_launcher, 2)
+
+
+@pytest.mark.parametrize("seconds", [0, 1])  # while processes start, and while they work
+def test_ctrl_c_that_another_thread_takes_ends_a_run(seconds):
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt() -> None:
+        while signal.getsignal(signal.SIGINT) is before:
+            time.sleep(1e-4)
+        time.sleep(seconds)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Stopped) as stop:
+        run_processes(1, time.sleep, 60)
+    thread.join()
+    assert type(stop.value) is Stopped
 
 
 def test_no_run_follows_one_that_finishes_after_ctrl_c():
     with pytest.raises(Finished, match="stopped as this run has finished") as end:
         run_processes(1, _interrupt_launcher, 1, True)
     assert (end.value.result, end.value.signal) == ("finished", signal.SIGINT)
+    with pytest.raises(Finished) as end:  # a second one of a scheduler's ends nothing
+        run_processes(1, _interrupt_launcher, 2, True, signal.SIGUSR1)
+    assert (end.value.result, end.value.signal) == ("finished", signal.SIGUSR1)
 
 
 def test_a_signal_that_is_ignored_stays_so():
@@ -296,6 +334,13 @@ def test_processes_meet_in_a_folder_of_any_name(tmp_path, monkeypatch):
     assert not [*odd.iterdir()] and [*tmp_path.iterdir()] == [odd]
 
 
+def test_what_fails_leaves_no_temporary_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RunFailed, match="process 0 failed: ZeroDivisionError"):
+        run_processes(1, divmod, 1, 0)
+    assert not [*tmp_path.iterdir()] and tempfile.gettempdir() == str(tmp_path)
+
+
 def _meet() -> int:
     join_process_group("gloo", 60)
     count = dist.get_world_size()
@@ -321,6 +366,7 @@ def test_what_killed_launchers_left_is_removed_and_nothing_else(tmp_path, monkey
         folder.mkdir()
         (folder / "rendezvous").touch()
         (folder / "outcome-0.json").touch()
+        (folder / "pytorch-errorfile-a.pickle").touch()
     (tmp_path / "dlion-processes-foreign" / "thesis.tex").touch()
     alive = acquire(tmp_path / "dlion-processes-alive")
     assert run_processes(1, json.dumps, 1) == "1"
@@ -328,6 +374,7 @@ def test_what_killed_launchers_left_is_removed_and_nothing_else(tmp_path, monkey
     left = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*"))
     assert left == [
         "dlion-processes-alive/outcome-0.json",
+        "dlion-processes-alive/pytorch-errorfile-a.pickle",
         "dlion-processes-alive/rendezvous",
         "dlion-processes-foreign/thesis.tex",
     ]
@@ -387,9 +434,9 @@ def test_resuming_without_a_folder_finds_it_or_refuses(tmp_path):
     assert f"going on with {name}, the newest unfinished run" in run("resume=auto", code=0)
     assert f"({name} is finished)" in run("resume=auto", code=2)
     assert list(tmp_path.glob("outputs/*/*")) == [first]
-    named = "output_dir='runs/exp-${now:%H}/${now:%M-%S}'"
+    named = "output_dir='runs/${optimizer.name}-${now:%H}/${now:%M-%S}'"
     run(named, "stop_after=2", code=75)
-    assert "going on with runs/exp-" in run(named, "resume=auto", code=0)
+    assert "going on with runs/dlion_mavo-" in run(named, "resume=auto", code=0)
 
 
 def settings_of(directory, **values):

@@ -79,6 +79,11 @@ _HOMES = {
 }  # of all others: dlion.optim
 
 
+def __dir__() -> list[str]:
+    """Return the names too that have not been asked for yet."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import what takes time to import when it is asked for."""
     if name not in __all__:

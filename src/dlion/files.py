@@ -28,7 +28,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     Its files lie in it directly. A folder that had the name is replaced.
     """
-    part = path.with_name(f"{path.name}.part")
+    part, old = (path.with_name(f"{path.name}.{kind}") for kind in ("part", "old"))
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
@@ -36,8 +36,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
         for file in part.iterdir():
             sync(file)
         sync(part)
-        shutil.rmtree(path, ignore_errors=True)
-        part.rename(path)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        try:
+            part.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

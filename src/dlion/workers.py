@@ -121,7 +121,7 @@ def voters(
 
     Raises:
         ValueError: if several name them; if the mesh has several dimensions, or this process is not
-            in the mesh or the group.
+            in the mesh or the group; if they are of one process of many.
     """
     ways = {"workers": workers, "process_group": process_group, "mesh": mesh}
     given = [name for name, value in ways.items() if value is not None]
@@ -135,6 +135,13 @@ def voters(
                 f" which processes exchange messages, as mesh=mesh[{names[0]!r}]"
             )
         process_group = mesh.get_group()
+    there = dist.get_world_size() if dist.is_initialized() else 1
+    if workers is not None and workers.processes == 1 and workers.group is None and there > 1:
+        raise ValueError(
+            f"Workers(local={workers.local}) has one process, but there are {there}, each of which"
+            f" would train alone: type Workers.current(local={workers.local}), or give it this"
+            " process's own group, of torch.distributed.new_subgroups(1)"
+        )
     return workers or Workers.current(group=process_group)
 
 

@@ -26,7 +26,7 @@ def task(tmp_path) -> Path:
             for seed in (0, 1, 2):
                 write_run(runs, method, seed, better=BETTER[method])
         (folder / part).mkdir()
-        add_to_packed(folder / part / PACKED, {r.directory.name: r for r in find_runs([runs])})
+        add_to_packed(folder / part / PACKED, [(r.directory.name, r) for r in find_runs([runs])])
     (folder / "task.yaml").write_text(NOTHING + "target: 0.64\n")
     return folder
 
@@ -46,6 +46,16 @@ def test_the_best_is_first_and_noise_does_not_count(task, command):
     assert {row[4] for row in rows} == {"+4.00"}  # ten points between the evaluations at 10 and 20
 
 
+def test_noise_and_computing_stand_whatever_lines_are_chosen(task, command):
+    everything = cells(command(main, task).stdout)
+    (dgc,) = cells(command(main, task, "--only", "optimizer.name=dgc").stdout)[2:]
+    assert dgc[0] == "dgc" and dgc[3] == "0.00 (level)"
+    both = command(main, task, "--only", "optimizer.name=dgc", "--only", "optimizer.name=g_lion")
+    assert cells(both.stdout) == everything[:4]
+    done = command(main, task, "--only", "workers=4")
+    assert "none of these runs has workers=4: it is 8" in done.stderr
+
+
 def test_bits_and_times_are_those_of_the_first_evaluation_at_the_target(task, command):
     headings, _, *rows = cells(command(main, task).stdout)
     at = {heading: index for index, heading in enumerate(headings)}
@@ -62,7 +72,7 @@ def test_a_warm_up_takes_its_own_time(task, command, tmp_path):
     for part in ("", "compute"):
         for seed in (0, 1, 2):
             write_run(tmp_path / f"new{part}", "onebit_adam", seed, warmup_bytes=484_000)
-        runs = {run.directory.name: run for run in find_runs([tmp_path / f"new{part}"])}
+        runs = [(run.directory.name, run) for run in find_runs([tmp_path / f"new{part}"])]
         add_to_packed(task / part / PACKED, runs)
     headings, _, *rows = cells(command(main, task).stdout)
     onebit = next(row for row in rows if row[0] == "onebit_adam")
@@ -91,7 +101,7 @@ def test_the_page_and_its_figures_are_made_in_one_command(task, command):
 def test_what_diverged_is_last(task, command, tmp_path):
     for seed in (0, 1, 2):
         write_run(tmp_path / "lost", "terngrad", seed, better=float("nan"))
-    add_to_packed(task / PACKED, {r.directory.name: r for r in find_runs([tmp_path / "lost"])})
+    add_to_packed(task / PACKED, [(r.directory.name, r) for r in find_runs([tmp_path / "lost"])])
     (task / "README.md").write_text("# Digits\n")
     *_, last = cells(command(main, task, "--page").stdout)
     assert last[:4] == ["terngrad", "diverged", "3", ""]
@@ -102,23 +112,23 @@ def test_steps_over_links_are_held_against_what_times_take_for_granted(task, com
     for rate in (None, "1mbit", "10mbit"):
         write_run(tmp_path / f"{rate}", "dgc", 0, rate=rate)
         (run,) = find_runs([tmp_path / f"{rate}"])
-        add_to_packed(task / "links" / PACKED, {f"dgc-{rate}": run})
+        add_to_packed(task / "links" / PACKED, [(f"dgc-{rate}", run)])
     headings, _, row = cells(command(main, task, "--links").stdout)
     assert headings == ["ms a step", "1 Mbit/s", "10 Mbit/s", "no link"]
     # 0.1 s each; 32 KB are received, 256 ms at 1 Mbit/s
     assert row == ["dgc", "100 (0.39)", "100 (1.00)", "100"]
     write_run(tmp_path / "one", "g_lion", 0)
-    add_to_packed(task / "links" / PACKED, {"g_lion": find_runs([tmp_path / "one"])[0]})
+    add_to_packed(task / "links" / PACKED, [("g_lion", find_runs([tmp_path / "one"])[0])])
     assert "has not every rate" in command(main, task, "--links").stderr
     (task / "links" / PACKED).unlink()
     for seed in (0, 1):
         write_run(tmp_path / "two", "g_lion", seed)
-    two = {run.directory.name: run for run in find_runs([tmp_path / "two"])}
+    two = [(run.directory.name, run) for run in find_runs([tmp_path / "two"])]
     add_to_packed(task / "links" / PACKED, two)
     assert "has two runs of g_lion at no link: leave one" in command(main, task, "--links").stderr
     (task / "links" / PACKED).unlink()
     empty = replace(find_runs([tmp_path / "one"])[0], metrics=[])
-    add_to_packed(task / "links" / PACKED, {"g_lion": empty})
+    add_to_packed(task / "links" / PACKED, [("g_lion", empty)])
     assert "has no measurements" in command(main, task, "--links").stderr
 
 
@@ -130,21 +140,27 @@ def test_the_best_trial_of_each_method_is_read_from_the_list(task, command):
         "failed,dgc,,optimizer=dgc candidate=c",
         "finished,g_lion,0.6,optimizer=g_lion candidate=a",
         "running,g_lion,0.1,optimizer=g_lion candidate=b",
+        "failed,diloco,,optimizer=diloco candidate=a",
+        "damaged,,,",
     ]
     (task / "search.csv").write_text("\n".join(lines))
     headings, _, *rows = cells(command(main, task, "--search").stdout)
     assert headings == ["test accuracy (%)", "best", "trial", "trials", "failed"]
-    assert rows == [["g_lion", "60.00", "a", "1", ""], ["dgc", "53.00", "b", "3", "c"]]
+    lion, dgc, diloco = rows
+    assert lion == ["g_lion", "60.00", "a", "1", ""] and dgc == ["dgc", "53.00", "b", "3", "c"]
+    assert diloco == ["diloco", "diverged", "", "1", "a"]
     (task / "search.csv").write_text("\n".join([*lines, lines[1]]))
-    assert "lists trial a of dgc twice" in command(main, task, "--search").stderr
+    assert "(trial a of dgc stands there twice)" in command(main, task, "--search").stderr
+    (task / "search.csv").write_text(f"{lines[0]}\nfinished,dgc,0.5,optimizer=dgc")
+    assert "('optimizer=dgc' names no candidate)" in command(main, task, "--search").stderr
     (task / "search.csv").write_text("status,optimizer,test_loss,overrides\n" + lines[1])
-    assert "lists no trials" in command(main, task, "--search").stderr
+    assert "does not list trials ('test_accuracy')" in command(main, task, "--search").stderr
 
 
 def test_one_seed_measures_no_noise(task, command, tmp_path):
     write_run(tmp_path / "one", "g_lion", 0)
     (task / "noise" / PACKED).unlink()
-    runs = {run.directory.name: run for run in find_runs([tmp_path / "one"])}
+    runs = [(run.directory.name, run) for run in find_runs([tmp_path / "one"])]
     add_to_packed(task / "noise" / PACKED, runs)
     _, _, *rows = cells(command(main, task).stdout)
     assert [row[3] for row in rows] == ["0.00", "0.00", "4.00", "9.00"]

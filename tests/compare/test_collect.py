@@ -58,6 +58,13 @@ def test_runs_without_a_summary_tell_what_they_have(tmp_path, collect):
     assert rows[broken.name]["failure"] == 'it said: "no", twice\nand more'
 
 
+def test_each_damaged_line_of_a_packed_file_is_listed(tmp_path, run_collect):
+    (tmp_path / PACKED).write_text('{"name": 1}\n{"name": 2}\n')
+    done = run_collect(tmp_path)
+    reasons = [row["failure"] for row in csv.DictReader(io.StringIO(done.stdout))]
+    assert [reason.partition("line ")[2][:1] for reason in reasons] == ["1", "2"]
+
+
 def submit(sweep, job: str, launcher: str = "SlurmLauncher", **sweeper) -> None:
     """What hydra-submitit-launcher leaves of a job of a sweep."""
     folder = sweep / ".submitit" / job
@@ -116,7 +123,7 @@ def test_packed_runs_are_collected(tmp_path, collect):
     write_run(tmp_path / "loose", "g_lion", 0)
     (run,) = find_runs([tmp_path / "loose"])
     (tmp_path / "packed").mkdir()
-    add_to_packed(tmp_path / "packed" / PACKED, {"one": run})
+    add_to_packed(tmp_path / "packed" / PACKED, [("one", run)])
     expected = collect(tmp_path / "loose")["g_lion-0-0.001"]
     row = collect(tmp_path / "packed")["one"]
     assert row["directory"].endswith("packed/runs.jsonl/one")

@@ -1,6 +1,7 @@
 """The plot command on recorded runs."""
 
 import json
+import math
 import re
 from functools import partial
 
@@ -117,6 +118,15 @@ def test_a_figure_says_what_it_shows(tmp_path, plot, options, words):
         assert sentence in drawn or all(word in drawn for word in sentence.split()), drawn
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_curves_take_turns_beside_one_that_diverged(tmp_path, plot):
+    for method, better in (("dlion_mavo", 0.0), ("signum_mavo", 0.0), ("dgc", math.nan)):
+        write_run(tmp_path / "runs", method, 0, better=better)
+    run = plot(tmp_path / "runs", "--x", "step", "-o", tmp_path / "figure.svg")
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "figure.svg").read_text().count("stroke-dashoffset: 7.5") == 1
+
+
 def test_a_setting_may_be_a_number_or_a_word(tmp_path, plot):
     for lr in (1e-3, "exponential", 10):
         write_run(tmp_path / "runs", "lion_cub", 0, lr=lr)
@@ -140,8 +150,10 @@ def test_nothing_may_have_been_sent_yet_or_ever(tmp_path, plot):
     for silent in (rows[:1], rows):
         for row in silent:
             row |= {"sent_bytes": 0, "received_bytes": 0, "sent_bits_per_parameter": 0}
+            if silent is rows:  # older runs did not count them
+                del row["received_bytes"]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        for options in ([], ["--x", "sent_bits"], ["--x", "bits"]):
+        for options in ([], ["--x", "sent_bits"], ["--x", "received_bits"], ["--x", "bits"]):
             run = plot(tmp_path / "runs", *options, "-o", tmp_path / "figure.png")
             assert run.returncode == 0, run.stderr
 

@@ -102,6 +102,18 @@ def test_a_run_is_published_once_whatever_it_is_called(tmp_path, publish):
     assert done.returncode == 2 and "is in" in done.stderr and "as g_lion-n8-s0: pu" in done.stderr
 
 
+def test_a_study_has_one_metric(tmp_path, publish):
+    for seed, accuracy in enumerate((True, False)):
+        write_run(tmp_path, "g_lion", seed, accuracy)
+        complete(tmp_path / f"g_lion-{seed}-0.001", [f"seed={seed}"])
+    first, second = (tmp_path / f"g_lion-{seed}-0.001" for seed in (0, 1))
+    assert publish(first, "-o", tmp_path / "published").returncode == 0
+    before = {file: file.read_bytes() for file in (tmp_path / "published").iterdir()}
+    done = publish(second, "-o", tmp_path / "published")
+    assert done.returncode == 2 and "give runs of one kind" in done.stderr
+    assert {file: file.read_bytes() for file in (tmp_path / "published").iterdir()} == before
+
+
 def test_another_run_of_a_name_gets_a_number(tmp_path, publish):
     for lr in (1e-3, 1e-2, 1e-1):
         write_run(tmp_path, "g_lion", 0, lr=lr)

@@ -53,11 +53,24 @@ def test_each_study_has_a_section(tmp_path, command):
     write_run(tmp_path / "runs", "g_lion", 0)
     for study in ("one", "two"):
         (tmp_path / study).mkdir()
-        add_to_packed(tmp_path / study / PACKED, {"run": find_runs([tmp_path / "runs"])[0]})
+        add_to_packed(tmp_path / study / PACKED, [("run", find_runs([tmp_path / "runs"])[0])])
     page = tmp_path / "report.html"
     assert command(main, tmp_path, "-o", page).returncode == 0
     headings = re.findall("<h2>(.*)</h2>", page.read_text())
     assert headings == ["m on d", "one: m on d", "two: m on d"]
+
+
+def test_runs_that_were_never_evaluated_together_are_named(tmp_path, command):
+    for method, seeds in (("g_lion", (0,)), ("dgc", (0, 1))):
+        for seed in seeds:
+            write_run(tmp_path / "runs", method, seed)
+    file = tmp_path / "runs" / "dgc-1-0.001" / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"step": 10', '"step": 7').replace(": 20", ": 15"))
+    page = tmp_path / "report.html"
+    assert command(main, tmp_path, "-o", page).returncode == 0
+    (names,) = re.findall("at the same step: (.*)</p>", page.read_text())
+    assert names.count("dgc-") == 2 and "g_lion" not in names
+    assert re.findall('<th scope="row">(.*?)</th>', page.read_text())[0] == "g_lion"
 
 
 def test_every_method_has_a_mark(tmp_path, command):

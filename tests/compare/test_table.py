@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import yaml
@@ -71,6 +72,36 @@ def test_differences_are_seed_for_seed(runs, tmp_path, table):
 def test_only_the_runs_with_a_value_of_a_setting_are_shown(runs, table):
     rows = cells(table(runs, "--only", "optimizer.lr=0.01").stdout)[2:]
     assert [row[0] for row in rows] == ["dlion_mavo"]
+    either = ("--only", "optimizer.lr=1e-2", "--only", "optimizer.lr=0.5", "--only", "workers=8.0")
+    assert table(runs, *either).stdout == table(runs, "--only", "optimizer.lr=0.01").stdout
+
+
+def test_a_value_is_chosen_as_it_is_shown(tmp_path, table):
+    for seed, (weighted, pattern) in enumerate([(True, "narrow"), (False, None)]):
+        write_run(tmp_path, "dgc", seed)
+        settings = {"name": "dgc", "weighted": weighted, "sync_pattern": pattern}
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", optimizer=settings)
+    columns = cells(table(tmp_path, "--columns", "optimizer.weighted").stdout)[0]
+    assert columns[1:] == ["weighted = false", "weighted = true"]
+    for condition, end in (("weighted=true", "70.00"), ("sync_pattern=null", "71.00")):
+        done = table(tmp_path, "--only", f"optimizer.{condition}", "--show", "end")
+        assert cells(done.stdout)[2:] == [["dgc", end]], done.stderr
+
+
+def test_a_number_is_one_value_however_it_is_typed(tmp_path, table):
+    for seed, (momentum, betas) in enumerate([(0, [1, 0.5]), (0.0, [1.0, 0.5])]):
+        write_run(tmp_path, "dgc", seed)
+        settings = {"name": "dgc", "momentum": momentum, "betas": betas}
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", optimizer=settings)
+    assert cells(table(tmp_path, "--show", "seeds").stdout)[2:] == [["dgc", "2"]]
+
+
+def test_runs_that_would_have_been_stopped_are_seeds_of_those_that_would_not(tmp_path, table):
+    for seed, nonfinite in enumerate(["stop", None, "skip"]):
+        write_run(tmp_path, "dgc", seed)
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", nonfinite=nonfinite)
+    rows = cells(table(tmp_path, "--show", "seeds").stdout)[2:]
+    assert rows == [["dgc nonfinite=skip", "1"], ["dgc nonfinite=stop", "2"]]
 
 
 def test_an_unknown_column_is_named(runs, table):
@@ -143,12 +174,40 @@ def test_an_unfinished_run_says_how_far_its_method_is_compared(tmp_path, table):
     assert cells(table(tmp_path).stdout)[2][0] == "dgc (not finished, to step 10)"
 
 
+def measure(run: Path, **columns: tuple[object, object]) -> None:
+    """Add measurements to the two rows of a run."""
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for index, row in enumerate(rows):
+        row |= {name: values[index] for name, values in columns.items()}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_the_best_of_a_metric_may_be_its_highest(tmp_path, table):
     write_run(tmp_path, "dgc", 0)
-    file = tmp_path / "dgc-0-0.001" / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row, agreement in zip(rows, (0.8, 0.6), strict=True):
-        row["agreement"] = agreement
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measure(tmp_path / "dgc-0-0.001", agreement=(0.8, 0.6))
     _, _, row = cells(table(tmp_path, "--metric", "agreement", "--show", "end,best").stdout)
     assert row == ["dgc", "0.6000", "0.8000"]
+
+
+def test_every_accuracy_is_in_per_cent_and_words_are_no_metric(tmp_path, table):
+    write_run(tmp_path, "dgc", 0)
+    measure(tmp_path / "dgc-0-0.001", accuracy_next_line=(0.1, 0.265), note=("a", "b"))
+    done = table(tmp_path, "--metric", "accuracy_next_line", "--show", "end")
+    assert cells(done.stdout) == [
+        ["accuracy_next_line (%)", "at the end"],
+        ["---", "---:"],
+        ["dgc", "26.50"],
+    ]
+    done = table(tmp_path, "--metric", "note")
+    assert done.returncode == 2 and "no run has note: choose accuracy" in done.stderr
+
+
+def test_odd_records_are_left_out_by_name(tmp_path, table):
+    for seed, settings in enumerate([{"network": "none"}, {"workers": None}, {}]):
+        write_run(tmp_path, "dgc", seed)
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", **settings)
+    (tmp_path / "dgc-1-0.001" / "summary.json").unlink()
+    done = table(tmp_path, "--show", "seeds")
+    assert "network is 'none', not a group of settings" in done.stderr
+    assert [row[1] for row in cells(done.stdout)[2:]] == ["1", "1"]

@@ -54,7 +54,7 @@ def test_every_sample_once_an_epoch(size, workers, batch, mode):
 @pytest.mark.parametrize(("size", "workers"), [(101, 8), (103, 4), (5, 4), (40, 8)])
 def test_batches_of_one_sample_leave_out_as_little_as_they_can(size, workers, mode):
     labels = torch.arange(size) % 2
-    sharding = Sharding(size, workers, 1, seed=1, mode=mode, labels=labels)
+    sharding = Sharding(size, workers, 1, seed=1, mode=mode, labels=labels, alpha=1.0)
     length = size if mode == "replicate" else size // workers
     assert (sharding.steps_per_epoch, sharding.smallest_batch) == (length, 1)
     for epoch in range(2):
@@ -140,6 +140,8 @@ def test_contiguous_shards_of_a_text_are_other_modules():
 def test_an_unknown_way_to_divide_is_refused():
     with pytest.raises(UserError, match="choose partition, contiguous, replicate, dirichlet"):
         Sharding(100, 4, 8, 0, "by_file")
+    with pytest.raises(UserError, match=r"needs an alpha: type \+dataset.alpha=0.5"):
+        Sharding(10, 2, 1, 0, "dirichlet", torch.zeros(10))
 
 
 def test_a_batch_larger_than_a_shard_is_refused():

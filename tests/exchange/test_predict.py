@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dlion import optim
+from dlion.errors import UserError
 from dlion.exchange import predict
 from dlion.workers import Workers
 
@@ -164,3 +165,8 @@ def test_wrong_numbers_and_names_are_refused(capsys, typed, told):
         predict.main(typed.split())
     assert refused.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_refused():
+    with pytest.raises(UserError, match=r"README\.md does not hold whole steps"):
+        predict.main(["--check", "README.md"])

@@ -1,8 +1,8 @@
 """A model and an optimizer that fail in process 1 where the environment says: FAULT=KIND[:COUNT].
 
-KIND is ``forward``, ``error``, ``drift`` or ``nan`` (COUNT: forward passes), ``exchange`` or
-``saving`` (COUNT: steps). Used as ``model._target_`` and ``optimizer._target_``; a fault happens
-once if MARKER names a file.
+KIND is ``building``, ``forward``, ``error``, ``drift`` or ``nan`` (COUNT: forward passes),
+``exchange`` or ``saving`` (COUNT: steps). Used as ``model._target_`` and ``optimizer._target_``; a
+fault happens once if MARKER names a file.
 """
 
 import os
@@ -47,6 +47,7 @@ class Linear(torch.nn.Linear):
 
 
 def model(data, **options):
+    _die("building")
     return Linear(data.channels * data.image_size**2, data.classes)
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -154,6 +155,32 @@ def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):
     assert (tmp_path / "marker").exists()
     assert "Traceback" not in done.stderr
     assert record(tmp_path / "cut") == whole
+
+
+def test_all_leave_out_a_damaged_checkpoint_of_which_one_has_read_it(whole, tmp_path):
+    saved = [*FAULTY, "checkpoint_every=2", f"output_dir={tmp_path / 'cut'}"]
+    train(*saved, "stop_after=7", code=75)
+    flip_last_byte(tmp_path / "cut" / "checkpoint" / "step-00000007" / "worker-00000.safetensors")
+    done = train(*saved, "resume=auto", under=TORCHRUN, code=0)
+    assert "worker-00000.safetensors is damaged" in done.stderr
+    assert record(tmp_path / "cut") == whole
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_what_dies_as_it_starts_is_not_taken_for_finished(tmp_path):
+    more = ["steps=null", "schedule=constant"]
+    run_faulty(tmp_path / "whole", *more, "epochs=2")
+    run_faulty(tmp_path / "more", *more, "epochs=1")
+    again = [*more, "epochs=2", "resume=auto"]
+    run_faulty(tmp_path / "more", *again, fault="building", code=1)
+    run_faulty(tmp_path / "more", *again)
+    both = [record(tmp_path / name)[0] for name in ("more", "whole")]
+    assert both[0] == both[1] and both[0]["steps"] == 22
 
 
 def test_agents_of_two_machines_start_again_together(whole, tmp_path):

@@ -14,6 +14,8 @@ from dlion.errors import RunFailed, UserError
 from dlion.launch.environment import detect
 from dlion.launch.meeting import join_process_group
 
+pytestmark = pytest.mark.slow
+
 _fork = multiprocessing.get_context("fork")
 
 
@@ -53,6 +55,12 @@ def join(env: dict[str, str], timeout: float = 30) -> Callable[[], str]:
     return words
 
 
+def torchrun(rank: int, port: int, name: str) -> dict[str, str]:
+    """What torchrun tells one of two processes."""
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return env | {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": name}
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
@@ -79,15 +87,22 @@ def test_a_silent_stranger_at_the_port_does_not_keep_them_apart():
         assert [words() for words in tasks] == ["1", "1"]
 
 
+def test_a_run_may_have_a_long_name():
+    port = free_port()
+    tasks = [join(torchrun(rank, port, 300 * "long")) for rank in range(2)]
+    assert [words() for words in tasks] == ["1", "1"]
+
+
 def test_without_a_free_port_it_says_so_and_who_waits_in_vain_does_in_time():
     last = "65535"
     with silent(int(last)):
         taken, lost = join(task(0, MASTER_PORT=last)), join(task(1, MASTER_PORT=last), timeout=1)
         alone = join(task(0, MASTER_ADDR="nowhere.invalid"), timeout=1)
-        assert taken() == (
+        of_an_agent = join(torchrun(0, 65535, "a") | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+        assert {taken(), of_an_agent()} == {
             f"process 0 cannot listen at port {last} (Address already in use): set MASTER_PORT to"
             " a free one"
-        )
+        }
         assert lost().startswith(
             f"process 0 was not found at 127.0.0.1, port {last}, within timeout=1 s: start all"
         )

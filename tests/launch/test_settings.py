@@ -291,6 +291,22 @@ def test_wrong_input_leaves_nothing_behind(answers):
     assert answers["left"]
 
 
+def test_a_model_that_needs_values_may_see_single_samples(tmp_path):
+    (tmp_path / "peeking.py").write_text(
+        "from torch import nn\n"
+        "class Peeking(nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x.flatten(1) * x.mean().item())\n"
+        "def model(data): return Peeking(64, 10)\n"
+    )
+    own = [
+        "model=linear",
+        "model._target_=peeking.model",
+        "batch_size=1",
+        f"output_dir={tmp_path / 'run'}",
+    ]
+    train("dataset=digits", "steps=2", *own, env={"PYTHONPATH": str(tmp_path)}, code=0)
+
+
 def test_a_sample_in_processes_of_its_own():
     for line in ("optimizer.lr=fast", "--workers=4", "-m seed=0,x"):
         run = train(*shlex.split(line), code=2)

@@ -60,67 +60,67 @@ def states(environment) -> list[str]:
     return done.stdout.split()
 
 
-def wait_for_rows(directory) -> None:
+def wait_for_rows(directory, run: str = "*") -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if any(file.stat().st_size for file in directory.rglob("metrics.jsonl")):
+        if any(file.stat().st_size for file in directory.glob(f"{run}/metrics.jsonl")):
             return
         time.sleep(0.1)
 
 
-def jobs(environment) -> list[str]:
-    command = ["squeue", "--noheader", "--format=%A"]
+def arrays(environment) -> list[str]:
+    """The job arrays in the queue."""
+    command = ["squeue", "--noheader", "--format=%F"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return sorted(done.stdout.split(), key=int)
 
 
 def test_a_sweep_is_submitted_finished_and_collected(environment, tmp_path):
     sweep = start(
-        environment, "steps=10", "optimizer=dlion_mavo,g_lion", "seed=0,1",
-        f"hydra.sweep.dir={tmp_path}",
-    )  # fmt: skip
+        environment, "steps=10", "optimizer=dlion_mavo,g_lion", f"hydra.sweep.dir={tmp_path}"
+    )
     _, errors = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, errors
     rows = collect(tmp_path, environment)
-    assert len(rows) == 4 and {row["status"] for row in rows} == {"finished"}
+    assert len(rows) == 2 and {row["status"] for row in rows} == {"finished"}
     deadline = time.monotonic() + 60  # accounting is told a little later
-    while (found := states(environment)) != 4 * ["COMPLETED|2"] and time.monotonic() < deadline:
+    while (found := states(environment)) != 2 * ["COMPLETED|2"] and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert found == 4 * ["COMPLETED|2"]
+    assert found == 2 * ["COMPLETED|2"]
     logs = [log.read_text() for log in tmp_path.rglob(".submitit/*/*_0_log.out")]
     assert all("2 processes of 2 virtual workers" in log for log in logs)
     alone = train(
-        *("workers=4", "steps=10", "eval_every=5", "logger=none", "seed=1"),
+        *("workers=4", "steps=10", "eval_every=5", "logger=none"),
         f"output_dir={tmp_path / 'alone'}",
     )
     assert alone.returncode == 0, alone.stderr
     expected = json.loads((tmp_path / "alone" / "summary.json").read_text())["parameters_sha256"]
-    hashes = {(row["optimizer"], row["seed"]): row["parameters_sha256"] for row in rows}
-    assert hashes["dlion_mavo", "1"] == expected
+    hashes = {row["optimizer"]: row["parameters_sha256"] for row in rows}
+    assert hashes["dlion_mavo"] == expected
 
 
-@pytest.mark.parametrize(
-    "preempt",
-    [
+def test_requeued_jobs_find_their_checkpoints(environment, tmp_path):
+    settings = ["dataset=digits", "steps=200", "eval_every=20"]
+    sweep = start(environment, *settings, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    preemptions = [
         ["scancel", "--signal=USR2"],  # what submitit has SLURM send before a preemption
         ["scontrol", "requeue"],  # SIGTERM, a few seconds, SIGKILL, and back into the queue
-    ],
-)
-def test_a_requeued_job_finds_its_checkpoint(environment, tmp_path, preempt):
-    settings = ["dataset=digits", "steps=200", "eval_every=20"]
-    sweep = start(environment, *settings, f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    wait_for_rows(tmp_path / "sweep")
-    job = jobs(environment)[-1]
-    subprocess.run([*preempt, job], env=environment, check=True)
+    ]
+    for seed, preempt in enumerate(preemptions):
+        wait_for_rows(tmp_path / "sweep", f"*-s{seed}")
+        job = f"{arrays(environment)[-1]}_{seed}"
+        subprocess.run([*preempt, job], env=environment, check=True)
     _, errors = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, errors
-    alone = train("workers=4", "logger=none", *settings, f"output_dir={tmp_path / 'alone'}")
-    assert alone.returncode == 0, alone.stderr
-    (summary,) = (tmp_path / "sweep").rglob("summary.json")
-    assert record(summary.parent) == record(tmp_path / "alone")
-    logs = "".join(log.read_text() for log in (tmp_path / "sweep").rglob(".submitit/*/*_log.out"))
-    assert logs.count("2 processes of 2 virtual workers") == 2  # it began twice
-    assert "stopped after step" in logs
+    for seed in range(len(preemptions)):
+        alone = tmp_path / f"alone{seed}"
+        train("workers=4", "logger=none", *settings, f"seed={seed}", f"output_dir={alone}", code=0)
+        (summary,) = (tmp_path / "sweep").glob(f"*-s{seed}/summary.json")
+        assert record(summary.parent) == record(alone)
+        files = (tmp_path / "sweep").glob(f".submitit/*/*_{seed}_*_log.*")
+        logs = "".join(file.read_text() for file in files)
+        assert logs.count("2 processes of 2 virtual workers") == 2  # it began twice
+        assert "stopped after step" in logs
 
 
 def test_cancelled_jobs_are_reported_even_if_they_never_began(environment, tmp_path):
@@ -129,8 +129,8 @@ def test_cancelled_jobs_are_reported_even_if_they_never_began(environment, tmp_p
         f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
     wait_for_rows(tmp_path)
-    job = jobs(environment)[0]
-    subprocess.run(["scancel", f"{job}_1"], env=environment, check=True)
+    array = arrays(environment)[0]
+    subprocess.run(["scancel", f"{array}_1"], env=environment, check=True)
     rows = wait_for_statuses(tmp_path, environment, ["running", "cancelled", "pending"])
     assert [row["status"] for row in rows] == ["running", "cancelled", "pending"]
     assert rows[0]["optimizer"] == "dlion_mavo" and int(rows[0]["step"]) > 0

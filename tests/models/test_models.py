@@ -121,7 +121,12 @@ def test_a_pretrained_model_that_does_not_fit_is_named(tmp_path):
         models.build(node("causal_lm", path=str(tmp_path)), data)
     with pytest.raises(UserError, match=r"model.architecture=lama is not a causal"):
         models.build(node("causal_lm", architecture="lama"), data)
+    with pytest.raises(UserError, match=r"model.hidden_sise .*=llama \(did you mean hidden_size"):
+        models.build(node("causal_lm", architecture="llama", hidden_sise=64), data)
     write_llama(tmp_path)
+    for unknown in ("hidden_sise", "trust_remote_code"):
+        with pytest.raises(UserError, match=f"model.{unknown} is no entry of the configuration"):
+            models.build(node("causal_lm", path=str(tmp_path), **{unknown: True}), data)
     with pytest.raises(UserError, match="the data set has 256: prepare it with the tokenizer"):
         models.build(node("causal_lm", path=str(tmp_path)), data)
 

@@ -91,6 +91,7 @@ def test_an_optimizer_cannot_be_copied_and_says_what_to_do(copied):
         copied(DLion(net().parameters()))
 
 
+@pytest.mark.slow
 def test_a_destroyed_process_group_leaves_no_threads(tmp_path):
     """Else one of them may abort the process when Python ends, after a checkpoint above all."""
     script = """
@@ -368,7 +369,9 @@ def test_groups_are_added_between_steps_only():
         optimizer.add_param_group({"params": [late]})
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.add_param_group({"params": [late]})
+    with pytest.raises(ValueError, match="lr=-1 is not possible"):
+        optimizer.add_param_group({"params": [late], "lr": -1})
+    optimizer.add_param_group({"params": [late]})  # as if that had not been
     (late.sum() + model(torch.randn(8, 50)).mean()).backward()
     optimizer.step()
     assert late.abs().min() > 0

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_module
 
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
-from dlion.optim import DiLoCo, DLion, GAdamW, GMuon, simple
+from dlion.optim import DGC, DiLoCo, DLion, GAdamW, GMuon, LionCub, simple
 from dlion.workers import Workers
 from tests.optim.refusals import refused
 
@@ -115,14 +115,16 @@ HOW: dict[str, dict[str, Any]] = {
 OTHERS: dict[type, dict[str, Any]] = {
     GAdamW: {},
     DiLoCo: {"local_steps": 2},
+    LionCub: {"bits": 1, "momentum_sync": 2, "sync_pattern": "narrow"},  # a row, of one shard
 }
 
 
 def both_ways(method: type, settings: dict[str, Any], mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """Parameters after training with shards, and with two virtual workers without."""
-    model, plain = sharded(mesh), Net()
-    ours = method(model.parameters(), mesh=mesh["replicate"], **settings)
-    theirs = method(plain.parameters(), workers=Workers(local=2), **settings)
+    model, plain, (alone, _) = sharded(mesh), Net(), dist.new_subgroups(1)
+    workers = Workers(local=2, group=alone)
+    ours = method(model.named_parameters(), mesh=mesh["replicate"], **settings)
+    theirs = method(plain.named_parameters(), workers=workers, **settings)
     got = train(model, ours, mesh)
     for step in range(STEPS):
         for replica in range(2):
@@ -182,6 +184,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "mesh and group": refused(
             lambda: DLion(plain.parameters(), mesh=replicate, process_group=group)
         ),
+        "clipping": refused(lambda: DGC(two.parameters(), clip_norm=1.0, mesh=replicate)),
         "matrices": refused(lambda: GMuon(two.parameters(), mesh=replicate)),
     }
 
@@ -218,6 +221,7 @@ def test_other_methods_work_on_shards_too(seen, method):
         ("two meshes", "sharded over different meshes"),
         ("a mesh of two dimensions", "2 dimensions (replicate, shard): give the one"),
         ("mesh and group", "process_group and mesh both say who takes part"),
+        ("clipping", "clip_norm=1.0 needs the whole gradient, which FSDP has sharded here"),
         ("matrices", "GMuon works on whole matrices"),
     ],
 )

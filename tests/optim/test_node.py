@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
-from dlion.optim import DGC, DLion, GAdamW, LionCub, Signum
+from dlion.optim import DGC, DiLoCo, DLion, DLionADM, GAdamW, GMuon, LionCub, Signum
 from dlion.workers import Workers
 from tests.optim.refusals import refused
 
@@ -25,6 +25,8 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "mean of signs": (Signum, {"aggregation": "avg"}),
     "cub": (LionCub, {}),
     "adamw": (GAdamW, {}),
+    "muon": (GMuon, {}),
+    "local steps": (DiLoCo, {"local_steps": 2}),
 }
 
 
@@ -47,9 +49,10 @@ def flat(model: nn.Module) -> Tensor:
 def reference(method: type, settings: dict[str, Any]) -> Tensor:
     """Two workers in one process, each with the mean gradient of two processes."""
     bf16 = settings.get("dense_wire") == "bf16"
-    kept = {"aggregation": settings["aggregation"]} if "aggregation" in settings else {}
-    model = net()
-    optimizer = method(model.parameters(), lr=1e-2, workers=Workers(local=2), **kept)
+    kept = {name: settings[name] for name in ("aggregation", "local_steps") if name in settings}
+    model, (alone, _) = net(), dist.new_subgroups(1)
+    workers = Workers(local=2, group=alone)
+    optimizer = method(model.parameters(), lr=1e-2, workers=workers, **kept)
     for step in range(STEPS):
         for node in range(2):
             grads = []
@@ -94,6 +97,7 @@ def in_each_process() -> dict[str, Any]:
     group = two_levels["dense_group"]
     wrong: dict[str, tuple[type, dict[str, Any]]] = {
         "dense_group does not go with DGC": (DGC, two_levels),
+        "dense_group does not go with DLionADM": (DLionADM, two_levels),
         "are also to exchange messages": (DLion, {"dense_group": group}),
         "dense_wire=int8 is unknown": (DLion, {**two_levels, "dense_wire": "int8"}),
     }
@@ -169,6 +173,7 @@ def test_a_flag_and_an_overflow_of_one_process_are_everyones(seen):
     "sentence",
     [
         "dense_group does not go with DGC",
+        "dense_group does not go with DLionADM",
         "are also to exchange messages",
         "dense_wire=int8 is unknown",
         "made its optimizer with other hyperparameters",

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import threading
 from fractions import Fraction
 
 import pytest
@@ -188,6 +189,10 @@ def test_state_of_another_method_or_with_gaps_is_refused():
     del saved["state"][1]
     with pytest.raises(ValueError, match=r"saved state of parameter 1 has \{\}"):
         optimizer.load_state_dict(saved)
+    one = DLion(net()[0].parameters())
+    for ours, other in ((one, optimizer), (optimizer, one)):
+        with pytest.raises(ValueError, match=r"groups of \[\d\] param.* into the same model with"):
+            ours.load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
@@ -415,7 +420,9 @@ def test_with_overlap_gradients_accumulate_in_no_sync():
         model = net()
         optimizer = DLion(model.parameters(), overlap=overlap)
         with optimizer.no_sync():
-            loss_of(model, x[:32], y[:32]).backward()
+            with optimizer.no_sync():
+                loss_of(model, x[:16], y[:16]).backward()
+            loss_of(model, x[16:32], y[16:32]).backward()
         loss_of(model, x[32:], y[32:]).backward()
         optimizer.step()
         momenta.append(optimizer.buckets[0].own["momentum"])
@@ -429,6 +436,53 @@ def test_with_overlap_a_second_backward_pass_is_refused():
     with pytest.raises(RuntimeError, match="no_sync"):
         loss_of(model, *samples()).backward()
     del optimizer
+
+
+def test_with_overlap_gradients_may_come_from_several_threads():
+    """As autograd has one for every device."""
+    results = []
+    for together in (False, True):
+        model = torch.nn.ParameterList(torch.full((64,), float(i)) for i in range(40))
+        optimizer = DLion(model.parameters(), overlap=True, bucket_cap_mb=1e-4)
+
+        def backward(half: int, model: torch.nn.ParameterList = model) -> None:
+            torch.stack([p.square().sum() for p in [*model][half::2]]).sum().backward()
+
+        for _ in range(10):
+            threads = [threading.Thread(target=backward, args=[half]) for half in (0, 1)]
+            for thread in threads:
+                thread.start()
+                if not together:
+                    thread.join()
+            for thread in threads:
+                thread.join()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(flat(model))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "options"), ALL, ids=IDS)
+def test_the_default_dtype_changes_nothing(cls, options, dtype):
+    results = []
+    for default in (torch.float32, dtype):
+        model = net()
+        gradients = [[torch.randn(p.shape) for p in model.parameters()] for _ in range(6)]
+        torch.set_default_dtype(default)
+        try:
+            optimizer = cls(model.parameters(), lr=1e-2, workers=Workers(local=2), **options)
+            for worker, grads in enumerate(gradients):
+                for param, grad in zip(model.parameters(), grads, strict=True):
+                    param.grad = grad
+                optimizer.collect(worker % 2)
+                if worker % 2:
+                    optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        sent = optimizer.channel.traffic.sent_bytes
+        results.append((flat(model).tolist(), sent, optimizer.state_bytes))
+    assert results[0] == results[1]
 
 
 def test_bfloat16_parameters_and_autocast():

@@ -127,8 +127,16 @@ def parameters(r: int) -> bool:
     """Those of process 0 are handed out, frozen ones and those of later groups too."""
     model, late = net(r), torch.nn.Parameter(torch.full((3,), float(r)))
     model[0].weight.requires_grad_(False)
-    DLion(model.parameters()).add_param_group({"params": [late]})
-    return flat(model) == flat(net()) and late.tolist() == [0, 0, 0]
+    codes = [torch.full((3,), r).to(d) for d in (torch.int16, torch.bool, torch.float8_e4m3fn)]
+    frozen = [torch.nn.Parameter(code, requires_grad=False) for code in codes]
+    DLion(model.parameters()).add_param_group({"params": [late, *frozen]})
+    handed_out = all(not part.float().any() for part in (late, *frozen))
+    return flat(model) == flat(net()) and handed_out
+
+
+@case
+def alone(r: int) -> str:
+    return refused(lambda: DLion(net().parameters(), workers=Workers(local=2)))
 
 
 @case
@@ -354,6 +362,11 @@ def test_processes_that_were_built_differently_are_named_on_all(seen, case, what
 def test_processes_that_disagree_about_the_number_of_workers_are_named_on_all(seen):
     for message in seen["hosts"]:
         assert "process 1 hosts 2 workers and process 0 1" in message
+
+
+def test_workers_of_one_process_of_several_are_refused(seen):
+    for message in seen["alone"]:
+        assert "each of which would train alone: type Workers.current(local=2)" in message
 
 
 def test_inside_distributed_data_parallel_it_says_why_not(seen):

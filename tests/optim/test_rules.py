@@ -34,6 +34,14 @@ def test_clip_by_deviation():
     assert scales.tolist() == pytest.approx([bound.item(), 1.0])
 
 
+def test_clip_by_deviation_takes_a_parameter_with_nan_for_zero():
+    """Whatever stood beside it would be beyond the scale that the others share."""
+    grad = torch.tensor([5.0, NAN, -5.0, 2.0])
+    clipped, scales = rules.clip_by_deviation(grad, [(0, 3), (3, 4)], factor=2.5)
+    assert clipped.tolist() == [0, 0, 0, 2]
+    assert scales.isnan().tolist() == [True, False]
+
+
 def test_largest_entries_are_exact_in_number_and_place():
     values = torch.tensor([0.0, -5.0, 1.0, 4.0, 0.1, 0.2, 0.3, 9.0])
     assert rules.largest_entries(values, [(0, 4), (4, 8)], density=0.5).tolist() == [1, 3, 6, 7]

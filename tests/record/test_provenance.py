@@ -40,6 +40,10 @@ def test_the_commit_says_if_the_source_was_changed(source):
     git(source, "checkout", "-q", "file")
     (source / "new").write_text("not added yet")
     assert commit(source) == f"{head}+changes"
+    (source / "new").unlink()
+    (source.parent / "conf").mkdir()
+    (source.parent / "conf" / "recipe.yaml").write_text("other values")
+    assert commit(source) == f"{head}+changes"
 
 
 def test_there_is_no_commit_where_nothing_is_kept(source, tmp_path, monkeypatch):

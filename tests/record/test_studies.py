@@ -31,7 +31,7 @@ def study(tmp_path):
     for name, step in (("a", 1), ("b", 5)):
         write(tmp_path / "loose" / name, step)
     (tmp_path / "study").mkdir()
-    runs = {run.directory.name: run for run in find_runs([tmp_path / "loose"])}
+    runs = [(run.directory.name, run) for run in find_runs([tmp_path / "loose"])]
     add_to_packed(tmp_path / "study" / PACKED, runs)
     return tmp_path
 
@@ -69,11 +69,12 @@ def test_a_run_is_added_once_and_behind_the_others(study):
     other = replace(a, metrics=a.metrics[:1])
     for name in ("b", "d"):
         with pytest.raises(UserError, match=r"loose/b is in .*runs.jsonl already, as b"):
-            add_to_packed(file, {"c": other, name: b})
+            add_to_packed(file, [("c", other), (name, b)])
     assert file.read_text() == before
-    add_to_packed(file, {"c": other, "b": replace(b, metrics=[])})
+    third = replace(a, metrics=2 * a.metrics)
+    add_to_packed(file, [("c", other), ("c", third), ("b", replace(b, metrics=[]))])
     assert file.read_text().startswith(before)
-    assert [run.directory.name for run in read_packed(file)] == ["a", "b", "c", "b-2"]
+    assert [run.directory.name for run in read_packed(file)] == ["a", "b", "c", "c-2", "b-2"]
 
 
 GOOD = {"name": "x", "overrides": [], "config": None, "summary": None, "metrics": []}
@@ -119,6 +120,6 @@ def test_what_a_packed_file_says_is_never_looked_up(tmp_path, monkeypatch):
 
 def test_an_unfinished_run_may_be_packed_too(tmp_path):
     run = Run(tmp_path, [{"step": 1}], None, None)
-    add_to_packed(tmp_path / PACKED, {"x": run})
+    add_to_packed(tmp_path / PACKED, [("x", run)])
     (read,) = read_packed(tmp_path / PACKED)
     assert not read.finished and read.status == "stopped" and read.metrics == [{"step": 1}]

@@ -4,10 +4,23 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
 
+from dlion import training
+from dlion.config import settle
+from dlion.launch.check import check
+from dlion.launch.environment import detect
+from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
+from dlion.training import Job
 from dlion.training.checkpoint import find
+from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.runs import latest_step, record, start, train, wait_for_step
 
@@ -43,15 +56,39 @@ def whole(tmp_path_factory):
     return directory
 
 
+def jobs(directory: Path, *overrides: str) -> Iterator[Job]:
+    """What train.py would do in ``directory/METHOD``, for each of them."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for method, settings in VARIANTS.items():
+            typed = [*SETTINGS, f"optimizer={method}", *settings]
+            typed += [override.format(method=method) for override in overrides]
+            config = compose("config", typed, return_hydra_config=True)
+            yield check(settle(config, config.hydra), directory / method, detect())
+
+
+def train_all(found: list[Job]) -> None:
+    join_process_group("gloo")
+    for job in found:
+        training.train(replace(job, workers=Workers.current(job.workers.local)))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def every_method(tmp_path_factory):
+    """Runs of all methods in one process, and gone on with after step 5 in two."""
+    whole, resumed = (tmp_path_factory.mktemp(name) for name in ("whole", "resumed"))
+    run_processes(1, train_all, list(jobs(whole, "processes=1", "checkpoint_every=5")))
+    checkpoint = f"resume={whole}/{{method}}/checkpoint/step-00000005"
+    run_processes(2, train_all, list(jobs(resumed, "processes=2", checkpoint)))
+    return whole, resumed
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_resuming_continues_to_the_bit(tmp_path, method):
-    settings = [f"optimizer={method}", *VARIANTS[method]]
-    run(tmp_path / "whole", *settings, "processes=1", "checkpoint_every=5")
-    checkpoint = tmp_path / "whole" / "checkpoint" / "step-00000005"
-    run(tmp_path / "resumed", *settings, "processes=2", f"resume={checkpoint}")
-    summary, rows = record(tmp_path / "whole")
+def test_resuming_continues_to_the_bit(every_method, method):
+    whole, resumed = (directory / method for directory in every_method)
+    summary, rows = record(whole)
     assert [row["step"] for row in rows] == [3, 4, 6, 8]
-    assert record(tmp_path / "resumed") == (summary, rows[2:])
+    assert record(resumed) == (summary, rows[2:])
 
 
 def test_every_spread_reads_every_checkpoint(whole, tmp_path):

@@ -8,7 +8,7 @@ from dlion.exchange import Channel
 from dlion.launch.local import run_processes
 from dlion.launch.meeting import join_process_group
 from dlion.training.console import RunConsole
-from dlion.training.evaluation import evaluate
+from dlion.training.evaluation import box_state, evaluate
 from dlion.workers import Workers
 
 
@@ -28,6 +28,14 @@ def result(limit: int | None, workers: Workers | None = None) -> float:
     return evaluate(model(), text(), channel, "cpu", limit)["test_loss"]
 
 
+def test_the_box_has_room_for_what_the_loss_does_not_use():
+    used = model()
+    both = torch.nn.Sequential(used)
+    both.register_parameter("unused", torch.nn.Parameter(torch.full((4,), 9.0)))
+    with_it, without = (box_state(net, text(), 0.5, "cpu", 0) for net in (both, used))
+    assert with_it["kkt_score"] == without["kkt_score"] and with_it["box_distance"] == 7.0
+
+
 def results_of_two_processes() -> list[float]:
     join_process_group("gloo", 60)
     return [result(limit, Workers.current(2)) for limit in (None, 3, 7)]
@@ -44,6 +52,7 @@ def test_the_batches_of_a_limited_evaluation_are_spread_over_the_test_set():
     assert result(12) == result(100) == result(None)
 
 
+@pytest.mark.slow
 def test_a_limited_evaluation_is_the_same_for_every_spread():
     assert run_processes(2, results_of_two_processes) == [result(None), result(3), result(7)]
 

@@ -50,6 +50,12 @@ def net(data, **_) -> Net:
     return Net()
 
 
+def half_frozen(data, **_) -> Net:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    return model
+
+
 HARD = {
     "participation": 0.75,
     "local_steps": 2,

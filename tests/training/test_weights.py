@@ -107,8 +107,9 @@ def test_training_goes_on_from_weights_with_other_settings(root, tmp_path):
     assert begun < anew
 
 
-def test_what_began_with_weights_is_resumed(root, tmp_path):
-    settings = [*DIGITS, f"model._target_={NET}", f"init_from={root / 'net'}", "processes=1"]
+@pytest.mark.parametrize("model", [NET, "tests.training.test_spread.half_frozen"])
+def test_what_began_with_weights_is_resumed(root, tmp_path, model):
+    settings = [*DIGITS, f"model._target_={model}", f"init_from={root / 'net'}", "processes=1"]
     train(*settings, f"output_dir={tmp_path / 'whole'}", code=0)
     cut = f"output_dir={tmp_path / 'cut'}"
     train(*settings, cut, "stop_after=2", code=75)

@@ -20,7 +20,14 @@ import yaml
 from scipy.special import stdtrit
 
 from dlion.arguments import add_printed_output, make_parser, print_or_write
-from dlion.compare.curves import Curve, best_first, make_curves, select_runs, settings_of
+from dlion.compare.curves import (
+    Conditions,
+    Curve,
+    best_first,
+    make_curves,
+    select_runs,
+    settings_of,
+)
 from dlion.compare.options import add_only, conditions_of
 from dlion.compare.plot import FRONTS, Figure, draw
 from dlion.compare.reading import read_runs
@@ -58,7 +65,7 @@ class Task:
         apart: how far noise lets two single runs end from each other, in the unit of tables; None
             if it was not measured. It is Student's t at LEVEL, times the standard deviation over
             seeds, times the square root of 2.
-        compute: seconds of a worker and step without a network, by method.
+        compute: seconds of a worker and step without a network, by method and number of workers.
     """
 
     title: str
@@ -66,7 +73,7 @@ class Task:
     target: float
     curves: list[Curve]
     apart: float | None
-    compute: dict[str, float]
+    compute: dict[tuple[str, int], float]
 
     @property
     def up(self) -> bool:
@@ -114,8 +121,12 @@ class Standing:
         return float(np.interp(self.steps_to_target, curve.steps, spent.cumsum()))
 
 
-def read_task(folder: Path, conditions: dict[str, str]) -> Task:
+def read_task(folder: Path, conditions: Conditions) -> Task:
     """Read a task and its runs.
+
+    Args:
+        folder: of the task.
+        conditions: on its lines; noise and computing are taken from all runs of as many workers.
 
     Raises:
         UserError: if the folder holds none, or no run that meets the conditions.
@@ -131,28 +142,29 @@ def read_task(folder: Path, conditions: dict[str, str]) -> Task:
             " target"
         ) from error
 
-    def curves(*places: Path) -> list[Curve]:
-        packed = [place / PACKED for place in places if (place / PACKED).exists()]
-        return make_curves(select_runs(read_runs(packed), conditions), metric) if packed else []
+    def runs(place: Path) -> list[Run]:
+        return read_runs([place / PACKED]) if (place / PACKED).exists() else []
 
-    compute: dict[str, float] = {}
-    for curve in curves(folder / "compute"):
-        if curve.method in compute:
+    seeds = runs(folder / "noise")
+    everything = seeds + runs(folder)
+    lines = make_curves(select_runs(everything, conditions) if everything else [], metric)
+    counts = {line.settings["workers"] for line in lines}
+    compute: dict[tuple[str, int], float] = {}
+    for curve in make_curves(runs(folder / "compute"), metric):
+        key = curve.method, curve.settings["workers"]
+        if key in compute:
             raise UserError(f"{folder / 'compute'} has {curve.label} and another: leave one there")
-        compute[curve.method] = curve.seconds / curve.settings["workers"]
-
-    seeds = folder / "noise"
-    ends = [end_values(curve, metric) for curve in curves(seeds)]
+        compute[key] = curve.seconds / curve.settings["workers"]
     apart = [
-        math.sqrt(2) * float(stdtrit(len(values) - 1, 1 - LEVEL / 2)) * values.std(ddof=1)
-        for values in ends
-        if len(values) > 1
+        math.sqrt(2) * float(stdtrit(len(curve.seeds) - 1, 1 - LEVEL / 2)) * ends.std(ddof=1)
+        for curve in make_curves(seeds, metric)
+        if len(ends := end_values(curve, metric)) > 1 and curve.settings["workers"] in counts
     ]
     return Task(
         title=title,
         metric=metric,
         target=target,
-        curves=curves(folder, seeds),
+        curves=lines,
         apart=max(apart, default=None),
         compute=compute,
     )
@@ -203,7 +215,8 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
     for line in lines:
         curve, values = line.curve, end_values(line.curve, task.metric)
         verdict = "" if line.level is None else " (level)" if line.level else " (behind)"
-        seconds = [line.seconds(rate * 1e6, task.compute.get(curve.method)) for rate in RATES]
+        compute = task.compute.get((curve.method, curve.settings["workers"]))
+        seconds = [line.seconds(rate * 1e6, compute) for rate in RATES]
         table.append(
             [
                 display_name(curve),
@@ -254,11 +267,12 @@ def _link_name(rate: float) -> str:
 
 def _step(run: Run, rate: float) -> tuple[float, float]:
     """Return the seconds of a step of a run, and those of its bytes over a link."""
-    if not run.metrics:
+    last = run.metrics[-1] if run.metrics else {}
+    measured = [last.get(key) for key in ("seconds", "sent_bytes", "received_bytes")]
+    if None in measured:
         raise UserError(f"{run.directory} has no measurements: publish a run with some")
-    last = run.metrics[-1]
-    size = max(last["sent_bytes"], last["received_bytes"])
-    return last["seconds"] / last["step"], 8 * size / rate / last["step"]
+    seconds, *sizes = measured
+    return seconds / last["step"], 8 * max(sizes) / rate / last["step"]
 
 
 def make_table(arguments: list[str]) -> str:
@@ -270,7 +284,7 @@ def make_table(arguments: list[str]) -> str:
     return _board(_parse(arguments))
 
 
-def make_page(folder: Path, conditions: dict[str, str]) -> None:
+def make_page(folder: Path, conditions: Conditions) -> None:
     """Write README.md's tables and the figures of a task into its folder.
 
     Raises:

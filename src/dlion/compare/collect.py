@@ -20,7 +20,7 @@ from dlion.compare.reading import read_runs
 from dlion.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
 from dlion.errors import UserError
 from dlion.record.runs import CONFIG, FAILURE, METRICS, Run
-from dlion.record.studies import directories_with
+from dlion.record.studies import LeftOut, directories_with
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what one begins with in a spreadsheet
 COLUMNS = [
@@ -80,16 +80,20 @@ def collect(paths: list[Path]) -> list[list[Any]]:
     """
     sweeps = find_sweeps(paths)
     holding = [path for path in paths if not _holds_only_sweeps(path)]
-    damaged: dict[Path, str] = {}
-    runs = read_runs(holding, (METRICS, FAILURE, CONFIG), damaged.__setitem__)
+    damaged: list[tuple[Path, str]] = []
+
+    def note(place: Path, reason: str) -> None:
+        damaged.append((place, reason))
+
+    runs = read_runs(holding, (METRICS, FAILURE, CONFIG), note)
     jobs: dict[Path, Job | None] = dict.fromkeys(run.directory for run in runs)
     for path in jobs:
-        with _listed_if_odd(path, damaged):
+        with _listed_if_odd(path, note):
             jobs[path] = job_of(path)
     waiting: dict[Job, tuple[Path, list[str]]] = {}
     for sweep in sweeps:
         begun = [job for path, job in jobs.items() if job and sweep in path.parents]
-        with _listed_if_odd(sweep, damaged):
+        with _listed_if_odd(sweep, note):
             waiting |= jobs_without_run(sweep, begun)
     unfinished = [jobs[run.directory] for run in runs if not run.finished]
     states = ask_slurm([*filter(None, unfinished), *waiting])
@@ -100,7 +104,7 @@ def collect(paths: list[Path]) -> list[list[Any]]:
         state = status(run, states.get(job) if job else None)
         table.append([state, run.directory, *values, " ".join(run.overrides), run.failure])
     nothing = [None] * len(COLUMNS)
-    for path, reason in damaged.items():
+    for path, reason in damaged:
         table.append(["damaged", path, *nothing, None, reason])
     for job, (folder, typed) in waiting.items():
         table.append([states.get(job, "submitted"), folder, *nothing, " ".join(typed), None])
@@ -108,12 +112,12 @@ def collect(paths: list[Path]) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def _listed_if_odd(path: Path, damaged: dict[Path, str]) -> Iterator[None]:
+def _listed_if_odd(path: Path, note: LeftOut) -> Iterator[None]:
     """Note under its directory what is wrong with a file."""
     try:
         yield
     except UserError as error:
-        damaged[path] = str(error)
+        note(path, str(error))
 
 
 def guarded(cell: Any) -> Any:

@@ -12,9 +12,11 @@ import numpy as np
 
 from dlion.errors import UserError
 from dlion.record.runs import Run
+from dlion.record.studies import LeftOut
 from dlion.values import show
 
 Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
+Conditions = dict[str, list[str]]  # values of settings, as typed; one of each is to be met
 
 # settings of the run as a whole, in the order in which they are asked whether runs differ by them
 RUN_SETTINGS = (
@@ -127,7 +129,9 @@ def choose_metric(runs: list[Run], requested: str | None = None) -> str:
     if requested == "loss":
         return "loss"
     if requested not in (None, "accuracy"):
-        known = {key for run in runs for row in run.metrics for key in row}
+        measured = [item for run in runs for row in run.metrics for item in row.items()]
+        words = {key for key, value in measured if value is not None and not _is_number(value)}
+        known = {key for key, _ in measured} - words
         if requested not in known:
             raise UserError(
                 f"no run has {requested}: choose accuracy, loss, {', '.join(sorted(known))}"
@@ -140,14 +144,23 @@ def choose_metric(runs: list[Run], requested: str | None = None) -> str:
     return "accuracy" if have_accuracy == {True} else "loss"
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def metric_key(metric: str) -> str:
     """Return the key of a metric in metrics.jsonl."""
     return f"test_{metric}" if metric in ("accuracy", "loss") else metric
 
 
+def is_accuracy(metric: str) -> bool:
+    """Whether a metric is an accuracy: recorded as a share, shown in per cent."""
+    return "accuracy" in metric
+
+
 def more_is_better(metric: str) -> bool:
     """Whether a higher value of a metric is the better one."""
-    return "accuracy" in metric or metric == "agreement"
+    return is_accuracy(metric) or metric == "agreement"
 
 
 def best_first(curves: list[Curve], metric: str) -> list[Curve]:
@@ -174,7 +187,7 @@ def settings_of(run: Run) -> Settings:
     for group in _GROUPS:
         for key, value in (config.get(group) or {}).items():
             if key not in _NOT_COMPARED and not isinstance(value, dict):
-                settings[f"{group}.{key}"] = value
+                settings[f"{group}.{key}"] = _plain(value)
     for key in ("model.path", "dataset.path"):  # where that lies is another matter
         if isinstance(settings.get(key), str):
             settings[key] = Path(settings[key]).name
@@ -183,11 +196,20 @@ def settings_of(run: Run) -> Settings:
         settings[group] = settings.pop(f"{group}.name", "?")
     for key in RUN_SETTINGS:
         if key in config:
-            settings.setdefault(key, config[key])
+            settings.setdefault(key, _plain(config[key]))
+    if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped
+        settings["nonfinite"] = "stop"
     if run.summary is not None:
         settings["optimizer.name"] = run.summary["optimizer"]
         settings |= {key: run.summary[key] for key in ("model", "dataset", "workers")}
     return settings
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting's value so that equal ones are written alike: 1.0 as 1."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
@@ -200,23 +222,39 @@ def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
     return groups
 
 
-def select_runs(runs: list[Run], conditions: dict[str, str]) -> list[Run]:
-    """Return the runs that have these values of settings.
+def select_runs(runs: list[Run], conditions: Conditions) -> list[Run]:
+    """Return the runs that have one of these values of each setting.
 
     Raises:
         UserError: if there are none.
     """
-    chosen = runs
-    for key, value in conditions.items():
-        chosen = [run for run in chosen if str(settings_of(run).get(key)) == value]
+    chosen = [(run, settings_of(run)) for run in runs]
+    for key, texts in conditions.items():
+        known = {show(settings[key]) for _, settings in chosen if key in settings}
+        chosen = [
+            (run, settings)
+            for run, settings in chosen
+            if key in settings and any(_is_typed(settings[key], text) for text in texts)
+        ]
         if not chosen:
-            values = {str(settings_of(run)[key]) for run in runs if key in settings_of(run)}
-            known = f"it is {', '.join(sorted(values))}" if values else "they have no such setting"
-            raise UserError(f"none of these runs has {key}={value}: {known}")
-    return chosen
+            is_ = f"it is {', '.join(sorted(known))}" if known else "they have no such setting"
+            raise UserError(f"none of these runs has {key}={' or '.join(texts)}: {is_}")
+    return [run for run, _ in chosen]
 
 
-def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list[Curve]:
+def _is_typed(value: Any, text: str) -> bool:
+    """Whether a text is what people type for a setting's value."""
+    if _is_number(value):
+        try:
+            return float(text) == value
+        except ValueError:
+            return False
+    return text in (show(value), str(value))
+
+
+def make_curves(
+    runs: list[Run], metric: str, first: Sequence[str] = (), left_out: LeftOut | None = None
+) -> list[Curve]:
     """Return one curve for all runs that differ only by seed, sorted by method and settings.
 
     Of runs that differ in nothing, the last is taken, and a line on standard error names the rest.
@@ -225,6 +263,10 @@ def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list
         runs: those without the metric are left out.
         metric: as :func:`choose_metric` gives it.
         first: settings that distinguish curves before all others do.
+        left_out: called for each run of a curve whose runs share no evaluation.
+
+    Raises:
+        UserError: if there is such a curve, without ``left_out``.
     """
     methods: dict[str, list[tuple[Run, Settings]]] = defaultdict(list)
     for run in runs:
@@ -244,7 +286,13 @@ def make_curves(runs: list[Run], metric: str, first: Sequence[str] = ()) -> list
             names = dict.fromkeys([*tasks, *keys])
             differing = {key: settings[key] for key in names if key in settings}
             one_each = _one_of_each_seed([run for run, _ in group])
-            curves.append(_make_curve(one_each, metric, settings, differing))
+            try:
+                curves.append(_make_curve(one_each, metric, settings, differing))
+            except UserError as error:
+                if left_out is None:
+                    raise
+                for run in one_each:
+                    left_out(run.directory, str(error))
     return sorted(
         curves, key=lambda curve: (curve.method, [*map(sort_key, curve.differing.values())])
     )
@@ -326,7 +374,7 @@ def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Set
         state_bytes=next(
             (run.summary.get("state_bytes_per_parameter") for run in runs if run.summary), None
         ),
-        saving=_saving(settings.get("workers", 1), steps[-1], bits[-1]),
+        saving=_saving(settings.get("workers") or 1, steps[-1], bits[-1]),
         seconds=float(np.mean([row["seconds"] for row in last_rows]) / steps[-1]),
         finished=all(run.finished for run in runs),
     )

@@ -3,7 +3,7 @@
 import argparse
 
 from dlion.arguments import add_runs
-from dlion.compare.curves import Curve, choose_metric, make_curves, select_runs
+from dlion.compare.curves import Conditions, Curve, choose_metric, make_curves, select_runs
 from dlion.compare.reading import read_runs
 from dlion.compare.style import AXES, setting_values
 from dlion.errors import UserError
@@ -29,22 +29,23 @@ def add_only(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING=VALUE",
-        help="leave out runs with another value of a setting, such as workers=32; may be repeated",
+        help="leave out runs with another value of a setting, such as workers=32; may be repeated,"
+        " for another setting or for another value of it",
     )
 
 
-def conditions_of(options: argparse.Namespace) -> dict[str, str]:
+def conditions_of(options: argparse.Namespace) -> Conditions:
     """Return the settings that ``--only`` asks for, with their values.
 
     Raises:
         UserError: if one has no value.
     """
-    conditions = {}
+    conditions: Conditions = {}
     for condition in options.only:
         key, equals, value = condition.partition("=")
         if not equals:
             raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
-        conditions[key] = value
+        conditions.setdefault(key, []).append(value)
     return conditions
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dlion.arguments import PICTURES, beside, make_parser, output_file, picture
-from dlion.compare.curves import Curve, best_first, more_is_better, short_name
+from dlion.compare.curves import Curve, best_first, is_accuracy, more_is_better, short_name
 from dlion.compare.options import add_curve_options, curves_of
 from dlion.compare.style import (
     CURVES,
@@ -41,7 +41,7 @@ REFERENCE = "g_lion"  # the method whose bits the others save
 FRONTS = ("sent_bits", "received_bits")  # what was counted, by which the best methods are known
 A_STEP = ("paper_bits", *FRONTS)  # axes of bits a step, which have a point for each method
 LABEL_DISTANCE = (9, 13)  # points between a marker and its name beside, above or below it
-SHARES = ("accuracy", "outside_box", "agreement", "disagreement")  # whose axis is linear
+SHARES = ("outside_box", "agreement", "disagreement")  # whose axis is linear
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def _tallness(panel: Panel) -> float:
 
 def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
     """Whether a metric that gets small as training goes on needs a logarithmic axis."""
-    if figure.metric in SHARES or figure.x in (None, "bits", "paper_bits"):
+    shares = figure.metric in SHARES or is_accuracy(figure.metric)
+    if shares or figure.x in (None, "bits", "paper_bits"):
         return False
     low = min(np.nanmin(curve.values) for curve in curves)
     high = max(np.nanmax(curve.values) for curve in curves)
@@ -215,7 +216,9 @@ def _turns(panel: Panel, figure: Figure) -> dict[str, tuple[float, tuple[float, 
     height = np.log if _falls_by_decades(panel.curves, figure) else np.asarray
     means = {curve.label: height(curve.values.mean(0)) for curve in panel.curves}
     together: list[list[Curve]] = []
-    near = 0.005 * np.ptp(np.concatenate([*means.values()]))
+    heights = np.concatenate([*means.values()])
+    finite = heights[np.isfinite(heights)]  # what diverged is near nothing
+    near = 0.005 * np.ptp(finite) if finite.size else 0.0
     for curve in panel.curves:
         for group in together:
             first = group[0]
@@ -253,7 +256,7 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     styles, handles, points = styles_of(panel.curves, figure.panels), {}, {}
     for curve in panel.curves:
         bits, ends = getattr(curve, panel.x), end_values(curve, figure.metric, figure.best)
-        if not bits or np.isnan(ends).any():  # it sends nothing, or diverged
+        if not bits or np.isnan([bits, *ends]).any():  # sends nothing, not counted, or diverged
             continue
         points[curve.label] = (bits, ends.mean())
         handles[display_name(curve, figure.panels)] = axes.errorbar(

@@ -14,11 +14,13 @@ from typing import Any
 from dlion.arguments import add_runs, make_parser
 from dlion.compare import plot
 from dlion.compare.commands import command
+from dlion.compare.curves import choose_metric
 from dlion.compare.reading import read_runs
 from dlion.compare.style import CURVES
 from dlion.errors import UserError
+from dlion.files import write_atomically
 from dlion.record.runs import Run
-from dlion.record.studies import PACKED, add_to_packed
+from dlion.record.studies import PACKED, add_to_packed, read_packed
 
 NOT_RECORDED = "not recorded"  # by runs of older commits
 
@@ -45,25 +47,26 @@ def publish(runs: list[Run], study: Path) -> None:
     """Pack runs into the directory of a study, and note where they come from.
 
     Raises:
-        UserError: if a run is not finished, or published already.
+        UserError: if a run is not finished, published already, or has not the metric of the others.
     """
     unfinished = [str(run.directory) for run in runs if not run.finished]
     if unfinished:
         raise UserError(f"not finished: {', '.join(unfinished)}: give finished runs")
+    packed = study / PACKED
+    choose_metric([*(read_packed(packed) if packed.exists() else []), *runs])
     study.mkdir(parents=True, exist_ok=True)
-    add_to_packed(study / PACKED, _named(runs))
-    with (study / "provenance.txt").open("a") as file:  # behind that of runs published before
-        file.write(("\n" if file.tell() else "") + provenance(runs))
+    add_to_packed(packed, _named(runs))
+    origins = study / "provenance.txt"  # behind those of runs published before
+    before = origins.read_text("utf-8") + "\n" if origins.exists() else ""
+    write_atomically(origins, before + provenance(runs))
 
 
-def _named(runs: list[Run]) -> dict[str, Run]:
-    """Return the runs by the names that they have in a packed file."""
-    named = {_name(run.summary or {}): run for run in runs}
-    if len(named) < len(runs):
-        named = {run.directory.name: run for run in runs}
-    if len(named) < len(runs):
-        raise UserError("two of these runs have one name: publish them one after the other")
-    return named
+def _named(runs: list[Run]) -> list[tuple[str, Run]]:
+    """Return the runs with the names that they are to have in a packed file."""
+    names = [_name(run.summary or {}) for run in runs]
+    if len(set(names)) < len(names):
+        names = [run.directory.name for run in runs]
+    return list(zip(names, runs, strict=True))
 
 
 def _name(summary: dict[str, Any]) -> str:

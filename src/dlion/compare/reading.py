@@ -13,7 +13,7 @@ from dlion.record.runs import CONFIG, FAILURE, METRICS, SUMMARY, Run
 from dlion.record.studies import LeftOut, find_runs
 
 _NAMES = {str: "a word", int: "a whole number", float: "a number", dict: "a group of settings"}
-_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
+_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults", "network")
 _COUNTS = {"workers": int, "seed": int}
 _SUMMARY = {"optimizer": str, "model": str, "dataset": str, "workers": int}
 _SUMMARY |= {"paper_bits_up": float, "paper_bits_down": float}

@@ -292,19 +292,18 @@ def make_sections(runs: list[Run], folder: Path) -> list[Section]:
         runs: all that the page shows.
         folder: of the page, from which it links to the runs.
     """
-    sections = []
-    for title, group in sorted(group_runs(runs).items()):
-        evaluated = [run for run in group if any("test_loss" in row for row in run.metrics)]
-        with_accuracy = [
-            run for run in evaluated if any("test_accuracy" in row for row in run.metrics)
-        ]
-        metric = "accuracy" if with_accuracy else "loss"
-        shown = with_accuracy or evaluated
-        missing = [str(run.directory) for run in group if run not in shown]
-        curves = make_curves(shown, metric)
-        origin = _provenance(group), _folders(group, folder)
-        sections.append(Section(title, metric, curves, missing, *origin))
-    return sections
+    groups = sorted(group_runs(runs).items())
+    return [_make_section(title, group, folder) for title, group in groups]
+
+
+def _make_section(title: str, runs: list[Run], folder: Path) -> Section:
+    evaluated = [run for run in runs if any("test_loss" in row for row in run.metrics)]
+    with_accuracy = [run for run in evaluated if any("test_accuracy" in row for row in run.metrics)]
+    metric = "accuracy" if with_accuracy else "loss"
+    shown = with_accuracy or evaluated
+    missing = [str(run.directory) for run in runs if run not in shown]
+    curves = make_curves(shown, metric, left_out=lambda place, _: missing.append(str(place)))
+    return Section(title, metric, curves, missing, _provenance(runs), _folders(runs, folder))
 
 
 def render(runs: list[Run], title: str, folder: Path = Path()) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlion.compare.curves import Curve, sort_key
+from dlion.compare.curves import Curve, is_accuracy, sort_key
 from dlion.errors import UserError
 from dlion.values import show
 
@@ -131,7 +131,7 @@ def styles_of(curves: list[Curve], hidden: str | None = None) -> dict[str, Style
 
 def in_axis_unit(values: np.ndarray, metric: str) -> np.ndarray:
     """Return values of a metric in the unit of its axis: accuracies in per cent."""
-    return values * (100 if "accuracy" in metric else 1)
+    return values * (100 if is_accuracy(metric) else 1)
 
 
 def end_values(curve: Curve, metric: str, best: bool = False) -> np.ndarray:
@@ -146,7 +146,7 @@ def error_bar(values: np.ndarray) -> np.ndarray:
 
 def number_format(metric: str) -> str:
     """Return the format of a metric's values in tables, in the unit of its axis."""
-    return ".2f" if "accuracy" in metric else ".4f"
+    return ".2f" if is_accuracy(metric) else ".4f"
 
 
 def mean_and_deviation(values: np.ndarray, form: str, sign: str = "") -> str:
@@ -164,8 +164,8 @@ def mean_and_deviation(values: np.ndarray, form: str, sign: str = "") -> str:
 
 
 def title_of(metric: str) -> str:
-    """Return what a metric is called on an axis."""
-    return TITLES.get(metric, metric)
+    """Return what a metric is called on an axis, with the unit of :func:`in_axis_unit`."""
+    return TITLES.get(metric, f"{metric} (%)" if is_accuracy(metric) else metric)
 
 
 def axis_title(x: str, curves: list[Curve]) -> str:

@@ -23,6 +23,7 @@ from dlion.compare.style import (
     title_of,
 )
 from dlion.errors import UserError
+from dlion.values import show
 
 Table = list[list[str]]  # rows of equal length, the headings first
 
@@ -66,7 +67,7 @@ def overview(curves: list[Curve], metric: str, show: list[str]) -> Table:
 def by_setting(curves: list[Curve], setting: str, cell: Callable[[Curve], str]) -> Table:
     """Return a column for each value of a setting, and a row for all else that differs."""
     values = setting_values(curves, setting)
-    table = [["method", *(f"{short_name(setting)} = {value}" for value in values)]]
+    table = [["method", *(f"{short_name(setting)} = {show(value)}" for value in values)]]
     for name, line in lines_along(curves, setting).items():
         cells = {repr(curve.settings[setting]): cell(curve) for curve in line}
         table.append([name, *(cells.get(repr(value), "") for value in values)])

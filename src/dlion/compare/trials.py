@@ -31,23 +31,26 @@ def to_search_table(file: Path, metric: str) -> Table:
     try:
         with file.open(encoding="utf-8", newline="") as lines:
             for row in csv.DictReader(lines):
-                if row["status"] not in ("finished", "failed", "damaged"):
-                    continue  # it has not ended
-                (name,) = _CANDIDATE.findall(row["overrides"])
+                if row["status"] not in ("finished", "failed"):
+                    continue  # it has not ended, or nothing is known of it
+                found = _CANDIDATE.search(row["overrides"])
+                if found is None:
+                    raise ValueError(f"{row['overrides']!r} names no candidate")
+                name = found[1]
                 if name in trials[row["optimizer"]]:
-                    raise UserError(f"{file} lists trial {name} of {row['optimizer']} twice")
+                    raise ValueError(f"trial {name} of {row['optimizer']} stands there twice")
                 end = float(row[f"test_{metric}"]) if row["status"] == "finished" else math.inf
                 trials[row["optimizer"]][name] = unit * end if math.isfinite(end) else math.inf
-    except UserError:
-        raise
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{file} lists no trials: dlion collect makes such a table, of runs with candidate=NAME"
+            f"{file} does not list trials ({error}): dlion collect makes such a table, of runs with"
+            " candidate=NAME"
         ) from error
     rows = []
     for method, ends in sorted(trials.items(), key=lambda item: min(item[1].values())):
         best = min(ends, key=ends.__getitem__)
         value = f"{abs(ends[best]):{number_format(metric)}}"
         failed = sorted(name for name, end in ends.items() if end == math.inf)
-        rows.append([method, value, best, str(len(ends)), " ".join(failed)])
+        shown = ["diverged", ""] if best in failed else [value, best]
+        rows.append([method, *shown, str(len(ends)), " ".join(failed)])
     return [[f"{title_of(metric)}", "best", "trial", "trials", "failed"], *rows]

@@ -37,7 +37,7 @@ class Sharding:
         seed: decides the shards (but those of ``contiguous``) and the orders.
         mode: partition | contiguous | replicate | dirichlet.
         labels: one for each sample; ``dirichlet`` needs them.
-        alpha: the concentration of ``dirichlet``.
+        alpha: the concentration of ``dirichlet``, which needs one.
 
     Raises:
         UserError: if a worker has fewer samples than a batch, or labels are needed and missing.
@@ -55,7 +55,7 @@ class Sharding:
         seed: int,
         mode: str,
         labels: Tensor | None = None,
-        alpha: float = 1.0,
+        alpha: float | None = None,
     ):
         if mode not in MODES:
             raise UserError(f"dataset.sharding={mode} is unknown: choose {', '.join(MODES)}")
@@ -64,7 +64,11 @@ class Sharding:
                 "dataset.sharding=dirichlet needs a label for each sample, which this data set does"
                 " not have: type dataset.sharding=partition, or contiguous for unlike parts"
             )
-        if not (isinstance(alpha, (int, float)) and 0 < alpha < math.inf):
+        if mode == "dirichlet" and alpha is None:
+            raise UserError(
+                "dataset.sharding=dirichlet needs an alpha: type +dataset.alpha=0.5, for example"
+            )
+        if alpha is not None and not (isinstance(alpha, (int, float)) and 0 < alpha < math.inf):
             raise UserError(f"dataset.alpha={alpha} is not possible: give a number above 0")
         self.size, self.workers, self.seed, self.mode = size, workers, seed, mode
         shares = 1 if mode == "replicate" else workers
@@ -83,7 +87,7 @@ class Sharding:
         self.smallest_batch = smallest // self.steps_per_epoch
         self._used = smallest if batch_size == 1 else largest  # samples of a shard in an epoch
         order = torch.randperm(size, generator=stream(seed, "shards"))
-        if mode == "dirichlet" and labels is not None:
+        if labels is not None and alpha is not None and mode == "dirichlet":
             positions = _dirichlet(labels[order], workers, alpha, seed)
             self._shards = [order[shard] for shard in positions]
         elif mode == "partition":

@@ -168,7 +168,7 @@ class Channel:
             those who do not send.
         """
         w, s = self.workers, parts.shape[2]
-        route = _route(w.rank, w.processes, w.local, line, senders and frozenset(senders))
+        route = _route(w.rank, w.local, line, senders and frozenset(senders))
         leaves = self._count(route.sent * s, route.received * s, route.leaves * s)
         self.traffic.sent_along[line.stride] += route.sent * s
         flat = parts.flatten(0, 1)
@@ -348,9 +348,7 @@ class _Route(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _route(
-    rank: int, processes: int, local: int, line: Line, senders: frozenset[int] | None
-) -> _Route:
+def _route(rank: int, local: int, line: Line, senders: frozenset[int] | None) -> _Route:
     """Return the way of messages between the workers of process ``rank`` and those in their lines.
 
     ``senders``: as for :meth:`Channel.along`.

@@ -42,6 +42,8 @@ class DeltaVote(Vote):
         mask: bool ``[numel]``, False for padding, which is nobody's opinion; None: no padding.
     """
 
+    can_follow = False  # owners learn from messages, not from answers
+
     def __init__(
         self,
         channel: Channel,
@@ -62,10 +64,12 @@ class DeltaVote(Vote):
         self._start_levels = torch.full((k, len(sizes)), DORMANT, dtype=torch.uint8, device=device)
         one_by_one = limit is not None or weighted  # or only the sum of the estimates
         self.state |= {
-            "estimate": torch.zeros(k, self.numel, device=device),
+            "estimate": torch.zeros(k, self.numel, dtype=torch.float32, device=device),
             "level": self._start_levels.new_full((k, self.numel), DORMANT),
             "history": self._masks.new_zeros(k, 2, self.numel // 64),
-            "received_estimate": torch.zeros(k, n if one_by_one else 1, self.slice, device=device),
+            "received_estimate": torch.zeros(
+                k, n if one_by_one else 1, self.slice, dtype=torch.float32, device=device
+            ),
             "received_level": self._start_levels.new_full((k, n, self.slice), DORMANT),
             "received_history": self._masks.new_zeros(k, n, 2, self.words),
             "begun": torch.zeros(k, dtype=torch.uint8),  # in main memory: it is asked at every step
@@ -73,7 +77,9 @@ class DeltaVote(Vote):
         if one_by_one:
             self._counted = self._owned_parameters(numel, mask)
         if weighted:
-            self.state["agreement"] = torch.full((k, n), AGREEMENT, device=device)
+            self.state["agreement"] = torch.full(
+                (k, n), AGREEMENT, dtype=torch.float32, device=device
+            )
 
     @property
     def begun(self) -> bool:
@@ -125,7 +131,7 @@ class DeltaVote(Vote):
     def _weights(self, owner: int) -> Tensor | None:
         """Return what the workers' estimates count for, ``[n]``; None: all the same."""
         estimates = self.state["received_estimate"][owner]
-        weights = torch.ones(self.channel.workers.count, device=self.device)
+        weights = torch.ones(self.channel.workers.count, dtype=torch.float32, device=self.device)
         if self.limit is not None:
             counted = estimates * self._counted[owner]
             size = torch.stack([sums_of_rows(row.view(-1, 64)).cumsum(0)[-1] for row in counted])

@@ -71,7 +71,9 @@ class LowRankMean(Exchange):
         if queries:
             self._second = DenseMean(channel, queries, device=self.device)
             # made in main memory: the same on every kind of device
-            draws = torch.randn(queries, generator=stream(seed, "query"), device="cpu")
+            draws = torch.randn(
+                queries, generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
+            )
             self.state["query"] = draws.to(self.device).repeat(channel.workers.local, 1)
 
     def encode_header(self, local: int, header: Tensor) -> None:
@@ -108,7 +110,7 @@ class LowRankMean(Exchange):
         self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
 
     def decode(self) -> Tensor:
-        mean = torch.zeros(self.numel, device=self.device)
+        mean = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         for matrix, basis, query in zip(self.matrices, self._bases, self._queries(), strict=True):
             torch.mm(basis, query.T, out=matrix.view(mean))
         for vector, part in zip(self._vectors, self._means()[len(self.matrices) :], strict=True):

@@ -20,8 +20,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dlion.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
+from dlion.errors import UserError
 from dlion.exchange.channel import IN_FLIGHT, SLOW, TELLING
 from dlion.exchange.grid import WAYS, Way, bits_up, grid_shape
 from dlion.units import show_rate
@@ -243,8 +245,20 @@ def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
 
     EPYC_SHARED_BY_TWO was fitted to the file in results/speed, so that agreement with it says how
     well the model describes these points, not how well it predicts others.
+
+    Raises:
+        UserError: if it is no such file.
     """
-    data = json.loads(file.read_text())
+    try:
+        return _compare(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} does not hold whole steps ({error!r}): give an end_to_end.json, as"
+            " benchmarks/end_to_end.py writes it"
+        ) from error
+
+
+def _compare(data: dict[str, Any]) -> list[tuple[str, float | None, str, float, float]]:
     compared = []
     for point in data["points"]:
         name = MEASURED_AS.get(point["method"])

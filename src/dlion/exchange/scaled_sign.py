@@ -67,7 +67,7 @@ class ScaledExchange(DirectSend):
 
     def mean_of(self, messages: Tensor, index: int) -> Tensor:
         """Return the mean of what messages about the slice ``index`` stand for."""
-        total = torch.zeros(self.slice, device=self.device)
+        total = torch.zeros(self.slice, dtype=torch.float32, device=self.device)
         for message in messages:
             total += self.unpack(message, index)
         return total.div_(len(messages))
@@ -130,7 +130,9 @@ class ScaledSignMean(ScaledSignExchange):
         **buffers: Unpack[Buffers],
     ) -> None:
         super().__init__(channel, numel, spans, ScaledSign, **buffers)
-        self.state["error"] = torch.zeros(channel.workers.local, self.slice, device=self.device)
+        self.state["error"] = torch.zeros(
+            channel.workers.local, self.slice, dtype=torch.float32, device=self.device
+        )
 
     def encode(self, local: int, values: Tensor) -> None:
         """Write the message of a local worker, and leave in ``values`` what it does not say."""
@@ -227,8 +229,8 @@ class TrackingVote(ScaledSignExchange):
     ) -> None:
         super().__init__(channel, numel, spans, lambda _: Sign(), **buffers)
         k, device = channel.workers.local, self.device
-        self.state["estimate"] = torch.zeros(k, self.numel, device=device)
-        self.state["sum"] = torch.zeros(k, self.slice, device=device)
+        self.state["estimate"] = torch.zeros(k, self.numel, dtype=torch.float32, device=device)
+        self.state["sum"] = torch.zeros(k, self.slice, dtype=torch.float32, device=device)
         shape = k, self.down.nbytes(self.slice)
         self.state["previous"] = torch.full(shape, 255, dtype=torch.uint8, device=device)
 

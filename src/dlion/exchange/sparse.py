@@ -30,8 +30,8 @@ class SparseMean(OwnedSlices):
     def __init__(self, channel: Channel, numel: int, **buffers: Unpack[Buffers]) -> None:
         super().__init__(channel, numel, **buffers)
         self.up, self.down, self.dense = Sparse(), Sparse(), Float32()
-        self._total = torch.zeros(self.slice, device=self.device)
-        self._values = torch.zeros(self.numel, device=self.device)
+        self._total = torch.zeros(self.slice, dtype=torch.float32, device=self.device)
+        self._values = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         self._messages: dict[int, tuple[list[Tensor], Tensor]] = {}
         headers = channel.workers.local, self.header_bytes
         self._headers = torch.zeros(headers, dtype=torch.uint8, device=self.device)

@@ -69,7 +69,7 @@ class ScaledTernaryMean(TernaryMean):
 
     def run(self, step: int) -> None:
         w = self.channel.workers
-        own = torch.zeros(w.local, len(self._sizes), device=self.device)
+        own = torch.zeros(w.local, len(self._sizes), dtype=torch.float32, device=self.device)
         for local, (_, scales) in self._unscaled.items():
             own[local] = scales
         largest = self.channel.gather(own).nan_to_num(0.0).amax(0)
@@ -80,7 +80,9 @@ class ScaledTernaryMean(TernaryMean):
                 values.record_stream(torch.cuda.current_stream())
             names = ("terngrad", w.ids[local], self.index, step)
             draws = stream(self.seed, *names, device=values.device)
-            coins = torch.rand(values.shape, generator=draws, device=values.device)
+            coins = torch.rand(
+                values.shape, generator=draws, dtype=torch.float32, device=values.device
+            )
             super().encode(local, kernels.ternarise(values, self._scales, coins))
         self._unscaled.clear()
         super().run(step)

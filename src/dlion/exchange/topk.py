@@ -97,7 +97,7 @@ class TopKMean(Exchange):
         shape = channel.workers.local, end + self.header_bytes
         self._outbox = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         self._messages, self._headers = self._outbox.split([end, self.header_bytes], dim=1)
-        self._total = torch.zeros(numel, device=self.device)
+        self._total = torch.zeros(numel, dtype=torch.float32, device=self.device)
 
     def encode(self, local: int, values: Tensor) -> None:
         """Write the message of a local worker, and leave in ``values`` what it does not say."""

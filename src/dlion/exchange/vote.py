@@ -93,7 +93,7 @@ class LevelExchange(DirectSend):
 
         ``mask``: False for padding, bool ``[numel]``; None: there is none before ``numel``.
         """
-        owned = torch.zeros(self.numel, device=self.device)
+        owned = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         owned[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
         return owned.view(-1, self.slice)[list(self.channel.workers.ids)]
 
@@ -249,7 +249,9 @@ class WeightedVote(Vote):
         super().__init__(channel, numel, 2, ties, seed, **buffers)
         k, n = channel.workers.local, channel.workers.count
         self._counted = self._owned_parameters(numel, mask)
-        self.state["agreement"] = torch.full((k, n), AGREEMENT, device=self.device)
+        self.state["agreement"] = torch.full(
+            (k, n), AGREEMENT, dtype=torch.float32, device=self.device
+        )
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         agreement, senders = self.state["agreement"][owner], self.channel.participants

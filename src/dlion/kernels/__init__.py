@@ -201,7 +201,8 @@ def decode_deltas(
 def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> None:
     """``x <- (1 - lr wd) x - lr a``, in place: descent with decoupled weight decay.
 
-    The arithmetic is in float32 for parameters of fewer bits, and in float64 for those of float64.
+    The step ``lr a`` is rounded to float32; the rest is in float32 for parameters of fewer bits,
+    and in float64 for those of float64.
 
     Args:
         answer: float32 ``[m]``.

@@ -75,7 +75,7 @@ def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
 
 
 def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
-    total, ahead = torch.zeros(2, coders.level.shape[-1], device=messages.device)
+    total, ahead = coders.estimate.new_zeros(2, coders.level.shape[-1])
     if weights is None:
         total = coders.estimate[0]
     for worker, row in enumerate(rows.tolist()):

@@ -67,7 +67,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         config.seed,
         config.dataset.sharding,
         labels=data.labels if config.dataset.sharding == "dirichlet" else None,
-        alpha=config.dataset.get("alpha", 1.0),
+        alpha=config.dataset.get("alpha"),
     )
     if config.accumulate > sharding.smallest_batch:
         raise UserError(
@@ -83,6 +83,14 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
             file=sys.stderr,
         )
     _check_method(config, data, sharding.smallest_batch // config.accumulate, device)
+    resume = checkpoint_to_resume(config, output_dir, steps)
+    samples = data.train_size, data.test_size
+    if resume is not None and resume.samples != samples:
+        before, now = (f"{train:,} and {test:,}" for train, test in (resume.samples, samples))
+        raise UserError(
+            f"{resume.directory} is of a run with {before} samples to train and to test on, the"
+            f" data set has {now} now: restore it, or start anew in another output_dir"
+        )
     return Job(
         config=config,
         workers=Workers(processes=processes, local=config.workers // processes),
@@ -93,7 +101,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         sharding=sharding,
         output_dir=output_dir,
         rate=_rate(config, backend, started),
-        resume=checkpoint_to_resume(config, output_dir, steps),
+        resume=resume,
     )
 
 
@@ -285,7 +293,9 @@ def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> No
     images = torch.empty(1, data.channels, data.image_size, data.image_size, device="meta")
     try:
         model.train()(images)
-    except ValueError as error:  # torch's, of BatchNorm over a single value
+    except Exception as error:  # of what cannot be tried without values, training may do well
+        if "more than 1 value per channel" not in str(error):
+            return
         raise UserError(
             f"model={config.model.name} normalises over the samples of a batch, but"
             f" batch_size={config.batch_size} and accumulate={config.accumulate} leave a worker"

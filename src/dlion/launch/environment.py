@@ -42,7 +42,8 @@ class RankInfo:
     def export(self) -> None:
         """Set the variables that :mod:`dlion.launch.meeting` reads, as torchrun would.
 
-        Processes on one machine use loopback, unless GLOO_SOCKET_IFNAME names an interface.
+        Processes on one machine meet on loopback, whatever MASTER_ADDR says, and use it, unless
+        GLOO_SOCKET_IFNAME names an interface.
 
         Raises:
             UserError: if nothing says where the processes meet.
@@ -59,6 +60,7 @@ class RankInfo:
             env.setdefault("MASTER_ADDR", self.address)
         env["MASTER_PORT"] = str(self.port)
         if self.one_machine:
+            env["MASTER_ADDR"] = "127.0.0.1"
             env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 

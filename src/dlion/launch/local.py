@@ -7,6 +7,7 @@ hosts such a server and forks beside it: now and then a child inherits a held lo
 starts.)
 """
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -34,7 +35,7 @@ from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.locks import acquire
 from dlion.machine import die_with
-from dlion.training.signals import SIGNALS, SignalNotice
+from dlion.training.signals import SIGNALS, SignalNotice, woken_by_signals
 
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
 PATIENCE = 2.0
@@ -70,24 +71,30 @@ def run_processes(
     children: list[BaseProcess] = []
     signals: list[int] = []
 
+    def tell_children() -> None:
+        for child in children:
+            child.terminate()
+
     def pass_on(number: int) -> None:
-        if number == signal.SIGHUP and number in signals:  # from the kernel, and from the shell
-            return
-        if number in signals:  # a second one means: do not wait
-            raise KeyboardInterrupt
+        if number in signals:
+            if number in (signal.SIGINT, signal.SIGTERM):  # a second one means: do not wait
+                raise KeyboardInterrupt
+            return  # others may come from several senders: the kernel and the shell, say
         signals.append(number)
         if number == signal.SIGINT:
             print("ending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
-        for child in children:
-            child.terminate()
+        tell_children()
 
     with SignalNotice(pass_on) as notice, _folder() as directory:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         others = multiprocessing.active_children()
         try:
-            context = _start(processes, os.getpid(), processes, directory, network, work, args)
+            with _temporary_files_in(directory):  # in which torch puts errors, pickled
+                context = _start(processes, os.getpid(), processes, directory, network, work, args)
             children += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            if signals:  # the mask is this thread's: another may have taken one before
+                tell_children()
             _wait(context, directory, notice)
         finally:
             for child in {*multiprocessing.active_children()} - {*others}:
@@ -112,6 +119,16 @@ def _start(processes: int, *args: Any) -> ProcessContext:
             f"not all of {processes} processes could be started ({error.strerror}): type"
             " processes=N with fewer"
         ) from error
+
+
+@contextmanager
+def _temporary_files_in(directory: Path) -> Iterator[None]:
+    """Let temporary files be made in a directory that nobody else may enter."""
+    before, tempfile.tempdir = tempfile.tempdir, str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager
@@ -142,7 +159,8 @@ def _remove_leftover(directory: Path) -> None:
     descriptor = acquire(directory, flags, certain=True)
     try:
         if os.fstat(descriptor).st_uid == os.getuid():
-            for file in (*directory.glob("rendezvous"), *directory.glob("outcome-*.json")):
+            ours = ("rendezvous", "outcome-*.json", "pytorch-errorfile-*")
+            for file in itertools.chain.from_iterable(map(directory.glob, ours)):
                 file.unlink()
             directory.rmdir()
     finally:
@@ -158,9 +176,11 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> Non
     ended, suspended = False, []
     try:
         while not ended:
-            connection.wait(context.sentinels.keys())
+            with woken_by_signals() as woken:
+                connection.wait([*context.sentinels, woken])
             suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
-            ended = context.join(grace_period=0)  # after a failure the others cannot continue
+            # after a failure the others cannot continue
+            ended = context.join(timeout=0, grace_period=0)
     except ProcessException as error:
         signal_name = getattr(error, "signal_name", None)
         if signal_name == "SIGTERM" and notice.first is not None:
@@ -230,11 +250,11 @@ def _work(
     """Set up a new process, run ``work(*args)`` in it, and write its outcome."""
     # the launcher's handlers were inherited; a terminal or a SLURM step signals all processes, but
     # what is to happen is the launcher's to say, by a SIGTERM that before training ends the process
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in SIGNALS:  # one that is ignored for a moment is lost, even if it is blocked
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     die_with(parent)
+    tempfile.tempdir = None  # what is temporary here goes where it always does
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),

@@ -1,6 +1,7 @@
 """The processes of a run find each other, whoever else listens or asks on their machines."""
 
 import contextlib
+import hashlib
 import os
 import re
 import socket
@@ -48,7 +49,8 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
     run, host = env.get("DLION_RUN", "run"), env["MASTER_ADDR"]
     taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the first, by torchrun's agent
     port = int(env["MASTER_PORT"])
-    ports = range(port + taken, min(port + taken + _CHOICE, 1 << 16))
+    first = min(port + taken, (1 << 16) - 1)
+    ports = range(first, min(first + _CHOICE, 1 << 16))
     if rank == 0:
         guide, listener = _listen(host, ports), _listen(host, range(1))
         port = listener.getsockname()[1]
@@ -61,7 +63,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
             master_listen_fd=listener.detach(),  # the store closes the socket
         )
         with guide:
-            _answer(guide, f"dlion {run} {port}\n".encode(), store, processes, limit)
+            _answer(guide, _greeting(run) + b"%d\n" % port, store, processes, limit)
     else:
         store = dist.TCPStore(
             host, _ask(host, ports, run, limit), timeout=limit, wait_for_workers=False
@@ -118,15 +120,20 @@ def _ask(host: str, ports: range, run: str, limit: timedelta) -> int:
                 contextlib.suppress(OSError),  # nobody is there yet, or does not answer
                 socket.create_connection((host, port), timeout=patience) as guide,
             ):
-                answer = re.fullmatch(rb"dlion (\S+) (\d+)\n", guide.recv(200))
-                if answer and answer[1] == run.encode():
-                    return int(answer[2])
+                answer = re.fullmatch(_greeting(run) + rb"(\d+)\n", guide.recv(200))
+                if answer:
+                    return int(answer[1])
         time.sleep(0.1)
     raise TrainingFailed(
         f"process 0 was not found at {host}, port {_words(ports)}, within timeout="
         f"{limit.total_seconds():g} s: start all processes in that time, and if another program"
         " listens there, set MASTER_PORT to a free port"
     )
+
+
+def _greeting(run: str) -> bytes:
+    """Return what a run's process 0 says before its port, of one length for any name."""
+    return f"dlion {hashlib.sha256(run.encode()).hexdigest()} ".encode()
 
 
 def _words(ports: range) -> str:

@@ -150,6 +150,7 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
             " type output_dir=DIR"
         )
     top, _, below = template.partition("${now:")
+    top = OmegaConf.merge(config, {"output_dir": top}).output_dir  # other settings may stand in it
     wanted = identity(settings)
     folder, _, prefix = top.rpartition("/")
     depth = below.count("/")
@@ -252,9 +253,14 @@ def _different(config: DictConfig, run: Run) -> str:
     return ", ".join(names)
 
 
-def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
-    """Return the latest usable checkpoint, and print which later ones cannot be used."""
-    checkpoint, complaints = find(directory, identity(config))
+def latest_checkpoint(
+    config: DictConfig, directory: Path, hashed: bool = True
+) -> Checkpoint | None:
+    """Return the latest usable checkpoint, and print which later ones cannot be used.
+
+    ``hashed``: as for :func:`dlion.training.checkpoint.find`.
+    """
+    checkpoint, complaints = find(directory, identity(config), hashed)
     for complaint in complaints if is_first() else ():
         print(f"left out: {complaint}", file=sys.stderr)
     return checkpoint
@@ -263,6 +269,9 @@ def latest_checkpoint(config: DictConfig, directory: Path) -> Checkpoint | None:
 def checkpoint_to_resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
     """Return the checkpoint to start from; None: start at step 0.
 
+    Of several processes only the first reads all files to the last byte, and the others go on from
+    what it has chosen (:func:`dlion.launch.runner.work`).
+
     Raises:
         UserError: if there is none where one must be, or it cannot lead to so many steps.
     """
@@ -270,7 +279,9 @@ def checkpoint_to_resume(config: DictConfig, output_dir: Path, steps: int) -> Ch
     if source is None:
         return None
     directory = output_dir if source == "auto" else Path(source).expanduser()
-    checkpoint = latest_checkpoint(config, directory)
+    checkpoint = latest_checkpoint(config, directory, hashed=is_first())
+    if checkpoint is not None and checkpoint.progress.step >= steps:  # unless it is damaged
+        checkpoint = latest_checkpoint(config, directory)
     if checkpoint is None:
         if source != "auto":
             raise UserError(f"resume={config.resume} holds no checkpoint: give a run's directory")

@@ -33,11 +33,23 @@ from dlion.launch.resume import (
     resuming,
 )
 from dlion.launch.stored import settings_of_run
-from dlion.record.runs import FAILURE, forget, load_run, record_config, record_failure
+from dlion.record.runs import FAILURE, SUMMARY, forget, load_run, record_config, record_failure
 from dlion.training import Job, train
-from dlion.training.checkpoint import identity
+from dlion.training.checkpoint import find, identity
 from dlion.training.measure import measure
 from dlion.workers import Workers
+
+_WHAT_TRAVELS_WHEN = (  # beside what decides about the bits
+    "overlap",
+    "log_every",
+    "eval_every",
+    "eval_limit",
+    "checkpoint_every",
+    "stop_after",
+    "check_replicas_every",
+    "box",
+    "agreement",
+)
 
 
 def launch(config: DictConfig, output_dir: Path) -> float | None:
@@ -65,9 +77,9 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
                 return result_of(run)
         job = check(config, output_dir, started)
         if first:
+            forget(output_dir, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
             record_config(output_dir, config)
             note_job(output_dir)
-            forget(output_dir, FAILURE)  # of an earlier attempt
         return _start(job, started)
 
 
@@ -113,6 +125,7 @@ def work(job: Job) -> float | None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     join_process_group(job.backend, job.config.timeout)
     try:
+        job = _resume_as_first(job)
         _check_same(job)
         # a directory that is named after the time may have another name in each process
         output_dir = Path(_from_first(str(job.output_dir), job.device))
@@ -134,6 +147,16 @@ def _train(job: Job) -> float | None:
         raise
 
 
+def _resume_as_first(job: Job) -> Job:
+    """Go on from the checkpoint that process 0 has chosen, as it alone has read all of it."""
+    found = job.resume
+    name = json.loads(_from_first(json.dumps(found and found.directory.name), job.device))
+    if found is None or name in (None, found.directory.name):
+        return job  # _check_same refuses what cannot be mended
+    chosen, _ = find(found.directory.with_name(name), identity(job.config), hashed=False)
+    return replace(job, resume=chosen)
+
+
 def _check_same(job: Job) -> None:
     """Refuse to train with settings that differ between processes: their messages would not fit.
 
@@ -141,7 +164,9 @@ def _check_same(job: Job) -> None:
         TrainingFailed: naming the settings that differ from those of process 0.
     """
     begins = {"checkpoint": job.resume.progress.step if job.resume else None}
-    settings = {**identity(job.config), "steps": job.steps, **begins}
+    whens = {name: job.config[name] for name in _WHAT_TRAVELS_WHEN}
+    whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
+    settings = {**identity(job.config), "steps": job.steps, **begins, **whens}
     first = json.loads(_from_first(json.dumps(settings), job.device))
     different = [name for name, value in settings.items() if first.get(name) != value]
     if different:

@@ -19,7 +19,7 @@ from dlion.errors import UserError
 from dlion.models.residual import SmallResNet
 from dlion.models.shapes import ImageShape, Shape, TextShape
 from dlion.models.transformer import GPT, ViT
-from dlion.values import Count, Limits, Name, Positive, Probability
+from dlion.values import Count, Limits, Name, Positive, Probability, did_you_mean
 
 ResNet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
@@ -254,7 +254,7 @@ def causal_lm(
         options: entries of its configuration (llama's defaults are those of the 7-billion model).
 
     Raises:
-        UserError: if there is no such model, or the data has tokens it does not know.
+        UserError: if there is no such model or option, or the data has tokens it does not know.
     """
     text = _text(data)
     declare_missing_operators()
@@ -267,8 +267,15 @@ def causal_lm(
         else:
             if not Path(path).is_dir():
                 use_the_cache_if_offline()
-            options["trust_remote_code"] = False
-            config = AutoConfig.from_pretrained(path, **options)
+            config = AutoConfig.from_pretrained(path, **{**options, "trust_remote_code": False})
+        kept = vars(type(config)()).keys() | config.attribute_map.keys()
+    for key in options:  # what is unknown would be kept or ignored without a word
+        if not hasattr(config, key) if path else key in vars(config).keys() - kept:
+            raise UserError(
+                f"model.{key} is no entry of the configuration of {setting}"
+                f"{did_you_mean(key, kept)}: transformers documents them as"
+                f" {type(config).__name__}"
+            )
     if text.vocabulary > config.vocab_size:
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"

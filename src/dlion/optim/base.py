@@ -1,5 +1,6 @@
 """The walk that every method shares: collect gradients, encode, exchange, update."""
 
+import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,6 +177,7 @@ class DistributedOptimizer(BucketedOptimizer):
         self._trained: int | None = None  # parameters in this step, once they are counted
         self._in_backward = False  # or in what a failed pass has left
         self._synchronising = True
+        self._ready = threading.RLock()  # autograd has a thread for every device
         self._skipping: set[int] = set()  # workers that skip a gradient in this step
         self._hooks: list[RemovableHandle] = []
         close = weakref.finalize(self, _close, self._thread, self._hooks, own, self.node)
@@ -335,11 +337,11 @@ class DistributedOptimizer(BucketedOptimizer):
             optimizer.step()
             optimizer.zero_grad()
         """
-        self._synchronising = False
+        before, self._synchronising = self._synchronising, False
         try:
             yield
         finally:
-            self._synchronising = True
+            self._synchronising = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
@@ -406,6 +408,10 @@ class DistributedOptimizer(BucketedOptimizer):
     @torch.no_grad()
     def _gradient_is_ready(self, bucket: Bucket, _: Tensor) -> None:
         """After a gradient has been accumulated: send what is complete, in the buckets' order."""
+        with self._ready:
+            self._note_ready(bucket)
+
+    def _note_ready(self, bucket: Bucket) -> None:
         local, flight = self.channel.local_participants, bucket.flight
         if not local or not self._synchronising or self._collected - {local[-1]} != set(local[:-1]):
             return
@@ -421,7 +427,8 @@ class DistributedOptimizer(BucketedOptimizer):
             raise RuntimeError(
                 "a second backward pass in one step, after messages have left: run all but the last"
                 " backward pass of a step in `with optimizer.no_sync():`, call zero_grad() first if"
-                " it is another try, or create the optimizer with overlap=False"
+                " it is another try, give checkpoint() use_reentrant=False where a layer runs"
+                " twice, or create the optimizer with overlap=False"
             )
         while self._sent < len(self.buckets) and self.buckets[self._sent].flight.waiting == 0:
             complete = self.buckets[self._sent]
@@ -553,7 +560,8 @@ class DistributedOptimizer(BucketedOptimizer):
                 what = "parameters that FSDP has sharded" if bucket.sharded else type(self).__name__
                 raise ValueError(
                     f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
-                    " LionCub, GAdamW or GLion (without weighted votes) on a plain model"
+                    " LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of the"
+                    " float32 wire) on a plain model"
                 )
             bucket.run_led = self.node.run
         if self.overlap:

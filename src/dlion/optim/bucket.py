@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -163,14 +164,16 @@ class Bucket:
 
     def allocate(self, exchange: Exchange, names: StateNames) -> None:
         """Make the buffers that go with an exchange and move the parameters in."""
-        local, padded, device = exchange.channel.workers.local, exchange.numel, self.device
+        local, padded, tensors = exchange.channel.workers.local, exchange.numel, len(self.slots)
+        zeros = partial(torch.zeros, dtype=torch.float32)
         self.exchange = exchange
-        self.params = torch.zeros(padded, dtype=self.dtype, device=device)
-        self.own = {name: torch.zeros(local, padded, device=device) for name in names.own_state}
-        self.shared = {name: torch.zeros(padded, device=device) for name in names.shared_state}
-        self.counters = {name: torch.zeros(len(self.slots)) for name in names.counters}
-        sizes = local, len(self.slots)
-        self.own_counters = {name: torch.zeros(sizes) for name in names.own_counters}
+        self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
+        self.own = {name: zeros(local, padded, device=self.device) for name in names.own_state}
+        self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
+        self.counters = {name: zeros(tensors, device="cpu") for name in names.counters}
+        self.own_counters = {
+            name: zeros(local, tensors, device="cpu") for name in names.own_counters
+        }
         self._views = [_standalone(slot.view(self.params), slot) for slot in self.slots]
         self.adopt()
 
@@ -255,7 +258,7 @@ class Bucket:
     def gradients(self) -> Tensor:
         """Return the latest gradients, float32 ``[padded]``; the next call overwrites it."""
         if self._row is None:
-            self._row = torch.zeros(1, len(self.params), device=self.device)
+            self._row = self.params.new_zeros(1, len(self.params), dtype=torch.float32)
         self.copy_gradients(self._row)
         return self._row[0]
 
@@ -265,7 +268,7 @@ class Bucket:
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient, ``[T]``, 0 where there is none."""
-        norms = torch.zeros(len(self.slots), device=self.device)
+        norms = self.params.new_zeros(len(self.slots), dtype=torch.float32)
         grads = {i: slot.gradient() for i, slot in enumerate(self.slots)}
         present = {i: grad for i, grad in grads.items() if grad is not None}
         if present:
@@ -287,7 +290,7 @@ class Bucket:
         return self._count(self.own_counters[name][local], self.present())
 
     def _count(self, counter: Tensor, here: list[bool]) -> list[tuple[int, slice]]:
-        present = torch.tensor(here)
+        present = torch.tensor(here, device="cpu")
         counter += present
         counts = set(counter[present].tolist())
         if len(counts) <= 1:

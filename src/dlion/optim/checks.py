@@ -155,7 +155,7 @@ def check_state(
         saved, own: its tensors by name; ``worker`` says whose they are.
         worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
     """
-    owner = local_part(saved.get("worker", worker))
+    owner = local_part(saved.get("worker", worker)).cpu()
     if not torch.equal(owner, worker):
         raise ValueError(
             f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"

@@ -75,7 +75,8 @@ class LionCub(SignedDescent):
         self._sync = MomentumSync(momentum_sync, sync_rate, sync_pattern)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, "mavo", ties, exchange=exchange, **common)
-        if sync_pattern is not None and not any(map(self._sync.spans, self.buckets)):
+        names = [name for group in self.param_groups for name in group.get("param_names", [])]
+        if sync_pattern is not None and not any(map(self._sync.includes, names)):
             raise ValueError(
                 f"sync_pattern={sync_pattern} matches no parameter name: pass"
                 " model.named_parameters() and a pattern that occurs in a name"

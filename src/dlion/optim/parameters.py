@@ -89,10 +89,17 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group, first = self.param_groups[-1], len(self.buckets)
-        check_hyperparameters(type(self), group)
-        check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
+        try:
+            check_hyperparameters(type(self), group)
+            check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
+            self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
+        except Exception:
+            self.param_groups.pop()
+            for tensor in group["params"]:
+                self.state.pop(tensor, None)
+            del self.buckets[first:]
+            raise
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
-        self._add_buckets(group, [tensor for tensor in group["params"] if tensor.requires_grad])
         self._note_groups()
         if self._constructed:
             self._hand_out([group], self.buckets[first:])
@@ -117,7 +124,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             if not tensor.requires_grad:
                 here = local_part(tensor)
                 values = here.contiguous()
-                self._give(values)
+                self._give(values.flatten().view(torch.uint8))  # gloo does not know every dtype
                 here.copy_(values)
 
     def _check_alike(self, facts: dict[str, Any]) -> None:
@@ -215,7 +222,8 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
             first |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
 
     def _worker(self) -> Tensor:
-        return torch.tensor([[worker, self.workers.count] for worker in self.workers.ids])
+        rows = [[worker, self.workers.count] for worker in self.workers.ids]
+        return torch.tensor(rows, device="cpu")
 
     def worker_state(self, local: int) -> dict[str, Tensor]:
         """What belongs to one local worker alone, as views by name: the same for every spread."""
@@ -251,8 +259,9 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         number of workers it raises CheckpointException before this optimizer hears of it: "Size
         mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
         where 4 workers have saved and 2 load; let processes host several, until there are as many.
-        With ``torch.save``, which writes the local part, save on every rank. Where FSDP has sharded
-        the parameters, all processes must call this together.
+        With ``torch.save``, which writes the local part, save on every rank, and import
+        ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
+        must call this together.
         """
         state, (found, _) = super().state_dict(), spread_state(self)
         params = enumerate(self.params)
@@ -267,7 +276,13 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """
         self._include_unfrozen()
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        param_of = dict(zip(names, self.params, strict=False))  # torch compares how many
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        if sizes != self._given[0]:
+            raise ValueError(
+                f"the saved state is of groups of {sizes} parameters, this optimizer has"
+                f" {self._given[0]}: load it into the same model with the same groups"
+            )
+        param_of = dict(zip(names, self.params, strict=True))
         saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
         here, flats = spread_state(self)
         for group in state_dict["param_groups"]:

@@ -15,7 +15,8 @@ from dlion.exchange import Spans
 def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor, Tensor]:
     """TernGrad's clipping and scale: entries beyond ``factor`` standard deviations are cut.
 
-    Returns the clipped gradient and ``max |g|`` of each parameter after clipping, ``[T]``.
+    Returns the clipped gradient and ``max |g|`` of each parameter after clipping, ``[T]``; with
+    NaN in a parameter, zeros and NaN for it.
     Source: Wen et al. 2017 (arXiv 1705.07878), sections 3.1 and 4; the deviation is the
     population's and a factor of 0 does not clip.
     """
@@ -28,7 +29,9 @@ def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor
             bound = bound.where(bound.isfinite(), torch.inf)
             torch.clamp(part, -bound, bound, out=part)
         extremes = torch.stack(part.aminmax()) if part.numel() else part.new_zeros(1)
-        scales.append(extremes.abs().max())
+        scale = extremes.abs().max()
+        part.masked_fill_(scale.isnan(), 0)
+        scales.append(scale)
     return clipped, torch.stack(scales)
 
 

@@ -107,7 +107,7 @@ class DGC(SparseOptimizer):
         density: share of entries sent after the warm-up.
         warmup_steps: the density falls from 1 exponentially over so many steps.
         clip_norm: largest norm of the gradient over all workers; None: no limit. It needs the
-            whole gradient, so one bucket.
+            whole gradient, so one bucket and no shards.
     """
 
     own_state = ["velocity", "accumulated"]
@@ -128,6 +128,11 @@ class DGC(SparseOptimizer):
         super().__init__(params, defaults, density, **common)
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:
+        if self.clip_norm is not None and bucket.sharded:
+            raise ValueError(
+                f"clip_norm={self.clip_norm} needs the whole gradient, which FSDP has sharded here:"
+                " give clip_norm=null (None)"
+            )
         if self.clip_norm is not None and bucket.index > 0:
             raise ValueError(
                 f"clip_norm={self.clip_norm} needs the whole gradient, which is in several buckets"

@@ -44,16 +44,14 @@ class MomentumSync:
             j += 1
         return int(moment) == step
 
-    def spans(self, bucket: Bucket) -> list[tuple[int, int]]:
-        """``(start, stop)`` of the parameters whose momenta are averaged."""
-        if not self.every:
-            return []
-        chosen = (s for s in bucket.slots if self.pattern is None or self.pattern.search(s.name))
-        return [(slot.start, slot.stop) for slot in chosen]
+    def includes(self, name: str) -> bool:
+        """Whether the momentum of a parameter is averaged."""
+        return self.pattern is None or self.pattern.search(name) is not None
 
     def average(self, bucket: Bucket, channel: Channel) -> None:
         """Give ``bucket.own["momentum"]`` of all participants its mean over them."""
-        spans, rows = self.spans(bucket), bucket.own["momentum"]
+        spans = [(slot.start, slot.stop) for slot in bucket.slots if self.includes(slot.name)]
+        rows = bucket.own["momentum"]
         if not spans:
             return
         if bucket not in self._means:

@@ -12,6 +12,7 @@ import torch
 from dlion.machine import machine
 
 PACKAGE = Path(__file__).resolve().parents[1]
+_OF_A_RUN = (".", ":/train.py", ":/conf", ":/src")  # from the directory, and from the root
 
 
 def provenance(device: str) -> dict[str, Any]:
@@ -31,14 +32,15 @@ def provenance(device: str) -> dict[str, Any]:
 def commit(directory: Path = PACKAGE) -> str | None:
     """Return the git commit of a directory's files, with ``+changes`` if they were changed since.
 
-    It is None without git, and for files that no repository keeps (an installed package).
+    As what a command means stands in train.py, conf/ and src/, too, changes of these count. It is
+    None without git, and for files that no repository keeps (an installed package).
     """
     if shutil.which("git") is None:
         return None
     head = _git(directory, "rev-parse", "HEAD")
     if head is None or not _git(directory, "ls-files"):
         return None
-    return head + ("+changes" if _git(directory, "status", "--porcelain", "--", ".") else "")
+    return head + ("+changes" if _git(directory, "status", "--porcelain", "--", *_OF_A_RUN) else "")
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

@@ -7,7 +7,7 @@ A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +94,17 @@ def pack(run: Run, name: str) -> str:
     return json.dumps(parts) + "\n"
 
 
-def add_to_packed(file: Path, runs: dict[str, Run]) -> None:
-    """Add runs, by name, behind those that a packed file holds already.
+def add_to_packed(file: Path, runs: Iterable[tuple[str, Run]]) -> None:
+    """Add named runs behind those that a packed file holds already.
 
-    A name that another run has there gets a number: NAME-2, NAME-3, ...
+    A name that another run has gets a number: NAME-2, NAME-3, ...
 
     Raises:
         UserError: if it holds one of the runs, under whatever name.
     """
     text = file.read_text("utf-8") if file.exists() else ""
     there = {_contents(run): run.directory.name for run in read_packed(file)} if text else {}
-    for name, run in runs.items():
+    for name, run in runs:
         if _contents(run) in there:
             known = there[_contents(run)]
             raise UserError(

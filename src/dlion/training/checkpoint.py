@@ -1,8 +1,8 @@
 """Checkpoints: all that a run needs to go on to the bit, on any spread of its workers.
 
     checkpoint/step-00000400/
-        state.json                the run's identity, steps and progress, size and SHA-256 of the
-                                  files, and a SHA-256 of all that
+        state.json                the run's identity, steps, samples and progress, size and
+                                  SHA-256 of the files, and a SHA-256 of all that
         common.safetensors        parameters, and optimizer state that is equal everywhere
         worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
                                   BatchNorm statistics and its losses since the latest metrics
@@ -10,8 +10,8 @@
 State is copied, which takes as much memory again, and written while training goes on. A directory
 gets its name when all is in it and on the disk. Each file names itself and its step. Files are read
 as tensors and JSON: no content is ever executed. What is called ``step-`` and digits is a
-checkpoint, and nothing else is read or removed here. Random draws depend on seed, worker and step
-alone: there is no generator to save.
+checkpoint, with ``.part`` behind it one that was being written, and nothing else is read or removed
+here. Random draws depend on seed, worker and step alone: there is no generator to save.
 """
 
 import contextlib
@@ -89,11 +89,13 @@ class Checkpoint:
         directory: where it is.
         progress: of the run when it was saved.
         steps: of the whole run, as it was planned then.
+        samples: of its data, to train and to test on.
     """
 
     directory: Path
     progress: Progress
     steps: int
+    samples: tuple[int, int]
 
 
 def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +118,7 @@ class Checkpoints:
         directory: of the run.
         run: its :func:`identity`.
         steps: number of steps of the whole run.
+        samples: number of them to train and to test on.
         control: of the run's workers.
         common_state: returns the state that is equal everywhere, as views by name.
         worker_state: returns the state of a local worker, as views by name.
@@ -128,6 +131,7 @@ class Checkpoints:
         directory: Path,
         run: dict[str, Any],
         steps: int,
+        samples: tuple[int, int],
         *,
         control: Channel,
         common_state: Callable[[], dict[str, Tensor]],
@@ -135,7 +139,8 @@ class Checkpoints:
         keep: int,
         timeout: float,
     ):
-        self.directory, self.run, self.steps = directory / FOLDER, run, steps
+        self.directory, self.run = directory / FOLDER, run
+        self.steps, self.samples = steps, samples
         self.workers = control.workers
         self.common_state, self.worker_state = common_state, worker_state
         self.keep, self.timeout = keep, timeout
@@ -208,6 +213,7 @@ class Checkpoints:
         state = {
             "run": self.run,
             "steps": self.steps,
+            "samples": self.samples,
             "progress": asdict(progress),
             "files": files,
         }
@@ -232,12 +238,15 @@ class Checkpoints:
         return checkpoint.progress
 
 
-def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[str]]:
+def find(
+    directory: Path, run: dict[str, Any], hashed: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
     """Return the latest good checkpoint of a run, and a sentence about each later one that is not.
 
     Args:
         directory: of the run, or of one checkpoint.
         run: the run's :func:`identity`.
+        hashed: compare each file's SHA-256, too, for which all of them are read.
 
     Raises:
         UserError: if there are checkpoints and none is good.
@@ -249,7 +258,7 @@ def find(directory: Path, run: dict[str, Any]) -> tuple[Checkpoint | None, list[
     complaints = []
     for candidate in candidates:
         try:
-            return _read(candidate, run), complaints
+            return _read(candidate, run, hashed), complaints
         except (OSError, ValueError) as error:
             complaints.append(f"{candidate}: {error}")
     if complaints:
@@ -278,8 +287,8 @@ def last_saved(directory: Path) -> float:
     return (directory / FOLDER).stat().st_mtime
 
 
-def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
-    """Check a checkpoint, down to the last byte.
+def _read(directory: Path, run: dict[str, Any], hashed: bool) -> Checkpoint:
+    """Check a checkpoint; ``hashed``: down to the last byte.
 
     Raises:
         OSError: if a file is missing.
@@ -295,9 +304,8 @@ def _read(directory: Path, run: dict[str, Any]) -> Checkpoint:
         file = directory / name
         if file.stat().st_size != size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes instead of {size}")
-        with file.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
-                raise ValueError(f"{name} is damaged")
+        if hashed and _sha256(file) != digest:
+            raise ValueError(f"{name} is damaged")
         try:
             with safe_open(file, "pt") as tensors:
                 names_itself = tensors.metadata()
@@ -324,9 +332,11 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
             raise ValueError
         run, progress = dict(state["run"]), Progress(**state["progress"])
         files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
-        checkpoint = Checkpoint(directory, progress, state["steps"])
+        trained_on, tested_on = state["samples"]
+        checkpoint = Checkpoint(directory, progress, state["steps"], (trained_on, tested_on))
         numbers = [(getattr(progress, field.name), field.type) for field in fields(Progress)]
-        if any(type(n) is not kind or n < 0 for n, kind in (*numbers, (checkpoint.steps, int))):
+        numbers += [(number, int) for number in (checkpoint.steps, *checkpoint.samples)]
+        if any(type(n) is not kind or n < 0 for n, kind in numbers):
             raise ValueError
         if progress.step < 1:
             raise ValueError
@@ -375,10 +385,14 @@ def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
     """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, file, _metadata(file.name, step))
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    receipt = json.dumps([file.stat().st_size, _sha256(file)])
     sync(file)
-    write_atomically(file.with_name(f"{file.name}.json"), json.dumps([file.stat().st_size, digest]))
+    write_atomically(file.with_name(f"{file.name}.json"), receipt)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _run(result: Future[None], work: Callable[..., None], *args: Any) -> None:

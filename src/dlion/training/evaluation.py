@@ -102,7 +102,9 @@ def _gradients(
     totals = [torch.zeros_like(p) for p in params]
     for chunk, (x, y) in zip(chunks, data.batches(requests, device), strict=True):
         loss = data.loss(model(x), y) * (len(chunk) / len(indices))
-        for total, gradient in zip(totals, torch.autograd.grad(loss, params), strict=True):
-            total += gradient
+        gradients = torch.autograd.grad(loss, params, allow_unused=True)
+        for total, gradient in zip(totals, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
     model.train()
     return totals

@@ -60,7 +60,7 @@ class Trainer:
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
         torch.manual_seed(stream_seed(config.seed, "initialisation"))
         model = in_precision(models.build(config.model, job.data), config.precision, job.device)
-        if config.init_from is not None and job.resume is None:
+        if config.init_from is not None:  # a checkpoint lacks what is frozen
             load_weights(model, config.init_from)
         self.model = model.train()
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
@@ -87,6 +87,7 @@ class Trainer:
             job.output_dir,
             identity(config),
             job.steps,
+            (job.data.train_size, job.data.test_size),
             control=self.control,
             common_state=self.optimizer.common_state,
             worker_state=self._worker_state,
@@ -127,9 +128,10 @@ class Trainer:
             if done < job.steps:
                 stops = done == config.stop_after or self.optimizer.flagged
                 if stops or _every(config.checkpoint_every, done):
+                    progress = self.progress(done)
                     with self.meter.paused():
                         self.output.sync()
-                        self.checkpoints.save(self.progress(done))
+                        self.checkpoints.save(progress)
                 if stops:
                     self.checkpoints.wait()
                     self.control.barrier()

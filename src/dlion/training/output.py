@@ -149,12 +149,15 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         network += f", links of {show_rate(job.rate)} (emulated)"
     sent = traffic.sent_bytes / workers.local
     turns, warm_up = (config.optimizer.get(key) or 0 for key in ("local_steps", "warmup_steps"))
-    round_begins = turns > 1 and not sent
-    sends = f"{human_bytes(sent)} a step{' of its warm-up' if warm_up else ''}"
-    if round_begins:
-        sends = f"nothing in {turns - 1} of {turns} steps"
+    in_warm_up = optimizer.param_groups[0]["steps"] <= warm_up
+    sends = f"{human_bytes(sent)} a step{' of its warm-up' if in_warm_up else ''}"
+    if turns > 1:
+        sends = f"{human_bytes(sent)} in one of {turns} steps"
+        if not sent:
+            sends = f"nothing in {turns - 1} of {turns} steps"
     if sent:
-        sends += f", {_share(sent / (2 * (n - 1) / n * 4 * parameters))} a float32 ring all-reduce"
+        share = sent / max(turns, 1) / (2 * (n - 1) / n * 4 * parameters)
+        sends += f", {_share(share)} a float32 ring all-reduce"
     levels = [
         f"{human_bytes(size / workers.local)} to workers {stride} apart"
         for stride, size in sorted(traffic.sent_along.items())
@@ -168,7 +171,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         "parameters": f"{parameters:,}",
         "a worker sends": sends,
         **({"... on the grid": ", ".join(levels)} if levels else {}),
-        **({} if round_begins else {"collectives": f"{traffic.collectives} a step"}),
+        **({} if turns > 1 else {"collectives": f"{traffic.collectives} a step"}),
         "output": str(job.output_dir),
     }
 

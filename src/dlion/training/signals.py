@@ -1,7 +1,9 @@
 """The signals that ask a run to end: a scheduler's, a terminal's that goes away, and Ctrl-C."""
 
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -42,3 +44,20 @@ class SignalNotice:
         self.first = self.first or number
         if self._on_signal is not None:
             self._on_signal(number)
+
+
+@contextmanager
+def woken_by_signals() -> Iterator[socket.socket]:
+    """Give what can be read when a signal has come, for a wait that one must end.
+
+    Python's handlers run between two steps of the main thread. A signal that another thread takes,
+    or that comes as the wait is about to begin, does not interrupt it.
+    """
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(before)
