@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
 from dlion.values import (
+    Betas,
     Called,
     Count,
     Folder,
@@ -149,8 +150,10 @@ class Settings:
             proportion to the workers beyond 8; null: all.
         threads: compute threads per process; another number may change the last bit of results.
         participation: share of the workers that take part in a step, drawn for each step.
-        local_steps: SGD steps of each worker between two exchanges; epochs count them.
+        local_steps: steps of each worker between two exchanges; epochs count them.
+        local_optimizer: what takes them, as inside DiLoCo; sgd is without momentum.
         local_lr: the learning rate of local steps.
+        local_betas: of adamw and lion; the first is the momentum of muon.
         faults: workers that are absent or lie.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
             save_pretrained.
@@ -201,7 +204,9 @@ class Settings:
 
     participation: PositiveShare
     local_steps: Count
+    local_optimizer: Literal["sgd", "adamw", "lion", "muon"]
     local_lr: Positive
+    local_betas: Betas
     faults: Faults
 
     init_from: Name | None

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 SETTINGS = ["dataset=digits", "logger=none", "workers=4", "steps=8", "eval_every=4", "log_every=3"]
 VARIANTS = {method: [] for method in METHODS} | {
-    "lion_cub": ["optimizer.momentum_sync=2"],
     "dgc": ["optimizer.warmup_steps=6"],
     "onebit_adam": ["optimizer.warmup_steps=3"],
     "sparseloco": ["optimizer.local_steps=3"],
@@ -37,6 +36,7 @@ VARIANTS = {method: [] for method in METHODS} | {
     "dlion_avg": ["precision=bf16"],
     "g_lion": ["faults.byzantine=1", "faults.attack=stale", "faults.stale_steps=4"],
     "g_adamw": ["participation=0.5", "local_steps=2"],
+    "lion_cub": ["optimizer.momentum_sync=2", "local_steps=2", "local_optimizer=adamw"],
     "signum_mavo": ["optimizer.weighted=true"],
     # each worker has its own BatchNorm statistics
     "dlion_mavo": ["model._target_=tests.training.test_spread.net"],

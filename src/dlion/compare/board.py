@@ -116,7 +116,10 @@ class Standing:
         total = 8 * end * max(curve.sent_bytes, curve.received_bytes)
         wire = np.diff(sent, prepend=0) * total / rate
         computing = np.diff(curve.steps, prepend=0) * compute
-        overlaps = "optimizer.local_steps" not in curve.settings
+        overlaps = (
+            "optimizer.local_steps" not in curve.settings
+            and curve.settings.get("local_optimizer", "sgd") == "sgd"
+        )
         spent = np.maximum(computing, wire) if overlaps else computing + wire
         return float(np.interp(self.steps_to_target, curve.steps, spent.cumsum()))
 

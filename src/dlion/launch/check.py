@@ -261,6 +261,11 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
     if isinstance(optimizer, LocalUpdate):
         _check_local(config, optimizer)
+    if config.local_optimizer != "sgd" and config.nonfinite == "skip":
+        raise UserError(
+            f"nonfinite=skip leaves out what is sent, but local_optimizer={config.local_optimizer}"
+            " would keep NaN or inf in its momenta: type nonfinite=stop, or local_optimizer=sgd"
+        )
     if config.agreement and not isinstance(optimizer, VOTES):
         raise UserError(
             f"agreement=true compares votes with a mean, but optimizer={config.optimizer.name} does"
@@ -275,9 +280,15 @@ def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
     name = config.optimizer.name
     if config.local_steps > 1:
         raise UserError(
-            f"local_steps={config.local_steps} is a path of SGD within each step, but"
+            f"local_steps={config.local_steps} is a path of its own within each step, but"
             f" optimizer={name} has an inner optimizer of its own: type"
             f" optimizer.local_steps={config.local_steps} instead"
+        )
+    if config.local_optimizer != "sgd":
+        raise UserError(
+            f"local_optimizer={config.local_optimizer} is of paths within each step, but"
+            f" optimizer={name} has an inner optimizer of its own: type"
+            f" optimizer.inner={config.local_optimizer} instead"
         )
     if callable(optimizer.inner):
         raise UserError(

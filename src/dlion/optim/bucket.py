@@ -164,18 +164,23 @@ class Bucket:
 
     def allocate(self, exchange: Exchange, names: StateNames) -> None:
         """Make the buffers that go with an exchange and move the parameters in."""
-        local, padded, tensors = exchange.channel.workers.local, exchange.numel, len(self.slots)
-        zeros = partial(torch.zeros, dtype=torch.float32)
+        local, padded = exchange.channel.workers.local, exchange.numel
         self.exchange = exchange
-        self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
-        self.own = {name: zeros(local, padded, device=self.device) for name in names.own_state}
+        self.allocate_own(names.own_state, names.own_counters, local, padded)
+        zeros = partial(torch.zeros, dtype=torch.float32)
         self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
-        self.counters = {name: zeros(tensors, device="cpu") for name in names.counters}
-        self.own_counters = {
-            name: zeros(local, tensors, device="cpu") for name in names.own_counters
-        }
+        self.counters = {name: zeros(len(self.slots), device="cpu") for name in names.counters}
         self._views = [_standalone(slot.view(self.params), slot) for slot in self.slots]
         self.adopt()
+
+    def allocate_own(
+        self, state: Sequence[str], counters: Sequence[str], local: int, padded: int
+    ) -> None:
+        """Make ``params`` and what belongs to each of the local workers alone."""
+        zeros = partial(torch.zeros, dtype=torch.float32)
+        self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
+        self.own = {name: zeros(local, padded, device=self.device) for name in state}
+        self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
 
     @property
     def step(self) -> int:

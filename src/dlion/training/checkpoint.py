@@ -49,7 +49,9 @@ _DECISIVE_SETTINGS = (
     "nonfinite",
     "participation",
     "local_steps",
+    "local_optimizer",
     "local_lr",
+    "local_betas",
 )
 _DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
 _NOT_DECISIVE = {

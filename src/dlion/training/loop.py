@@ -1,6 +1,7 @@
 """The training loop: ``train`` runs it, a ``Trainer`` is one process's part of it."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,14 @@ from dlion.training.checkpoint import Checkpoints, Progress, identity
 from dlion.training.evaluation import box_state, evaluate
 from dlion.training.faults import Byzantine, Participation
 from dlion.training.job import Job
+from dlion.training.local_steps import make_local_steps
 from dlion.training.meter import Meter
 from dlion.training.output import Output
 from dlion.training.precision import in_precision
 from dlion.training.replicas import check_replicas, parameters_sha256
 from dlion.training.schedule import make_schedule
 from dlion.training.signals import SignalNotice
-from dlion.training.virtual import LocalSteps, VirtualWorkers
+from dlion.training.virtual import VirtualWorkers
 from dlion.training.weights import load_weights, save_model
 
 
@@ -74,7 +76,14 @@ class Trainer:
             nonfinite=config.nonfinite,
         )
         self.virtual = VirtualWorkers(model, workers, config.seed)
-        self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
+        self.local_steps = make_local_steps(
+            model,
+            workers,
+            config.local_steps,
+            config.local_lr,
+            config.local_optimizer,
+            config.local_betas,
+        )
         self.participation = Participation(
             workers.count, config.participation, config.faults.drop, config.seed
         )
@@ -160,22 +169,21 @@ class Trainer:
 
     def forward_backward(self, i: int, step: int) -> None:
         """Leave the gradient of local worker i in the parameters, and add its loss to the sums."""
-        worker = self.job.workers.ids[i]
-        with self.virtual.hosting(i, step), self.local_steps.path():
+        worker, local = self.job.workers.ids[i], self.local_steps
+        with self.virtual.hosting(i, step), local.path(i):
             for each in self._passes(worker, step):
-                if each.moves:
-                    self.local_steps.move()
                 x, y = next(self.batches)
                 with self.timer("forward"):
                     loss = self.data.loss(self.model(x), y) * each.share
                 self.optimizer.flag = self.notice.first is not None  # goes with the messages
-                if each.last:
-                    context = self.byzantine.attacking(i, step)
-                else:
-                    context = self.optimizer.no_sync()
-                with self.timer("backward"), context:
+                with self.timer("backward"), self._sending(i, step, each.last and not local.late):
                     loss.backward()
                 self.losses[i] += loss.detach().double().cpu()
+                if each.ends_turn and (local.late or not each.last):
+                    local.move(i)
+            if local.late:
+                with self._sending(i, step, True):
+                    local.arrive(i)
 
     def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:
         """Record the mean loss since the latest row, totals and, if asked for, an evaluation."""
@@ -239,6 +247,7 @@ class Trainer:
             **self.optimizer.worker_state(i),
             **self.virtual.state(i),
             **self.byzantine.state(i),
+            **self.local_steps.state(i),
             "losses": self.losses[i : i + 1],
         }
 
@@ -275,6 +284,10 @@ class Trainer:
         self.control.barrier()
         return result
 
+    def _sending(self, i: int, step: int, sends: bool) -> AbstractContextManager[None]:
+        """Let messages leave during the backward pass in here, or only sum its gradients."""
+        return self.byzantine.attacking(i, step) if sends else self.optimizer.no_sync()
+
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
         """Yield what a worker does between two exchanges."""
         turns, parts = self.config.local_steps, self.config.accumulate
@@ -286,7 +299,7 @@ class Trainer:
                     samples=samples,
                     stream=(worker, local_step, part),
                     share=len(samples) / len(indices) / turns,
-                    moves=turn > 0 and part == 0,
+                    ends_turn=part == parts - 1,
                     last=turn == turns - 1 and part == parts - 1,
                 )
 
@@ -309,14 +322,14 @@ class _Pass:
         samples: their indices.
         stream: worker, local step and part; they name what is random in making a batch of them.
         share: of its loss in the loss of the worker's step.
-        moves: whether a local step ended before it.
+        ends_turn: whether a local step ends with it.
         last: whether it is the worker's last one in this step.
     """
 
     samples: torch.Tensor
     stream: tuple[int, int, int]
     share: float
-    moves: bool
+    ends_turn: bool
     last: bool
 
 

@@ -48,38 +48,3 @@ class VirtualWorkers:
                 buffer.copy_(sum_in_order(everyone) / len(everyone))
             else:
                 buffer.copy_(everyone[0])
-
-
-class LocalSteps:
-    """Gradient accumulation along a worker's own path of SGD.
-
-    With H local steps a worker starts at the common parameters x, takes H - 1 steps of SGD at the
-    rate ``lr`` and sends the mean of the H gradients along that path, ``(x - x_H) / (lr H)``. This
-    is federated averaging's pseudo-gradient (McMahan et al. 2017, arXiv 1602.05629; Reddi et al.
-    2021, arXiv 2003.00295), here under any rule and wire. Gradients must be of the loss divided by
-    H.
-    """
-
-    def __init__(self, model: nn.Module, steps: int, lr: float):
-        self.steps, self.lr = steps, lr
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        self._params = trainable if steps > 1 else []  # without local steps nothing moves
-        self._common = [p.detach().clone() for p in self._params]
-
-    @contextmanager
-    def path(self) -> Iterator[None]:
-        """Start at the common parameters, and return to them at the end."""
-        with torch.no_grad():
-            for param, common in zip(self._params, self._common, strict=True):
-                common.copy_(param)
-        yield
-        with torch.no_grad():
-            for param, common in zip(self._params, self._common, strict=True):
-                param.copy_(common)
-
-    @torch.no_grad()
-    def move(self) -> None:
-        """Set the parameters to where the gradients so far, summed in ``.grad``, lead from x."""
-        for param, common in zip(self._params, self._common, strict=True):
-            if param.grad is not None:
-                param.copy_(common.sub(param.grad, alpha=self.lr * self.steps))
