@@ -44,3 +44,9 @@ def write_run(
     summary = {"optimizer": method, "model": "m", "dataset": "d", "workers": 8}
     summary |= {"parameters": 72_000, "paper_bits_up": 1, "paper_bits_down": 1}
     (directory / "summary.json").write_text(json.dumps(summary))
+
+
+def reconfigure(directory, **settings) -> None:
+    """Give a recorded run other settings."""
+    file = directory / ".hydra" / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | settings))

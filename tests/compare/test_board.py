@@ -8,7 +8,7 @@ import pytest
 from dlion.compare.board import main, read_task
 from dlion.compare.style import end_values
 from dlion.record.studies import PACKED, add_to_packed, find_runs
-from tests.compare.runs import write_run
+from tests.compare.runs import reconfigure, write_run
 from tests.conftest import ROOT
 
 BETTER = {"g_lion": 0.0, "dgc": -0.01, "dlion_mavo": -0.05, "signum_mavo": -0.1}
@@ -164,6 +164,13 @@ def test_one_seed_measures_no_noise(task, command, tmp_path):
     add_to_packed(task / "noise" / PACKED, runs)
     _, _, *rows = cells(command(main, task).stdout)
     assert [row[3] for row in rows] == ["0.00", "0.00", "4.00", "9.00"]
+
+
+def test_steps_of_several_gradients_are_no_steps_of_the_board(task, command, tmp_path):
+    write_run(tmp_path / "local", "terngrad", 0)
+    reconfigure(tmp_path / "local" / "terngrad-0-0.001", local_steps=8)
+    add_to_packed(task / PACKED, [(r.directory.name, r) for r in find_runs([tmp_path / "local"])])
+    assert "has terngrad, whose steps are of 8 gradients each" in command(main, task).stderr
 
 
 def test_what_is_no_task_is_said(task, command):

@@ -5,10 +5,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
 from dlion.compare.table import main
-from tests.compare.runs import write_run
+from tests.compare.runs import reconfigure, write_run
 
 
 @pytest.fixture
@@ -24,12 +23,6 @@ def runs(tmp_path_factory):
             write_run(root, "dlion_mavo", seed, lr=lr)
         write_run(root, "g_lion", seed)
     return root
-
-
-def reconfigure(directory, **settings) -> None:
-    """Give a recorded run other settings."""
-    file = directory / ".hydra" / "config.yaml"
-    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | settings))
 
 
 def cells(text: str) -> list[list[str]]:
@@ -102,6 +95,14 @@ def test_runs_that_would_have_been_stopped_are_seeds_of_those_that_would_not(tmp
         reconfigure(tmp_path / f"dgc-{seed}-0.001", nonfinite=nonfinite)
     rows = cells(table(tmp_path, "--show", "seeds").stdout)[2:]
     assert rows == [["dgc nonfinite=skip", "1"], ["dgc nonfinite=stop", "2"]]
+
+
+def test_local_steps_of_runs_that_know_no_other_were_of_sgd(tmp_path, table):
+    for seed, more in enumerate([{}, {"local_optimizer": "sgd"}, {"local_optimizer": "lion"}]):
+        write_run(tmp_path, "dgc", seed)
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", local_steps=4, **more)
+    rows = cells(table(tmp_path, "--show", "seeds").stdout)[2:]
+    assert rows == [["dgc local_optimizer=lion", "1"], ["dgc local_optimizer=sgd", "2"]]
 
 
 def test_an_unknown_column_is_named(runs, table):

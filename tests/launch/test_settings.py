@@ -107,7 +107,6 @@ WRONG = {
     "optimizer=diloco optimizer.wire=fp8": "choose float32, bf16, int8 or sign",
     "optimizer=diloco local_steps=4": "type optimizer.local_steps=4 instead",
     "optimizer=diloco local_optimizer=lion": "type optimizer.inner=lion instead",
-    "local_optimizer=adamw nonfinite=skip": "type nonfinite=stop, or local_optimizer=sgd",
     "optimizer=demo optimizer.topk=0": COUNT,
     "optimizer=demo optimizer.value_bits=8": "choose 2, 16 or 32",
     "optimizer=sparseloco optimizer.decay=2": "at least 0 and at most 1",

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import re
 
 import pytest
@@ -179,3 +180,23 @@ def test_participation_is_drawn_anew_and_nobody_is_left_alone():
     dropping = [Participation(4, 1.0, 0.9, seed=1).at(step) for step in range(200)]
     assert min(map(len, dropping)) == 1 and sum(map(len, dropping)) < 400
     assert Participation(4, 1.0, 0.0, seed=1).at(7) == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["adamw", "lion"])
+def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
+    """Lion makes a sign of NaN and of inf, so what it sends would not show them."""
+    settings = [
+        *("dataset=digits", "logger=none", "workers=2", "processes=2", "steps=4", "batch_size=8"),
+        *("local_steps=2", "local_lr=1e-3", f"local_optimizer={inner}", "check_replicas_every=1"),
+        "model._target_=tests.launch.faulty.model",
+    ]
+    monkeypatch.setenv("FAULT", "nan:3")  # the first local step of the second exchange
+    stopped = train(*settings, f"output_dir={tmp_path / 'stopped'}", code=1)
+    assert "is not finite on worker 1 in step 2" in stopped.stderr
+    train(*settings, "nonfinite=skip", f"output_dir={tmp_path / 'skipped'}", code=0)
+    summary, rows = record(tmp_path / "skipped")
+    assert rows[-1]["skipped"] == 1 and math.isfinite(summary["test_loss"])
+    latest = max((tmp_path / "skipped" / "checkpoint").glob("step-*"))
+    states = [load_file(file) for file in latest.glob("*.safetensors")]
+    assert all(values.isfinite().all() for state in states for values in state.values())

@@ -121,7 +121,7 @@ def _train_all(processes: int, data, directory) -> None:
             if more and method in ("diloco", "sparseloco"):
                 more = more | {"local_steps": 1}  # it has its own
             if more and method in INNER:
-                more = more | {"local_optimizer": INNER[method], "nonfinite": None}
+                more = more | {"local_optimizer": INNER[method]}
             job = _job(method, processes, data, directory / f"{method}{kind}", more)
             train(replace(job, workers=Workers.current(WORKERS // processes)))
     dist.destroy_process_group()

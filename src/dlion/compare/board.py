@@ -116,10 +116,7 @@ class Standing:
         total = 8 * end * max(curve.sent_bytes, curve.received_bytes)
         wire = np.diff(sent, prepend=0) * total / rate
         computing = np.diff(curve.steps, prepend=0) * compute
-        overlaps = (
-            "optimizer.local_steps" not in curve.settings
-            and curve.settings.get("local_optimizer", "sgd") == "sgd"
-        )
+        overlaps = "optimizer.local_steps" not in curve.settings
         spent = np.maximum(computing, wire) if overlaps else computing + wire
         return float(np.interp(self.steps_to_target, curve.steps, spent.cumsum()))
 
@@ -151,6 +148,12 @@ def read_task(folder: Path, conditions: Conditions) -> Task:
     seeds = runs(folder / "noise")
     everything = seeds + runs(folder)
     lines = make_curves(select_runs(everything, conditions) if everything else [], metric)
+    for line in lines:
+        if line.settings.get("local_steps", 1) > 1:
+            raise UserError(
+                f"{folder} has {line.label}, whose steps are of {line.settings['local_steps']}"
+                " gradients each: a step on the board is of one, so leave it out"
+            )
     counts = {line.settings["workers"] for line in lines}
     compute: dict[tuple[str, int], float] = {}
     for curve in make_curves(runs(folder / "compute"), metric):

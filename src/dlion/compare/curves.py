@@ -199,6 +199,8 @@ def settings_of(run: Run) -> Settings:
     for key in RUN_SETTINGS:
         if key in config:
             settings.setdefault(key, _plain(config[key]))
+    if settings.setdefault("local_optimizer", "sgd") == "sgd":  # which it was before it was asked
+        settings.pop("local_betas", None)
     if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped
         settings["nonfinite"] = "stop"
     if run.summary is not None:

@@ -83,6 +83,12 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
             file=sys.stderr,
         )
     _check_method(config, data, sharding.smallest_batch // config.accumulate, device)
+    if config.local_optimizer in ("adamw", "lion") and config.local_lr >= 0.05 and is_first():
+        print(
+            f"note: local_lr={config.local_lr} is a rate for sgd; local_optimizer="
+            f"{config.local_optimizer} moves every parameter by about that much in a local step",
+            file=sys.stderr,
+        )
     resume = checkpoint_to_resume(config, output_dir, steps)
     samples = data.train_size, data.test_size
     if resume is not None and resume.samples != samples:
@@ -261,11 +267,6 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
     if isinstance(optimizer, LocalUpdate):
         _check_local(config, optimizer)
-    if config.local_optimizer != "sgd" and config.nonfinite == "skip":
-        raise UserError(
-            f"nonfinite=skip leaves out what is sent, but local_optimizer={config.local_optimizer}"
-            " would keep NaN or inf in its momenta: type nonfinite=stop, or local_optimizer=sgd"
-        )
     if config.agreement and not isinstance(optimizer, VOTES):
         raise UserError(
             f"agreement=true compares votes with a mean, but optimizer={config.optimizer.name} does"

@@ -23,9 +23,11 @@ class LocalSteps(Protocol):
 
     Attributes:
         late: whether what is sent is known only after the last backward pass.
+        state_bytes: what a worker keeps for them, what all share included.
     """
 
     late: bool
+    state_bytes: int
 
     def path(self, i: int) -> AbstractContextManager[None]:
         """Start at the common parameters, and return to them at the end."""
@@ -71,6 +73,7 @@ class SGDSteps:
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._params = trainable if steps > 1 else []  # without local steps nothing moves
         self._common = [p.detach().clone() for p in self._params]
+        self.state_bytes = sum(common.nbytes for common in self._common)
 
     @contextmanager
     def path(self, i: int) -> Iterator[None]:
@@ -124,9 +127,16 @@ class InnerSteps:
         for index, (_, alike) in enumerate(groupby(named, key=lambda each: each[1].dtype)):
             names, tensors = zip(*alike, strict=True)
             bucket = Bucket(index, list(tensors), list(names), group)
-            own, counters = ["local", *self._inner.own_state], self._inner.own_counters
-            bucket.allocate_own(own, counters, workers.local, bucket.numel)
+            state, counters = self._inner.own_state, self._inner.own_counters
+            bucket.allocate_own(state, counters, workers.local, bucket.numel)
+            path = torch.zeros(1, bucket.numel, device=bucket.device)
+            bucket.own["local"] = path.expand(workers.local, -1)  # one after the other
             self._buckets.append(bucket)
+        shared = [
+            tensor for each in self._buckets for tensor in (each.params, each.own["local"][0])
+        ]
+        kept = [*shared, *self.state(0).values()]
+        self.state_bytes = sum(tensor.nbytes for tensor in kept)
 
     @contextmanager
     def path(self, i: int) -> Iterator[None]:

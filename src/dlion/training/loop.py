@@ -89,7 +89,8 @@ class Trainer:
         )
         self.control = Channel(workers)
         self.agreement = Agreement(self.optimizer, workers) if config.agreement else None
-        self.output = Output(job, model, self.optimizer)
+        state_bytes = self.optimizer.state_bytes + self.local_steps.state_bytes
+        self.output = Output(job, model, self.optimizer, state_bytes)
         self.losses = torch.zeros(workers.local, dtype=torch.float64)
         self.gradient_norms = torch.zeros_like(self.losses)
         self.checkpoints = Checkpoints(
@@ -180,9 +181,12 @@ class Trainer:
                     loss.backward()
                 self.losses[i] += loss.detach().double().cpu()
                 if each.ends_turn and (local.late or not each.last):
-                    local.move(i)
+                    if local.late:
+                        self.optimizer.look_at_gradients(i)
+                    with self.timer("apply"):
+                        local.move(i)
             if local.late:
-                with self._sending(i, step, True):
+                with self.timer("backward"), self._sending(i, step, True):
                     local.arrive(i)
 
     def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:

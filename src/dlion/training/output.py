@@ -31,8 +31,11 @@ class Output:
     Rows and summary have the same names everywhere: those of metrics.jsonl and summary.json.
     """
 
-    def __init__(self, job: Job, model: nn.Module, optimizer: DistributedOptimizer):
-        self.job, self.optimizer = job, optimizer
+    def __init__(
+        self, job: Job, model: nn.Module, optimizer: DistributedOptimizer, state_bytes: int
+    ):
+        """``state_bytes``: what a worker keeps beside parameters and gradients."""
+        self.job, self.optimizer, self.state_bytes = job, optimizer, state_bytes
         self.parameters = sum(p.numel() for p in model.parameters())
         self.active = job.workers.rank == 0
         self.row: dict[str, Any] = {}  # the latest one
@@ -122,7 +125,7 @@ class Output:
             "train_loss": row["train_loss"],
             "paper_bits_up": bits_up,
             "paper_bits_down": bits_down,
-            "state_bytes_per_parameter": self.optimizer.state_bytes / self.parameters,
+            "state_bytes_per_parameter": self.state_bytes / self.parameters,
             "sent_bytes_per_step": row["sent_bytes"] / job.steps,
             "seconds": row["seconds"],
             "seconds_per_step": row["seconds"] / job.steps,
