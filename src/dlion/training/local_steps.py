@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Protocol
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from dlion.optim.bucket import Bucket
@@ -46,18 +47,12 @@ class LocalSteps(Protocol):
         ...
 
 
-def make_local_steps(
-    model: nn.Module,
-    workers: Workers,
-    steps: int,
-    lr: float,
-    optimizer: str,
-    betas: tuple[float, float],
-) -> LocalSteps:
+def make_local_steps(model: nn.Module, workers: Workers, config: DictConfig) -> LocalSteps:
     """Return the local steps of a run; see ``local_*`` in :class:`dlion.settings.Settings`."""
+    optimizer, steps, lr = config.local_optimizer, config.local_steps, config.local_lr
     if optimizer == "sgd":
         return SGDSteps(model, steps, lr)
-    return InnerSteps(model, workers, steps, lr, optimizer, betas)
+    return InnerSteps(model, workers, steps, lr, optimizer, config.local_betas)
 
 
 class SGDSteps:

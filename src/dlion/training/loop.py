@@ -76,14 +76,7 @@ class Trainer:
             nonfinite=config.nonfinite,
         )
         self.virtual = VirtualWorkers(model, workers, config.seed)
-        self.local_steps = make_local_steps(
-            model,
-            workers,
-            config.local_steps,
-            config.local_lr,
-            config.local_optimizer,
-            config.local_betas,
-        )
+        self.local_steps = make_local_steps(model, workers, config)
         self.participation = Participation(
             workers.count, config.participation, config.faults.drop, config.seed
         )
