@@ -1,5 +1,6 @@
 """A run that was interrupted ends with the bits of one that was not, on any spread."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -159,6 +160,19 @@ def test_a_checkpoint_that_is_not_whole_is_left_out(whole, tmp_path):
     resumed = run(cut, "processes=1", "resume=auto")
     assert f"left out: {complaint}" in resumed.stderr
     assert record(cut) == record(whole)
+
+
+def test_a_run_that_began_before_a_setting_was_there_goes_on(whole, tmp_path):
+    run(tmp_path, "processes=1", "stop_after=6", code=75)
+    file = tmp_path / "checkpoint" / "step-00000006" / "state.json"
+    state = json.loads(file.read_text())
+    del state["sha256"], state["run"]["local_optimizer"], state["run"]["local_betas"]
+    state["sha256"] = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(state))
+    refused = run(tmp_path, "local_optimizer=lion", "resume=auto", code=2)
+    assert "local_optimizer" in refused.stderr
+    run(tmp_path, "processes=1", "resume=auto")
+    assert record(tmp_path) == record(whole)
 
 
 def test_without_a_good_checkpoint_nothing_is_overwritten(tmp_path):

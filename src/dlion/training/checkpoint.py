@@ -53,6 +53,8 @@ _DECISIVE_SETTINGS = (
     "local_lr",
     "local_betas",
 )
+# those that older runs lack, and what they did
+_SINCE_THEN = {"local_optimizer": "sgd", "local_betas": [0.9, 0.99]}
 _DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
 _NOT_DECISIVE = {
     "dataset": ("path", "loaders"),  # where data lies, and how it is loaded
@@ -104,6 +106,7 @@ def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=True)
+    config = _SINCE_THEN | config
     settings = {name: config[name] for name in _DECISIVE_SETTINGS}
     for group in _DECISIVE_GROUPS:
         left_out = _NOT_DECISIVE.get(group, ())
@@ -332,7 +335,7 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
         state = json.loads(file.read_text("utf-8"))
         if state.pop("sha256") != _digest(state):
             raise ValueError
-        run, progress = dict(state["run"]), Progress(**state["progress"])
+        run, progress = _SINCE_THEN | state["run"], Progress(**state["progress"])
         files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
         trained_on, tested_on = state["samples"]
         checkpoint = Checkpoint(directory, progress, state["steps"], (trained_on, tested_on))
