@@ -346,10 +346,19 @@ def test_the_boards_search_has_the_points_of_the_sequence_that_it_names():
     assert OmegaConf.to_container(search.candidates, resolve=False) == expected
 
 
-@pytest.mark.parametrize(("task", "metric"), [("text", "loss"), ("cifar10", "accuracy")])
-def test_a_line_of_the_board_has_the_best_of_its_trials(task, metric):
-    table = to_search_table(ROOT / "results/board" / task / "search.csv", metric)
-    settings = OmegaConf.load(CONF / "experiment" / f"board_{task}.yaml").methods
+@pytest.mark.parametrize(
+    ("recipe", "workers", "folder", "metric"),
+    [
+        ("board_text", None, "text", "loss"),
+        ("board_text_workers", "4", "text/workers/n4", "loss"),
+        ("board_text_workers", "32", "text/workers/n32", "loss"),
+        ("board_cifar10", None, "cifar10", "accuracy"),
+    ],
+)
+def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder, metric):
+    table = to_search_table(ROOT / "results/board" / folder / "search.csv", metric)
+    config = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
+    settings = config.methods_by_workers[workers] if workers else config.methods
     assert len(table) == 1 + len(settings)
     for method, _, best, *_ in table[1:]:
         search = OmegaConf.load(CONF / "search" / "board.yaml")
