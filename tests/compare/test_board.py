@@ -68,6 +68,14 @@ def test_bits_and_times_are_those_of_the_first_evaluation_at_the_target(task, co
     assert dgc[at["10 Mbit/s"]] == ""  # nobody measured its steps
 
 
+def test_a_task_may_take_the_steps_of_another(task, command):
+    before = command(main, task).stdout
+    (task / "compute").rename(task.parent / "elsewhere")
+    assert command(main, task).stdout != before
+    (task / "task.yaml").write_text(NOTHING + "target: 0.64\ncompute: ../elsewhere\n")
+    assert command(main, task).stdout == before
+
+
 def test_a_warm_up_takes_its_own_time(task, command, tmp_path):
     for part in ("", "compute"):
         for seed in (0, 1, 2):

@@ -1,7 +1,8 @@
 """Print the board: where every method ends, what it costs, and what of that is more than noise.
 
 A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
-many seeds (noise/), which are its line as well, and short ones on an idle machine (compute/).
+many seeds (noise/), which are its line as well, and short ones on an idle machine (compute/, or
+the folder that task.yaml names as compute:, where another task takes the same steps).
 results/board has the rules. With --page also makes the figures and the tables of TASK/README.md
 anew. With --links prints the milliseconds of a step of real runs over emulated links instead
 (links/), and in brackets that over what the board's times take for granted: the longer of the same
@@ -134,6 +135,7 @@ def read_task(folder: Path, conditions: Conditions) -> Task:
     try:
         facts = yaml.safe_load((folder / "task.yaml").read_text("utf-8"))
         title, metric, target = str(facts["title"]), facts["metric"], float(facts["target"])
+        measured = folder / facts.get("compute", "compute")
         if metric not in ("accuracy", "loss"):
             raise ValueError
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
@@ -156,10 +158,10 @@ def read_task(folder: Path, conditions: Conditions) -> Task:
             )
     counts = {line.settings["workers"] for line in lines}
     compute: dict[tuple[str, int], float] = {}
-    for curve in make_curves(runs(folder / "compute"), metric):
+    for curve in make_curves(runs(measured), metric):
         key = curve.method, curve.settings["workers"]
         if key in compute:
-            raise UserError(f"{folder / 'compute'} has {curve.label} and another: leave one there")
+            raise UserError(f"{measured} has {curve.label} and another: leave one there")
         compute[key] = curve.seconds / curve.settings["workers"]
     apart = [
         math.sqrt(2) * float(stdtrit(len(curve.seeds) - 1, 1 - LEVEL / 2)) * ends.std(ddof=1)
