@@ -125,6 +125,14 @@ def test_steps_over_links_are_held_against_what_times_take_for_granted(task, com
     assert headings == ["ms a step", "1 Mbit/s", "10 Mbit/s", "no link"]
     # 0.1 s each; 32 KB are received, 256 ms at 1 Mbit/s
     assert row == ["dgc", "100 (0.39)", "100 (1.00)", "100"]
+    for rate in (None, "1mbit", "10mbit"):  # after local steps nothing travels beside computing
+        write_run(tmp_path / f"local{rate}", "diloco", 0, rate=rate)
+        settings = {"name": "diloco", "local_steps": 2}
+        reconfigure(tmp_path / f"local{rate}" / "diloco-0-0.001", optimizer=settings)
+        (run,) = find_runs([tmp_path / f"local{rate}"])
+        add_to_packed(task / "links" / PACKED, [(f"diloco-{rate}", run)])
+    *_, row = cells(command(main, task, "--links").stdout)
+    assert row == ["diloco", "100 (0.28)", "100 (0.80)", "100"]
     write_run(tmp_path / "one", "g_lion", 0)
     add_to_packed(task / "links" / PACKED, [("g_lion", find_runs([tmp_path / "one"])[0])])
     assert "has not every rate" in command(main, task, "--links").stderr

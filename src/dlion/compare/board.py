@@ -6,8 +6,8 @@ the folder that task.yaml names as compute:, where another task takes the same s
 results/board has the rules. With --page also makes the figures and the tables of TASK/README.md
 anew. With --links prints the milliseconds of a step of real runs over emulated links instead
 (links/), and in brackets that over what the board's times take for granted: the longer of the same
-step without links and of sending or receiving. With --search prints each method's best trial
-(search.csv, a table of dlion collect) instead.
+step without links and of sending or receiving, or their sum after local steps. With --search prints
+each method's best trial (search.csv, a table of dlion collect) instead.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from dlion.arguments import add_printed_output, make_parser, print_or_write
 from dlion.compare.curves import (
     Conditions,
     Curve,
+    Settings,
     best_first,
     make_curves,
     select_runs,
@@ -117,8 +118,7 @@ class Standing:
         total = 8 * end * max(curve.sent_bytes, curve.received_bytes)
         wire = np.diff(sent, prepend=0) * total / rate
         computing = np.diff(curve.steps, prepend=0) * compute
-        overlaps = "optimizer.local_steps" not in curve.settings
-        spent = np.maximum(computing, wire) if overlaps else computing + wire
+        spent = np.maximum(computing, wire) if _overlaps(curve.settings) else computing + wire
         return float(np.interp(self.steps_to_target, curve.steps, spent.cumsum()))
 
 
@@ -262,10 +262,16 @@ def to_link_table(runs: list[Run]) -> Table:
         for rate in rates:
             seconds, wire = _step(by_rate[rate], rate)
             alone, _ = _step(by_rate[math.inf], rate)
-            over = "" if rate == math.inf else f" ({seconds / max(alone, wire):.2f})"
+            expected = max(alone, wire) if _overlaps(settings_of(by_rate[rate])) else alone + wire
+            over = "" if rate == math.inf else f" ({seconds / expected:.2f})"
             cells.append(f"{1e3 * seconds:,.0f}{over}")
         table.append([name, *cells])
     return table
+
+
+def _overlaps(settings: Settings) -> bool:
+    """Whether messages travel while a step computes, and not after it."""
+    return "optimizer.local_steps" not in settings
 
 
 def _link_name(rate: float) -> str:
