@@ -199,7 +199,9 @@ def settings_of(run: Run) -> Settings:
     for key in RUN_SETTINGS:
         if key in config:
             settings.setdefault(key, _plain(config[key]))
-    if settings.setdefault("local_optimizer", "sgd") == "sgd":  # which it was before it was asked
+    if "local_steps" in settings:  # of SGD, before there was a choice
+        settings.setdefault("local_optimizer", "sgd")
+    if settings.get("local_optimizer") == "sgd":
         settings.pop("local_betas", None)
     if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped
         settings["nonfinite"] = "stop"
