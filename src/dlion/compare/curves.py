@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dlion.errors import UserError
+from dlion.record.configs import SINCE_THEN
 from dlion.record.runs import Run
 from dlion.record.studies import LeftOut
 from dlion.values import show
@@ -199,8 +200,8 @@ def settings_of(run: Run) -> Settings:
     for key in RUN_SETTINGS:
         if key in config:
             settings.setdefault(key, _plain(config[key]))
-    if "local_steps" in settings:  # of SGD, before there was a choice
-        settings.setdefault("local_optimizer", "sgd")
+    if "local_steps" in settings:
+        settings = SINCE_THEN | settings
     if settings.get("local_optimizer") == "sgd":
         settings.pop("local_betas", None)
     if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped

@@ -2,7 +2,7 @@
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,6 +88,15 @@ def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
     plain = (int, float, str, bool, list, tuple, type(None))
     kept = {name: value for name, value in facts.items() if isinstance(value, plain)}
     return {name: value for name, value in kept.items() if name not in ("params", "param_names")}
+
+
+def by_kind(tensors: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Return parameters of one dtype and device together, without those that have no elements."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for tensor in tensors:
+        if local_part(tensor).numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [*kinds.values()]
 
 
 @dataclass

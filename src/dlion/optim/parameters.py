@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlion.exchange import Channel, Exchange, Traffic
-from dlion.optim.bucket import Bucket, StateNames, plain_values
+from dlion.optim.bucket import Bucket, StateNames, by_kind, plain_values
 from dlion.optim.checks import (
     check_alike,
     check_bare,
@@ -155,11 +155,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
         """Put parameters of a group into buckets of one dtype and device each."""
         check_parameters(tensors)
         named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-        for tensor in tensors:
-            if local_part(tensor).numel():
-                kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for kind in kinds.values():
+        for kind in by_kind(tensors):
             for part in self._cut(kind):
                 bucket = Bucket(
                     len(self.buckets), part, [named.get(tensor, "") for tensor in part], group

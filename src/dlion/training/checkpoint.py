@@ -35,6 +35,7 @@ from torch import Tensor
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
 from dlion.files import sync, write_atomically
+from dlion.record.configs import SINCE_THEN
 from dlion.training.weights import weights_sha256
 
 # what must be equal in two runs for their bits to be; where they run may differ
@@ -53,8 +54,6 @@ _DECISIVE_SETTINGS = (
     "local_lr",
     "local_betas",
 )
-# those that older runs lack, and what they did
-_SINCE_THEN = {"local_optimizer": "sgd", "local_betas": [0.9, 0.99]}
 _DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
 _NOT_DECISIVE = {
     "dataset": ("path", "loaders"),  # where data lies, and how it is loaded
@@ -106,7 +105,7 @@ def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=True)
-    config = _SINCE_THEN | config
+    config = SINCE_THEN | config
     settings = {name: config[name] for name in _DECISIVE_SETTINGS}
     for group in _DECISIVE_GROUPS:
         left_out = _NOT_DECISIVE.get(group, ())
@@ -335,7 +334,7 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
         state = json.loads(file.read_text("utf-8"))
         if state.pop("sha256") != _digest(state):
             raise ValueError
-        run, progress = _SINCE_THEN | state["run"], Progress(**state["progress"])
+        run, progress = SINCE_THEN | state["run"], Progress(**state["progress"])
         files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
         trained_on, tested_on = state["samples"]
         checkpoint = Checkpoint(directory, progress, state["steps"], (trained_on, tested_on))

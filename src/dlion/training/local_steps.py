@@ -7,14 +7,13 @@ arXiv 1602.05629; Reddi et al. 2021, arXiv 2003.00295). Gradients must be of the
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import groupby
 from typing import Protocol
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from dlion.optim.bucket import Bucket
+from dlion.optim.bucket import Bucket, by_kind
 from dlion.optim.inner import INNER
 from dlion.workers import Workers
 
@@ -115,13 +114,11 @@ class InnerSteps:
         self.steps, self.lr = steps, lr
         self._inner = INNER[optimizer]()
         group = {"lr": lr, "betas": tuple(betas), "weight_decay": 0.0}
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        named.sort(key=lambda each: str(each[1].dtype))
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._buckets: list[Bucket] = []  # their params are what all share, not the model's
         self._moved: set[nn.Parameter] = set()
-        for index, (_, alike) in enumerate(groupby(named, key=lambda each: each[1].dtype)):
-            names, tensors = zip(*alike, strict=True)
-            bucket = Bucket(index, list(tensors), list(names), group)
+        for index, tensors in enumerate(by_kind(names)):
+            bucket = Bucket(index, tensors, [names[tensor] for tensor in tensors], group)
             state, counters = self._inner.own_state, self._inner.own_counters
             bucket.allocate_own(state, counters, workers.local, bucket.numel)
             path = torch.zeros(1, bucket.numel, device=bucket.device)

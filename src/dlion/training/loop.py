@@ -170,10 +170,10 @@ class Trainer:
                 with self.timer("forward"):
                     loss = self.data.loss(self.model(x), y) * each.share
                 self.optimizer.flag = self.notice.first is not None  # goes with the messages
-                with self.timer("backward"), self._sending(i, step, each.last and not local.late):
+                with self.timer("backward"), self._sending(i, step, each.sends):
                     loss.backward()
                 self.losses[i] += loss.detach().double().cpu()
-                if each.ends_turn and (local.late or not each.last):
+                if each.moves:
                     if local.late:
                         self.optimizer.look_at_gradients(i)
                     with self.timer("apply"):
@@ -287,17 +287,18 @@ class Trainer:
 
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
         """Yield what a worker does between two exchanges."""
-        turns, parts = self.config.local_steps, self.config.accumulate
+        turns, parts, late = self.config.local_steps, self.config.accumulate, self.local_steps.late
         for turn in range(turns):
             local_step = step * turns + turn
             indices = self.job.sharding.indices(worker, local_step)
             for part, samples in enumerate(indices.tensor_split(parts)):
+                ends, last = part == parts - 1, turn == turns - 1
                 yield _Pass(
                     samples=samples,
                     stream=(worker, local_step, part),
                     share=len(samples) / len(indices) / turns,
-                    ends_turn=part == parts - 1,
-                    last=turn == turns - 1 and part == parts - 1,
+                    moves=ends and (late or not last),
+                    sends=ends and last and not late,
                 )
 
     def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
@@ -319,15 +320,15 @@ class _Pass:
         samples: their indices.
         stream: worker, local step and part; they name what is random in making a batch of them.
         share: of its loss in the loss of the worker's step.
-        ends_turn: whether a local step ends with it.
-        last: whether it is the worker's last one in this step.
+        moves: whether the worker moves after it.
+        sends: whether messages leave during it.
     """
 
     samples: torch.Tensor
     stream: tuple[int, int, int]
     share: float
-    ends_turn: bool
-    last: bool
+    moves: bool
+    sends: bool
 
 
 def _every(steps: int | None, done: int) -> bool:
