@@ -353,6 +353,7 @@ def test_the_boards_search_has_the_points_of_the_sequence_that_it_names():
         ("board_text_workers", "4", "text/workers/n4", "loss"),
         ("board_text_workers", "32", "text/workers/n32", "loss"),
         ("board_cifar10", None, "cifar10", "accuracy"),
+        ("board_vit", None, "vit", "accuracy"),
     ],
 )
 def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder, metric):
