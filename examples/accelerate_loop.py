@@ -31,6 +31,6 @@ for _ in range(2):
     for x, y in loader:
         step(x, y)
 report(model, bytes_sent(lambda: step(x, y)))
-# a DistributedDataParallel that lives on keeps gloo's threads, which can abort Python as it ends
+# a DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
 model, prepared, loader = accelerator.free_memory(model, prepared, loader)
 dist.destroy_process_group()
