@@ -118,6 +118,15 @@ def test_a_figure_says_what_it_shows(tmp_path, plot, options, words):
         assert sentence in drawn or all(word in drawn for word in sentence.split()), drawn
 
 
+def test_a_figure_says_how_many_seeds_there_are_where_methods_differ(tmp_path, plot):
+    for method, seeds in (("dlion_mavo", 3), ("g_lion", 2), ("signum_mavo", 1)):
+        for seed in range(seeds):
+            write_run(tmp_path / "runs", method, seed)
+    run = plot(tmp_path / "runs", "--x", "step", "-o", tmp_path / "figure.svg")
+    assert run.returncode == 0, run.stderr
+    assert "worst to best of 2 to 3 seeds" in (tmp_path / "figure.svg").read_text()
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_curves_take_turns_beside_one_that_diverged(tmp_path, plot):
     for method, better in (("dlion_mavo", 0.0), ("signum_mavo", 0.0), ("dgc", math.nan)):

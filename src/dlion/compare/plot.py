@@ -167,7 +167,9 @@ def _title(curves: list[Curve], figure: Figure) -> str:
         words.append(f"{workers.pop()} workers")
     if len(steps) == 1:
         words.append(f"{steps.pop():,} steps")
-    if (seeds := max(len(curve.seeds) for curve in curves)) > 1:
+    if several := {len(curve.seeds) for curve in curves} - {1}:
+        least, most = min(several), max(several)
+        seeds = f"{most}" if least == most else f"{least} to {most}"
         x = figure.x or (figure.panels and "bits")  # as _panels has it
         shapes = {None: "bands and bars", "bits": "bands", "step": "bands"}.get(x, "bars")
         words.append(f"{shapes}: worst to best of {seeds} seeds")
