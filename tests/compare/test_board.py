@@ -197,7 +197,7 @@ def test_what_is_no_task_is_said(task, command):
     assert run.returncode == 2 and "holds no task" in run.stderr
 
 
-@pytest.mark.parametrize("task", ["text", "cifar10"])
+@pytest.mark.parametrize("task", ["text", "cifar10", "vit"])
 def test_a_target_is_the_mean_of_the_noise_runs_less_what_the_rules_say(task):
     task = read_task(ROOT / "results/board" / task, {})
     (noise,) = (curve for curve in task.curves if len(curve.seeds) >= 10)
