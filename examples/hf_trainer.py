@@ -67,7 +67,7 @@ trainer = Trainer(
 )
 trainer.train()
 report(model.net, sent.count)
-accelerator = trainer.accelerator
-del trainer  # its DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
-accelerator.free_memory()
+# a DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
+trainer.model_wrapped = model
+trainer.accelerator.free_memory()
 dist.destroy_process_group()
