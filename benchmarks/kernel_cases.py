@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlion.kernels import Coder, reference
+from dlion.kernels import Coder, Gradients, Places, reference
 from dlion.wire import Sparse, packing
 
 NAN, INF = math.nan, math.inf
@@ -88,6 +88,8 @@ def copied(argument, device: str):
         return argument._replace(rows=copied(argument.rows, device))
     if isinstance(argument, Coder):
         return Coder(*(copied(tensor, device) for tensor in argument))
+    if isinstance(argument, Gradients):
+        return argument._replace(tensors=[copied(tensor, device) for tensor in argument.tensors])
     return argument.to(device, copy=True) if isinstance(argument, torch.Tensor) else argument
 
 
@@ -98,6 +100,8 @@ def tensors(arguments) -> Iterator[torch.Tensor]:
             yield argument
         elif isinstance(argument, Message | Coder):
             yield from tensors(argument)
+        elif isinstance(argument, Gradients):
+            yield from argument.present
 
 
 def same(first: torch.Tensor, second: torch.Tensor, exact: bool = True) -> bool:
@@ -148,6 +152,30 @@ def coder(*shape: int, seed: int = 0) -> Coder:
     return Coder(estimate, level, words(*rows, 2, length // 64, seed=seed))
 
 
+def at(start: int, *gradients: torch.Tensor | None, gap: int = 70) -> Gradients:
+    """Gradients of parameters that begin at ``start``; those that are missing have ``gap`` values.
+
+    Each begins at the first multiple of 64 after the one before.
+    """
+    spans = []
+    for grad in gradients:
+        stop = start + (gap if grad is None else len(grad))
+        spans.append((start, stop))
+        start = -(-stop // 64) * 64
+    return Gradients(gradients, Places(spans))
+
+
+def bucket(length: int, dtype: torch.dtype, seed: int = 1) -> tuple[torch.Tensor, Gradients]:
+    """Momentum of a bucket, and its gradients: one of ``length``, none, and one of 129 values."""
+    gradients = at(64, vector(length, dtype, seed + 1), None, vector(129, dtype, seed + 2))
+    return vector(elements(gradients), torch.float32, seed), gradients
+
+
+def elements(gradients: Gradients) -> int:
+    """The elements of a bucket, with a word behind the last parameter."""
+    return -(-gradients.places.spans[-1][1] // 64) * 64 + 64
+
+
 def cases() -> list[Case]:
     """Return all cases, each with a name of its own."""
     made: list[tuple[Callable[..., Iterator[Call]], list[Any]]] = [
@@ -176,27 +204,30 @@ def _word(value: object) -> str:
 
 
 def encode_signs(length: int, dtype: torch.dtype, positive: bool, _: Compiled) -> Iterator[Call]:
-    momentum, grad = vector(length, torch.float32, 1), vector(length, dtype, 2)
-    rows = message(5, 1, length // 256 + 1)
-    yield "encode_signs", (rows, 64, momentum, grad, 0.9, 0.99, positive)
+    momentum, gradients = bucket(length, dtype)
+    rows = message(5, 1, len(momentum) // 320 + 1)
+    yield "encode_signs", (rows, momentum, gradients, 0.9, 0.99, positive)
 
 
 def encode_levels(length: int, dtype: torch.dtype, largest: int, _: Compiled) -> Iterator[Call]:
-    momentum, grad = vector(length, torch.float32, 1), vector(length, dtype, 2)
-    rows = message(5, (2 * largest).bit_length(), length // 256 + 1)
+    momentum, gradients = bucket(length, dtype)
+    rows = message(5, (2 * largest).bit_length(), len(momentum) // 320 + 1)
     for multiplier in (largest / 1e-3, 0.0, NAN, 1e30):
-        factors = (0.9, 0.99, torch.tensor(multiplier), largest)
-        yield "encode_levels", (rows, 64, momentum, grad, *factors)
+        factors = (0.9, 0.99, torch.tensor([multiplier, 1.0, largest / 1e-2]), largest)
+        yield "encode_levels", (rows, momentum, gradients, *factors)
 
 
 def measure(length: int, scale: str, _: Compiled) -> Iterator[Call]:
     momentum = torch.randn(length, generator=coins(1))
     grad = torch.randn(length, generator=coins(2)).bfloat16()
     grad[length // 2] = momentum[length // 2] = 0
-    broken, zeros = grad.clone(), torch.zeros(length)
+    broken, zeros = grad.clone(), torch.zeros_like(grad)
     broken[length // 2] = NAN
-    for vectors in ((momentum, grad), (momentum, broken), (zeros, zeros)):
-        yield "measure", (*vectors, 0.9, scale)
+    gradients = at(0, grad, None, broken, zeros)
+    flat = torch.randn(elements(gradients), generator=coins(3))
+    for (start, stop), part in zip(gradients.places.spans, (1, 1, 1, 0), strict=True):
+        flat[start:stop] = momentum[: stop - start] if part and stop - start == length else 0.0
+    yield "measure", (flat, gradients, 0.9, scale)
 
 
 SUMS = [(1, 1), (2, 1), (3, 1), (8, 1), (33, 1), (1, 14), (3, 2), (8, 14), (5, 254)]
@@ -278,11 +309,12 @@ def largest(length: int, density: float, _: Compiled) -> Iterator[Call]:
 
 
 def encode_deltas(length: int, dtype: torch.dtype, rise: int, _: Compiled) -> Iterator[Call]:
-    rows, momentum = message(5, 1, length // 256 + 1), vector(length, torch.float32, 1)
+    momentum, _ = bucket(length, dtype)
+    rows = message(5, 1, len(momentum) // 320 + 1)
     state = coder(5 * 64 * rows.words)
     for step in range(3):
-        grad = vector(length, dtype, 2 + step)
-        call = "encode_deltas", (rows, 64, momentum, grad, state, 0.9, 0.99, rise)
+        _, gradients = bucket(length, dtype, 2 + step)
+        call = "encode_deltas", (rows, momentum, gradients, state, 0.9, 0.99, rise)
         yield call
         run(reference, call[0], *call[1])
 

@@ -16,6 +16,7 @@ shared = script("kernel_cases")
 Compiled, Case, INF, NAN = shared.Compiled, shared.Case, shared.INF, shared.NAN
 both, coder, coins, copied = shared.both, shared.coder, shared.coins, shared.copied
 message, same, vector, words = shared.message, shared.same, shared.vector, shared.words
+at = shared.at
 CPU = Compiled(kernels, "cpu")
 COMPILED = {
     "cpu": CPU,
@@ -41,13 +42,14 @@ def test_nan_has_no_scale_and_zero_has_one(scale):
     zeros, broken = torch.zeros(65), torch.zeros(65)
     broken[32] = NAN
     for module in (kernels, reference):
-        assert module.measure(zeros, broken, 0.9, scale).isnan()
-        assert module.measure(zeros, zeros, 0.9, scale) == (1.0 if scale == "geometric" else 0.0)
+        assert module.measure(zeros, at(0, broken), 0.9, scale).isnan()
+        assert module.measure(zeros, at(0, zeros), 0.9, scale) == (1.0 if scale == "geometric" else 0.0)
 
 
 def test_nothing_measures_zero():
     nothing = torch.empty(0)
-    assert all(kernels.measure(nothing, nothing, 0.9, s) == 0 for s in ("l1", "max", "geometric"))
+    for scale in ("l1", "max", "geometric"):
+        assert kernels.measure(nothing, at(0, nothing), 0.9, scale) == 0
 
 
 @pytest.mark.parametrize(("n", "largest"), shared.SUMS)
@@ -78,7 +80,7 @@ def test_the_reference_takes_what_compiled_kernels_do_not():
     params, grad = torch.randn(128, 2, generator=coins()).half().unbind(1)
     momentum, rows = torch.zeros(128), message(1, 1, 2)
     numbers = torch.zeros(128, dtype=torch.float64)
-    assert both(CPU, "encode_signs", rows, 0, momentum, grad, 0.9, 0.99, True)
+    assert both(CPU, "encode_signs", rows, momentum, at(0, grad), 0.9, 0.99, True)
     assert both(CPU, "apply_signs", params, rows._replace(flat=True), 0.1, 0.2)
     assert both(CPU, "apply_signs", numbers, rows._replace(flat=True), 0.1, 0.2)
 
@@ -86,7 +88,7 @@ def test_the_reference_takes_what_compiled_kernels_do_not():
 def test_bfloat16_rounds_and_keeps_denormals():
     tiny = torch.tensor([1e-39, -1e-39, 2e-39, 9.2e-41, -9.2e-41, 1e-38]).bfloat16()
     assert tiny.abs().min() > 0
-    assert both(CPU, "encode_signs", message(1, 1, 1), 0, torch.zeros(6), tiny, 0.9, 0.5, True)
+    assert both(CPU, "encode_signs", message(1, 1, 1), torch.zeros(6), at(0, tiny), 0.9, 0.5, True)
     params = torch.cat([tiny, vector(58, torch.bfloat16, 1)])
     assert both(CPU, "apply_signs", params, message(1, 1, 1)._replace(flat=True), 1e-39, 0.1)
 
@@ -107,14 +109,16 @@ def test_threads_do_not_change_a_bit():
                 grad.clone(),
                 words(2, length // 64),
             )
-            kernels.encode_signs(sent, 0, moved, grad, 0.9, 0.99, True)
+            kernels.encode_signs(sent, moved, at(0, grad), 0.9, 0.99, True)
             kernels.apply_signs(params, sent.squeeze(1), 0.1, 0.2)
             kernels.compare_sum(wide, 3, 12, *masks)
             trits = torch.empty(3, slice_ // 5 + 1, dtype=torch.uint8)
             for row in trits:
                 kernels.pack_votes(*masks[:, : slice_ // 64], row)
             kernels.apply_trits(params, trits, slice_, 0.1, 0.2)
-            sizes = [kernels.measure(moved, grad, 0.9, s) for s in ("l1", "max", "geometric")]
+            sizes = [
+                kernels.measure(moved, at(0, grad), 0.9, s) for s in ("l1", "max", "geometric")
+            ]
         finally:
             torch.set_num_threads(before)
         results.append((sent, moved, params, masks, trits, torch.stack(sizes)))
@@ -123,14 +127,14 @@ def test_threads_do_not_change_a_bit():
 
 def test_deltas_over_threads_are_those_of_the_reference():
     length = (1 << 17) + 65  # the last share ends within a word
-    momentum, grad = vector(length, torch.float32, 1), vector(length, torch.bfloat16, 2)
+    momentum, grad = vector(64 + length, torch.float32, 1), vector(length, torch.bfloat16, 2)
     rows = message(2, 1, length // 128 + 2)
     state, masks = coder(2, 64 * rows.words), words(2, rows.words)
-    sent, senders = (momentum, grad, coder(128 * rows.words)), torch.tensor([1, 0])
+    sent, senders = (momentum, at(64, grad), coder(128 * rows.words)), torch.tensor([1, 0])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert both(CPU, "encode_deltas", rows, 64, *sent, 0.9, 0.99, 3)
+        assert both(CPU, "encode_deltas", rows, *sent, 0.9, 0.99, 3)
         weights = torch.tensor([0.4, 0.6])
         assert both(CPU, "decode_deltas", rows, senders, state, weights, 3, 0.7, *masks)
         state = state._replace(estimate=state.estimate[:1])
@@ -163,7 +167,7 @@ def test_both_ends_of_delta_modulation_stay_equal(module):
     decoders = [fresh(1, 64 * size, sums=True) for _ in range(owners)]
     for step in range(200):
         grad = torch.randn(length, generator=coins(step)) * 10.0 ** (step % 7 - 5)
-        module.encode_deltas(rows, 0, momentum, grad, encoder, 0.9, 0.99, 3)
+        module.encode_deltas(rows, momentum, at(0, grad), encoder, 0.9, 0.99, 3)
         for owner, decoder in enumerate(decoders):
             received = (rows[owner : owner + 1], torch.zeros(1, dtype=torch.int64))
             module.decode_deltas(*received, decoder, None, 3, 1.0, *masks)
@@ -179,7 +183,8 @@ def test_the_sum_is_that_of_the_estimates():
     for step in range(100):
         grads = torch.randn(n, 64 * size, generator=coins(step)) + 1
         for i, state in enumerate(workers):
-            kernels.encode_deltas(rows[i : i + 1], 0, momenta[i], grads[i], state, 0.9, 0.99, 3)
+            sent = (rows[i : i + 1], momenta[i], at(0, grads[i]))
+            kernels.encode_deltas(*sent, state, 0.9, 0.99, 3)
         kernels.decode_deltas(rows, senders, total, None, 3, 1.0, *masks)
     expected = sum(state.estimate.double() for state in workers)
     assert (total.estimate[0] - expected).norm() <= 1e-6 * expected.norm()
@@ -192,7 +197,7 @@ def test_a_direction_at_rest_is_reached_and_its_step_size_falls_to_the_smallest(
     for level in (0, 128, 255):  # granular noise and slope overload at first
         state = fresh(256, level=level)
         for _ in range(600):
-            kernels.encode_deltas(rows, 0, momentum, directions, state, 0.0, 0.0, rise)
+            kernels.encode_deltas(rows, momentum, at(0, directions), state, 0.0, 0.0, rise)
         assert (state.level <= 2 * rise).all()
         assert ((state.estimate - directions).abs() <= 2 * kernels.step_size(state.level)).all()
 
@@ -201,7 +206,7 @@ def test_larger_directions_are_reached_to_the_precision_of_float32():
     directions = torch.randn(256, generator=coins()) * 10.0 ** torch.arange(-2, 2).repeat(64)
     momentum, rows, state = torch.zeros(256), torch.zeros(1, 1, 4, dtype=torch.int64), fresh(256)
     for _ in range(600):
-        kernels.encode_deltas(rows, 0, momentum, directions, state, 0.0, 0.0, 3)
+        kernels.encode_deltas(rows, momentum, at(0, directions), state, 0.0, 0.0, 3)
     torch.testing.assert_close(state.estimate, directions, rtol=1e-6, atol=1e-8)
 
 
@@ -210,7 +215,7 @@ def test_levels_follow_the_runs_of_bits(module):
     state, rows, seen = fresh(64, level=100), torch.zeros(1, 1, 1, dtype=torch.int64), []
     for bit in (1, 1, 1, 1, 0, 0, 0, 1, 0):
         grad = torch.full((64,), INF if bit else -INF)
-        module.encode_deltas(rows, 0, torch.zeros(64), grad, state, 0.0, 0.0, 3)
+        module.encode_deltas(rows, torch.zeros(64), at(0, grad), state, 0.0, 0.0, 3)
         assert (rows == -bit).all()
         seen += state.level.unique().tolist()
     assert seen == [99, 99, 102, 105, 104, 104, 107, 106, 105]
@@ -218,7 +223,7 @@ def test_levels_follow_the_runs_of_bits(module):
         state, before = fresh(64, level=level), -bit if level > 100 else bit - 1
         state.history[0], state.history[1] = before, -1
         grad = torch.full((64,), INF if bit else -INF)
-        module.encode_deltas(rows, 0, torch.zeros(64), grad, state, 0.0, 0.0, 3)
+        module.encode_deltas(rows, torch.zeros(64), at(0, grad), state, 0.0, 0.0, 3)
         assert (state.level == expected).all()
 
 
@@ -274,8 +279,8 @@ def quantised(values: torch.Tensor, multiplier: float, largest: int) -> list[int
     """What is sent for a direction of ``values``."""
     planes = (2 * largest).bit_length()
     rows = torch.zeros(1, planes, 1, dtype=torch.int64)
-    factors = (1.0, 1.0, torch.tensor(multiplier), largest)
-    kernels.encode_levels(rows, 0, values.clone(), torch.zeros_like(values), *factors)
+    factors = (1.0, 1.0, torch.tensor([multiplier]), largest)
+    kernels.encode_levels(rows, values.clone(), at(0, torch.zeros_like(values)), *factors)
     levels = packing.unpack_planes(rows[0].view(torch.uint8), len(values))
     return (levels - largest).tolist()
 
@@ -290,7 +295,7 @@ def test_levels_round_saturate_and_abstain():
 def test_scales():
     values = torch.tensor([1.0, -2.0, 0.0, 4.0])
     for scale, expected in (("l1", 1.75), ("max", 4.0), ("geometric", 2.0)):
-        unit = kernels.measure(values, torch.zeros(4), 1.0, scale)
+        unit = kernels.measure(values, at(0, torch.zeros(4)), 1.0, scale)
         assert unit.item() == pytest.approx(expected)
 
 

@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 
 from dlion.kernels import reference
+from dlion.kernels.gradients import Gradients, Places
 from dlion.kernels.steps import Coder, nearest_level, step_size
 
 __all__ = [
     "Coder",
+    "Gradients",
+    "Places",
     "accumulate",
     "add_entries",
     "apply_levels",
@@ -55,9 +58,8 @@ __all__ = [
 
 def encode_signs(
     message: Tensor,
-    start: int,
     momentum: Tensor,
-    grad: Tensor,
+    gradients: Gradients,
     beta1: float,
     beta2: float,
     positive: bool,
@@ -67,50 +69,48 @@ def encode_signs(
     The direction is ``u = b1 m + (1 - b1) g`` with the old momentum; ``m <- b2 m + (1 - b2) g``.
 
     Args:
-        message: int64 ``[n, 1, words]``.
-        start: where these parameters start in the bucket, a multiple of 64. Bits up to the next
-            multiple of 64 after their end become zero.
-        momentum: float32 ``[m]``, updated in place.
-        grad: ``[m]``.
-        positive: whether 0, -0.0 and NaN, for which one bit has no room, say +1.
+        message: int64 ``[n, 1, words]``. The bits between the end of a parameter and the next
+            multiple of 64 become zero.
+        momentum: of the whole bucket, float32 ``[d]``, updated in place.
+        gradients: of the parameters of the bucket.
+        positive: whether 0, -0.0 and NaN, for which one bit has no room, are encoded as +1.
     """
-    module = choose(momentum, grad)
-    module.encode_signs(message, start, momentum, grad, beta1, beta2, positive)
+    module = choose(momentum, *gradients.present)
+    module.encode_signs(message, momentum, gradients, beta1, beta2, positive)
 
 
-def measure(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
-    """Return the scale of a parameter's direction u: float32, one element.
+def measure(momentum: Tensor, gradients: Gradients, beta1: float, scale: str) -> Tensor:
+    """Return the scale of each parameter's direction u: float32 ``[T]``.
 
     ``l1`` is the mean of ``|u|``, ``max`` its maximum, ``geometric`` its geometric mean over the
     entries that are not zero, or 1 without any. Sums are in float64. The result is NaN if any entry
     is NaN, and 0 if there are no entries.
     """
-    module = choose(momentum, grad) if momentum.numel() else reference
-    return module.measure(momentum, grad, beta1, scale)
+    module = choose(momentum, *gradients.present)
+    return module.measure(momentum, gradients, beta1, scale)
 
 
 def encode_levels(
     message: Tensor,
-    start: int,
     momentum: Tensor,
-    grad: Tensor,
+    gradients: Gradients,
     beta1: float,
     beta2: float,
-    multiplier: Tensor,
+    multipliers: Tensor,
     largest: int,
 ) -> None:
     """Update the momentum and write ``clip(round(u * multiplier), -largest, largest) + largest``.
 
-    Halves round to even; NaN says the middle level, which abstains.
+    Halves round to even; NaN becomes the middle level, which abstains.
 
     Args:
         message: int64 ``[n, planes, words]``, with the planes that ``2 * largest`` needs.
-        start, momentum, grad: as for :func:`encode_signs`.
-        multiplier: float32, one element, on the device of the gradient.
+        momentum, gradients: as for :func:`encode_signs`.
+        multipliers: of each parameter, float32 ``[T]``, on the device of the gradients.
         largest: at most 127.
     """
-    module = choose(momentum, grad)
-    module.encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest)
+    module = choose(momentum, *gradients.present)
+    module.encode_levels(message, momentum, gradients, beta1, beta2, multipliers, largest)
 
 
 def sum_planes(rows: Tensor, largest: int, out: Tensor) -> None:
@@ -144,9 +144,8 @@ def pack_votes(greater: Tensor, equal: Tensor, out: Tensor) -> None:
 
 def encode_deltas(
     message: Tensor,
-    start: int,
     momentum: Tensor,
-    grad: Tensor,
+    gradients: Gradients,
     coder: Coder,
     beta1: float,
     beta2: float,
@@ -154,17 +153,17 @@ def encode_deltas(
 ) -> None:
     """Update a worker's momentum and delta-modulate its Lion direction, in one pass.
 
-    A bit is 1 where ``u >= h``; see :func:`decode_deltas` for what follows from it. NaN says 0.
+    A bit is 1 where ``u >= h``; see :func:`decode_deltas` for what follows from it. NaN gives 0.
 
     Args:
         message: int64 ``[n, 1, words]``.
-        start, momentum, grad, beta1, beta2: as for :func:`encode_signs`. The elements up to the
-            next multiple of 64 after the end have a direction of 0.
+        momentum, gradients, beta1, beta2: as for :func:`encode_signs`. The elements between the
+            end of a parameter and the next multiple of 64 have a direction of 0.
         coder: the worker's, of all elements of the message.
         rise: levels gained, see :func:`decode_deltas`.
     """
-    module = choose(momentum, grad)
-    module.encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise)
+    module = choose(momentum, *gradients.present)
+    module.encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise)
 
 
 def decode_deltas(

@@ -63,26 +63,37 @@ def _compile(function: Callable) -> Callable:
     return dispatcher
 
 
-def encode_signs(message, start, momentum, grad, beta1, beta2, positive):
-    factors = (float(beta1), float(beta2), positive)
-    args = (message.numpy(), start // 64, momentum.numpy(), _array(grad), *factors)
-    _spread(_encode_signs, args, momentum.numel())
+def encode_signs(message, momentum, gradients, beta1, beta2, positive):
+    target, factors = message.numpy(), (float(beta1), float(beta2), positive)
+    for start, part, grad in gradients.parts(momentum):
+        args = (target, start // 64, part.numpy(), _array(grad), *factors)
+        _spread(_encode_signs, args, len(part))
 
 
-def measure(momentum, grad, beta1, scale):
+def measure(momentum, gradients, beta1, scale):
+    parts = gradients.parts(momentum)
+    scales = [_scale(part, grad, beta1, scale) for _, part, grad in parts]
+    return torch.tensor(scales, dtype=torch.float32)
+
+
+def _scale(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> float:
+    if not momentum.numel():
+        return 0.0
     kind = ("l1", "max", "geometric").index(scale)
     parts = np.empty((-(-momentum.numel() // (64 * _BLOCK)), 2))
     args = (momentum.numpy(), _array(grad), float(beta1), kind, parts)
     _spread(_measure, args, momentum.numel())
     total, count = parts.sum(0)
     value = parts[:, 0].max() if scale == "max" else total / max(count, 1)
-    return torch.tensor(np.exp(value) if scale == "geometric" else value, dtype=torch.float32)
+    return float(np.exp(value) if scale == "geometric" else value)
 
 
-def encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest):
-    factors = (float(beta1), float(beta2), multiplier.item(), float(largest))
-    args = (message.numpy(), start // 64, momentum.numpy(), _array(grad), *factors)
-    _spread(_encode_levels, args, momentum.numel())
+def encode_levels(message, momentum, gradients, beta1, beta2, multipliers, largest):
+    target, factors = message.numpy(), (float(beta1), float(beta2))
+    parts = zip(gradients.parts(momentum), multipliers.tolist(), strict=True)
+    for (start, part, grad), multiplier in parts:
+        args = (target, start // 64, part.numpy(), _array(grad), *factors)
+        _spread(_encode_levels, (*args, multiplier, float(largest)), len(part))
 
 
 def sum_planes(rows, largest, out):
@@ -99,10 +110,12 @@ def pack_votes(greater, equal, out):
     _spread(_pack_votes, (_array(greater), _array(equal), out.numpy()), out.numel(), 5)
 
 
-def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
+def encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise):
+    target, state = message.numpy(), [*map(_array, coder)]
     factors = (float(beta1), float(beta2), rise)
-    args = (message.numpy(), start // 64, momentum.numpy(), _array(grad), *map(_array, coder))
-    _spread(_encode_deltas, (*args, *factors), momentum.numel())
+    for start, part, grad in gradients.parts(momentum):
+        args = (target, start // 64, part.numpy(), _array(grad), *state)
+        _spread(_encode_deltas, (*args, *factors), len(part))
 
 
 def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):

@@ -24,12 +24,18 @@ def one_bit_sign(values: Tensor, positive: bool) -> Tensor:
     return ~(values < 0) if positive else values > 0
 
 
-def encode_signs(message, start, momentum, grad, beta1, beta2, positive):
-    signs = one_bit_sign(lion_direction(momentum, grad, beta1, beta2), positive)
-    _write(message, start, signs.to(torch.uint8))
+def encode_signs(message, momentum, gradients, beta1, beta2, positive):
+    for start, part, grad in gradients.parts(momentum):
+        signs = one_bit_sign(lion_direction(part, grad, beta1, beta2), positive)
+        _write(message, start, signs.to(torch.uint8))
 
 
-def measure(momentum, grad, beta1, scale):
+def measure(momentum, gradients, beta1, scale):
+    parts = gradients.parts(momentum)
+    return torch.stack([_scale(part, grad, beta1, scale) for _, part, grad in parts])
+
+
+def _scale(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> Tensor:
     size = (momentum * beta1 + grad.to(torch.float32) * (1 - beta1)).abs()
     if size.numel() == 0:
         return size.new_zeros(())
@@ -41,11 +47,13 @@ def measure(momentum, grad, beta1, scale):
     return (logarithms.sum() / (size != 0).sum().clamp(min=1)).exp().to(torch.float32)
 
 
-def encode_levels(message, start, momentum, grad, beta1, beta2, multiplier, largest):
-    direction = lion_direction(momentum, grad, beta1, beta2)
-    levels = (direction * multiplier).nan_to_num(0.0, torch.inf, -torch.inf)
-    levels = levels.clamp(-largest, largest).round_().add_(largest)
-    _write(message, start, levels.to(torch.int32))
+def encode_levels(message, momentum, gradients, beta1, beta2, multipliers, largest):
+    parts = zip(gradients.parts(momentum), multipliers, strict=True)
+    for (start, part, grad), multiplier in parts:
+        direction = lion_direction(part, grad, beta1, beta2)
+        levels = (direction * multiplier).nan_to_num(0.0, torch.inf, -torch.inf)
+        levels = levels.clamp(-largest, largest).round_().add_(largest)
+        _write(message, start, levels.to(torch.int32))
 
 
 def sum_planes(rows, largest, out):
@@ -64,14 +72,15 @@ def pack_votes(greater, equal, out):
     out.copy_(packing.pack_trits(2 * more.to(torch.int8) + same.to(torch.int8) - 1))
 
 
-def encode_deltas(message, start, momentum, grad, coder, beta1, beta2, rise):
-    direction = lion_direction(momentum, grad, beta1, beta2)
-    direction = torch.nn.functional.pad(direction, (0, -len(direction) % 64))
-    stop = start + len(direction)
-    estimate, level = coder.estimate[start:stop], coder.level[start:stop]
-    bits = direction >= estimate
-    estimate += delta_steps(bits, level, coder.history[:, start // 64 : stop // 64], rise)
-    _write(message, start, bits.to(torch.uint8))
+def encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise):
+    for start, part, grad in gradients.parts(momentum):
+        direction = lion_direction(part, grad, beta1, beta2)
+        direction = torch.nn.functional.pad(direction, (0, -len(direction) % 64))
+        stop = start + len(direction)
+        estimate, level = coder.estimate[start:stop], coder.level[start:stop]
+        bits = direction >= estimate
+        estimate += delta_steps(bits, level, coder.history[:, start // 64 : stop // 64], rise)
+        _write(message, start, bits.to(torch.uint8))
 
 
 def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):

@@ -1,0 +1,42 @@
+"""Copies between main memory and a GPU that keep the host from waiting."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Tensor, device: torch.device | str) -> Tensor:
+    """Return values in main memory on a device; to a GPU without waiting for it.
+
+    The copy leaves from pinned memory, which torch gives to nobody else before it is over.
+    """
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def download(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one device in main memory, in one copy: the host waits once.
+
+    Tensors that are there already are returned as they are.
+    """
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(tensors)
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    parts = torch.cat(flat).cpu().split([part.numel() for part in flat])
+    return [
+        part.clone().view(tensor.dtype).view(tensor.shape)  # aligned for its dtype
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def index_of(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return places as an index tensor on the device: int64 ``[len(places)]``.
+
+    A list as an index is copied to the GPU at every use, for which the host waits. This is copied
+    once, and must not be changed.
+    """
+    return torch.tensor(places, dtype=torch.int64, device=device)
