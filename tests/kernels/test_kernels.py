@@ -43,7 +43,9 @@ def test_nan_has_no_scale_and_zero_has_one(scale):
     broken[32] = NAN
     for module in (kernels, reference):
         assert module.measure(zeros, at(0, broken), 0.9, scale).isnan()
-        assert module.measure(zeros, at(0, zeros), 0.9, scale) == (1.0 if scale == "geometric" else 0.0)
+        assert module.measure(zeros, at(0, zeros), 0.9, scale) == (
+            1.0 if scale == "geometric" else 0.0
+        )
 
 
 def test_nothing_measures_zero():

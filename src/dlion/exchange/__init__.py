@@ -2,7 +2,14 @@
 
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
 from dlion.exchange.delta import DeltaVote
-from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend, Exchange
+from dlion.exchange.direct_send import (
+    Buffers,
+    DenseMean,
+    DirectSend,
+    Exchange,
+    Stages,
+    run_together,
+)
 from dlion.exchange.grid import Costs, Shape, Way, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
@@ -32,6 +39,7 @@ __all__ = [
     "Shape",
     "Spans",
     "SparseMean",
+    "Stages",
     "TernaryMean",
     "Ties",
     "TopKMean",
@@ -43,5 +51,6 @@ __all__ = [
     "WeightedVote",
     "grid_shape",
     "measure_costs",
+    "run_together",
     "sum_in_order",
 ]

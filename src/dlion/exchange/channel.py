@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlion.timer import Timer
+from dlion.transfer import index_of
 from dlion.workers import Workers, backends
 
 AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measured, results/speed
@@ -102,6 +103,11 @@ class Channel:
         of = [worker // w.local for worker in self.participants]
         self._senders_of = [of.count(q) for q in range(w.processes)]  # senders of each process
 
+    @property
+    def owned(self) -> slice:
+        """The workers hosted here, among all."""
+        return slice(self.workers.ids.start, self.workers.ids.stop)
+
     def scatter(self, parts: Tensor, out: Tensor | None = None) -> Tensor:
         """Send ``parts[i, j]`` from the i-th local participant to worker j.
 
@@ -174,7 +180,7 @@ class Channel:
         flat = parts.flatten(0, 1)
         result = torch.empty_like(flat) if senders is None else torch.zeros_like(flat)
         outgoing = {  # views of single rows, else copies
-            q: flat[places] if len(places) > 1 else flat[places[0]]
+            q: flat[index_of(places, flat.device)] if len(places) > 1 else flat[places[0]]
             for q, places in route.outgoing.items()
         }
         incoming = {
@@ -190,7 +196,7 @@ class Channel:
                 dist.all_to_all(back, there, group=w.group)
         for q, places in route.incoming.items():
             if len(places) > 1:
-                result[places] = incoming[q]
+                result[index_of(places, flat.device)] = incoming[q]
         return result.view(parts.shape)
 
     def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
@@ -340,8 +346,8 @@ class _Route(NamedTuple):
         leaves: those to other processes.
     """
 
-    outgoing: dict[int, list[int]]
-    incoming: dict[int, list[int]]
+    outgoing: dict[int, tuple[int, ...]]
+    incoming: dict[int, tuple[int, ...]]
     sent: int
     received: int
     leaves: int
@@ -370,7 +376,8 @@ def _route(rank: int, local: int, line: Line, senders: frozenset[int] | None) ->
         incoming.setdefault(sender // local, []).append(place)
     sent, received = (sum(a != b for a, b, _ in way) for way in (there, back))
     leaves = len(there) - len(outgoing.get(rank, []))
-    return _Route(outgoing, incoming, sent, received, leaves)
+    gone, come = ({q: tuple(places) for q, places in way.items()} for way in (outgoing, incoming))
+    return _Route(gone, come, sent, received, leaves)
 
 
 def _complete(size: int, requests: list[Any]) -> int:

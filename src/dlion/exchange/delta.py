@@ -17,6 +17,7 @@ from dlion.exchange.channel import Channel, sums_of_rows
 from dlion.exchange.direct_send import Buffers
 from dlion.exchange.vote import AGREEMENT, Vote, learn, log_odds
 from dlion.kernels import Coder
+from dlion.transfer import index_of
 
 DORMANT = 64  # the level of what was zero at first: steps of 2**-24, ready to grow
 
@@ -90,9 +91,8 @@ class DeltaVote(Vote):
         """The estimates of a local worker, to be moved by what it sends."""
         return Coder(*(self.state[name][local] for name in ("estimate", "level", "history")))
 
-    def start(self, local: int, sizes: list[Tensor]) -> None:
-        """Say the mean size of each of a local worker's T tensors, float32 of one element."""
-        size = torch.stack(sizes)
+    def start(self, local: int, size: Tensor) -> None:
+        """Say the mean size of each of a local worker's T tensors, float32 ``[T]``."""
         self._start_levels[local] = kernels.nearest_level(size).where(size > 0, DORMANT)
         self.state["level"][local] = self._expand(self._start_levels[local])
 
@@ -100,19 +100,20 @@ class DeltaVote(Vote):
         if not self.begun:
             for worker, starts in enumerate(self.channel.gather(self._start_levels)):
                 levels = self._expand(starts).view(-1, self.slice)
-                self.state["received_level"][:, worker] = levels[list(self.channel.workers.ids)]
+                self.state["received_level"][:, worker] = levels[self.channel.owned]
             self.state["begun"].fill_(1)
         super().run(step)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         received = ("received_estimate", "received_level", "received_history")
         coders = Coder(*(self.state[name][owner] for name in received))
-        rows = torch.full((self.channel.workers.count,), -1)
-        rows[self.channel.participants] = torch.arange(len(messages))
+        senders = self.channel.participants
+        row_of = {worker: row for row, worker in enumerate(senders)}
+        rows = tuple(row_of.get(worker, -1) for worker in range(self.channel.workers.count))
         positive, tied = self._masks
         kernels.decode_deltas(
             self._planes(messages),
-            rows.to(self.device),
+            index_of(rows, self._masks.device),
             coders,
             self._weights(owner),
             self.rise,
@@ -134,16 +135,25 @@ class DeltaVote(Vote):
         weights = torch.ones(self.channel.workers.count, dtype=torch.float32, device=self.device)
         if self.limit is not None:
             counted = estimates * self._counted[owner]
-            size = torch.stack([sums_of_rows(row.view(-1, 64)).cumsum(0)[-1] for row in counted])
-            known = size[size > 0]  # not of those who have never taken part
-            if len(known):
-                weights = (self.limit * known.median() / size).clamp(max=1).float()
+            size = torch.stack([_sum(sums_of_rows(row.view(-1, 64))) for row in counted])
+            known = size > 0  # not of those who have never taken part
+            middle = (known.sum() - 1).div(2, rounding_mode="floor").clamp(min=0)
+            median = size.where(known, torch.inf).sort().values.gather(0, middle.view(1))
+            weights = (self.limit * median / size).clamp(max=1).float()
+            weights = weights.where(known.any(), 1.0)
         elif not self.weighted:
             return None
         return weights * log_odds(self.state["agreement"][owner]) if self.weighted else weights
 
     def _learn(self, owner: int, answer: Tensor) -> None:
-        agreement, senders = self.state["agreement"][owner], self.channel.participants
-        opinions = self.state["received_estimate"][owner][senders] > 0
+        opinions = self.of_senders(self.state["received_estimate"][owner]) > 0
         agreed = opinions == (self.down.decode(answer, self.slice) == 1)
-        agreement[senders] = learn(agreement[senders], agreed, self._counted[owner])
+        learn(self, owner, agreed, self._counted[owner])
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Add values in float64 one after the other on a CPU, so whatever the number of threads.
+
+    On a GPU ``cumsum`` is not deterministic, and ``sum`` is.
+    """
+    return values.sum() if values.is_cuda else values.cumsum(0)[-1]

@@ -10,14 +10,41 @@ answer does not depend on how workers are spread over processes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from itertools import chain
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.exchange.channel import Channel, sum_in_order
+from dlion.transfer import download, index_of
 from dlion.wire import Float32, Wire
+
+Stages = Generator[list[Tensor], list[Tensor], None]
+
+
+def run_together(exchanges: Sequence[Stages]) -> None:
+    """Run exchanges side by side; after each stage one copy tells the host about all of them.
+
+    All processes must do so with as many stages, as collectives keep their order.
+    """
+    asked: dict[Stages, list[Tensor]] = {}
+    for stages in exchanges:
+        _advance(stages, None, asked)
+    while asked:
+        known = iter(download(list(chain.from_iterable(asked.values()))))
+        waiting, asked = asked, {}
+        for stages, tensors in waiting.items():
+            _advance(stages, [next(known) for _ in tensors], asked)
+
+
+def _advance(stages: Stages, known: list[Tensor] | None, asked: dict[Stages, list[Tensor]]) -> None:
+    """Run one stage, and note what the next one has to know."""
+    try:
+        asked[stages] = next(stages) if known is None else stages.send(known)
+    except StopIteration:
+        return
 
 
 class Buffers(TypedDict, total=False):
@@ -67,6 +94,16 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, step: int) -> None:
         """Exchange the messages of the local participants and keep the ``answer``."""
+
+    def stages(self, step: int) -> Stages:
+        """As :meth:`run`, in stages, for the exchanges of several buckets to share their waits.
+
+        Where the host has to know what is on a device, it yields these tensors and gets them back
+        in main memory. Most exchanges have one stage.
+        """
+        self.run(step)
+        return
+        yield  # a generator, all the same
 
     @abstractmethod
     def decode(self) -> Tensor:
@@ -161,7 +198,7 @@ class DirectSend(OwnedSlices):
         channel, outbox = self.channel, self._outbox
         self._resize(len(channel.participants))
         if len(channel.local_participants) < len(outbox):
-            outbox = outbox[channel.local_participants]
+            outbox = outbox[index_of(tuple(channel.local_participants), outbox.device)]
         received = channel.scatter(outbox, self._inbox)
         messages, headers = received.split([self._messages.shape[-1], self.header_bytes], dim=-1)
         self.headers = headers[:, 0]

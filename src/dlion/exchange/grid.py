@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel, Line
+from dlion.transfer import index_of
 from dlion.values import Called, Limits
 from dlion.workers import Workers
 
@@ -94,7 +95,8 @@ class Grid:
             all_send = len(senders) == self.channel.workers.count // line.stride
             who = None if all_send else set(senders)
             rows, headers = self._send(held, headers, line, who)
-        return Sums(rows, highest, headers[0, participants])
+        senders = index_of(tuple(participants), headers.device)
+        return Sums(rows, highest, headers[0].index_select(0, senders))
 
     def spread(self, answers: Tensor) -> Tensor:
         """Send each local worker's answer to everyone: uint8 ``[k, s]`` -> ``[n, s]``."""

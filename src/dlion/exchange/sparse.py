@@ -9,11 +9,10 @@ from torch import Tensor
 from dlion import kernels
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import Buffers, OwnedSlices
+from dlion.exchange.direct_send import Buffers, OwnedSlices, Stages, run_together
 from dlion.wire import Float32, Sparse
 
 COUNT_BYTES = 4  # before each message: its number of entries, int32
-DENSE = -1  # instead of a number of entries: float32 for all
 
 
 class SparseMean(OwnedSlices):
@@ -32,36 +31,50 @@ class SparseMean(OwnedSlices):
         self.up, self.down, self.dense = Sparse(), Sparse(), Float32()
         self._total = torch.zeros(self.slice, dtype=torch.float32, device=self.device)
         self._values = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
-        self._messages: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._messages: dict[int, tuple[Tensor, Tensor]] = {}
         headers = channel.workers.local, self.header_bytes
         self._headers = torch.zeros(headers, dtype=torch.uint8, device=self.device)
+        self._edges = torch.arange(channel.workers.count + 1, device=self.device) * self.slice
         self._counts: list[int] = []  # entries of each answer
 
     def encode(self, local: int, indices: Tensor, values: Tensor) -> None:
         """Write the message of a local worker: entries ``[m]``, indices ascending."""
-        n = self.channel.workers.count
-        edges = torch.arange(n + 1, device=indices.device) * self.slice
-        counts = torch.searchsorted(indices, edges).diff()
-        packed = self.up.encode((indices % self.slice, values))
-        parts = packed.split((self.up.nbytes(1) * counts).tolist())
-        self._messages[local] = (list(parts), counts)
+        counts = torch.searchsorted(indices, self._edges).diff()
+        self._messages[local] = self.up.encode((indices % self.slice, values)), counts
 
     def encode_header(self, local: int, header: Tensor) -> None:
         self._headers[local] = header
 
     def run(self, step: int) -> None:
-        w = self.channel.workers
-        messages = [self._messages.pop(local) for local in self.channel.local_participants]
-        received = self._scatter(messages)
-        with self.channel.timer("vote", beside=True):
-            pairs = [self._combine([row[owner] for row in received]) for owner in range(w.local)]
-        counts = torch.tensor([[count] for _, count in pairs], dtype=torch.int32)
-        self._counts = self.channel.gather(counts.to(self.device)).flatten().tolist()
+        run_together([self.stages(step)])
+
+    def stages(self, step: int) -> Stages:
+        """As :meth:`run`; the host has to know the sizes of messages, and those of answers."""
+        channel = self.channel
+        messages = [self._messages.pop(local) for local in channel.local_participants]
+        received, *mine = yield [self._announce(messages), *(counts for _, counts in messages)]
+        if received.numel() and not 0 <= received.min() <= received.max() <= self.slice:
+            raise TrainingFailed("a worker announced more entries than there are parameters")
+        unit = self.up.nbytes(1)
+        parts = [
+            list(packed.split((unit * counts).tolist()))
+            for (packed, _), counts in zip(messages, mine, strict=True)
+        ]
+        rows = channel.scatter_ragged(parts, unit * received.to(torch.int64))
+        with channel.timer("vote", beside=True):
+            means = [self._mean([row[i] for row in rows]) for i in range(channel.workers.local)]
+        counts = torch.stack([count for _, count in means]).to(torch.int32)
+        (counts,) = yield [channel.gather(counts.view(-1, 1))]
+        self._counts, own = counts.flatten().tolist(), channel.workers.ids
+        answers = [
+            self._pack(entries[:count])
+            for (entries, _), count in zip(means, self._counts[own.start : own.stop], strict=True)
+        ]
         sizes = [
-            self.dense.nbytes(self.slice) if count == DENSE else self.down.nbytes(count)
+            self.dense.nbytes(self.slice) if self._is_dense(count) else self.down.nbytes(count)
             for count in self._counts
         ]
-        self.answer = self.channel.gather_ragged([answer for answer, _ in pairs], sizes)
+        self.answer = channel.gather_ragged(answers, sizes)
 
     def decode(self) -> Tensor:
         result = self._values.zero_()
@@ -79,38 +92,51 @@ class SparseMean(OwnedSlices):
         """
         for owner, (answer, count) in enumerate(zip(self.answer, self._counts, strict=True)):
             place = slice(owner * self.slice, (owner + 1) * self.slice)
-            yield place, answer.view(torch.float32) if count == DENSE else self._entries(answer)
+            dense = self._is_dense(count)
+            yield place, answer.view(torch.float32) if dense else self._entries(answer)
 
-    def _scatter(self, messages: list[tuple[list[Tensor], Tensor]]) -> list[list[Tensor]]:
-        """Send the counts with the headers, then the entries they announce."""
+    def _announce(self, messages: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Send how many entries go to each owner, with the headers.
+
+        Returns what each participant announces to each local worker, int32 ``[m, k]``.
+        """
         n, local = self.channel.workers.count, self.channel.local_participants
         row_bytes = COUNT_BYTES + self.header_bytes
         announced = torch.zeros(len(messages), n, row_bytes, dtype=torch.uint8, device=self.device)
-        for rows, worker, (_, counts) in zip(announced, local, messages, strict=True):
+        for rows, worker, (packed, counts) in zip(announced, local, messages, strict=True):
             rows[:, :COUNT_BYTES] = counts.to(torch.int32).view(-1, 1).view(torch.uint8)
             rows[:, COUNT_BYTES:] = self._headers[worker]
+            if packed.is_cuda:  # it was made on the stream of the backward pass
+                packed.record_stream(torch.cuda.current_stream())
+                counts.record_stream(torch.cuda.current_stream())
         received = self.channel.scatter(announced)
         self.headers = received[:, 0, COUNT_BYTES:]
-        counts = received[..., :COUNT_BYTES].contiguous().view(torch.int32).squeeze(-1)
-        if counts.numel() and not 0 <= counts.min() <= counts.max() <= self.slice:
-            raise TrainingFailed("a worker announced more entries than there are parameters")
-        sizes = self.up.nbytes(1) * counts.to(torch.int64)
-        return self.channel.scatter_ragged([parts for parts, _ in messages], sizes)
+        return received[..., :COUNT_BYTES].contiguous().view(torch.int32).squeeze(-1)
 
-    def _combine(self, messages: list[Tensor]) -> tuple[Tensor, int]:
-        """The packed answer about one slice, and its number of entries."""
+    def _mean(self, messages: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean of messages about one slice, as :func:`dlion.kernels.take_mean`."""
         for entries in [self._entries(message) for message in messages]:
             kernels.add_entries(self._total, entries)
-        mean = kernels.take_mean(self._total, len(messages))
-        if self.down.nbytes(len(mean)) < self.dense.nbytes(self.slice):
-            return mean.view(torch.uint8).flatten(), len(mean)
-        kernels.add_entries(dense := torch.zeros_like(self._total), mean)
-        return self.dense.encode(dense), DENSE
+        return kernels.take_mean(self._total, len(messages))
+
+    def _is_dense(self, count: int) -> bool:
+        """Whether float32 for all is shorter than so many entries."""
+        return self.down.nbytes(count) >= self.dense.nbytes(self.slice)
+
+    def _pack(self, entries: Tensor) -> Tensor:
+        """Return the packed answer."""
+        if not self._is_dense(len(entries)):
+            return entries.clone().view(torch.uint8).flatten()
+        kernels.add_entries(dense := torch.zeros_like(self._total), entries)
+        return self.dense.encode(dense)
 
     def _entries(self, packed: Tensor) -> Tensor:
-        """Return entries (index, value) as they are written, int32 ``[m, 2]``."""
+        """Return entries (index, value) as they are written, int32 ``[m, 2]``.
+
+        On a CPU their indices are looked at; a GPU does so by itself where it adds them.
+        """
         entries = packed.view(torch.int32).view(-1, 2)
-        if len(entries):
+        if len(entries) and not entries.is_cuda:
             low, high = entries[:, 0].aminmax()
             if not 0 <= low <= high < self.slice:
                 raise TrainingFailed("a worker sent entries of parameters that there are not")

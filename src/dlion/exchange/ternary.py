@@ -70,14 +70,14 @@ class ScaledTernaryMean(TernaryMean):
     def run(self, step: int) -> None:
         w = self.channel.workers
         own = torch.zeros(w.local, len(self._sizes), dtype=torch.float32, device=self.device)
-        for local, (_, scales) in self._unscaled.items():
-            own[local] = scales
+        for local, pair in self._unscaled.items():
+            for tensor in pair if own.is_cuda else ():  # of the stream of the backward pass
+                tensor.record_stream(torch.cuda.current_stream())
+            own[local] = pair[1]
         largest = self.channel.gather(own).nan_to_num(0.0).amax(0)
         parts = zip(largest, self._sizes, strict=True)
         self._scales = torch.cat([scale.expand(size) for scale, size in parts])
         for local, (values, _) in self._unscaled.items():
-            if values.is_cuda:  # it was made on the stream of the backward pass
-                values.record_stream(torch.cuda.current_stream())
             names = ("terngrad", w.ids[local], self.index, step)
             draws = stream(self.seed, *names, device=values.device)
             coins = torch.rand(

@@ -17,6 +17,7 @@ from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DirectSend
 from dlion.exchange.grid import Grid
 from dlion.streams import stream
+from dlion.transfer import index_of
 from dlion.wire import Level, Sign, Ternary, Wire
 
 Ties = Literal["zero", "plus", "alternate", "random", "previous"]
@@ -95,7 +96,14 @@ class LevelExchange(DirectSend):
         """
         owned = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         owned[:numel] = 1 if mask is None else mask[:numel].to(torch.float32)
-        return owned.view(-1, self.slice)[list(self.channel.workers.ids)]
+        return owned.view(-1, self.slice)[self.channel.owned]
+
+    def of_senders(self, values: Tensor) -> Tensor:
+        """Return what values of all workers, ``[n, ...]``, say of the senders, ``[m, ...]``."""
+        senders = self.channel.participants
+        if len(senders) == len(values):
+            return values
+        return values.index_select(0, index_of(tuple(senders), values.device))
 
     def _planes(self, messages: Tensor) -> Tensor:
         """uint8 ``[..., up bytes]`` -> int64 ``[..., planes, words]``, a view."""
@@ -191,7 +199,7 @@ class Vote(LevelExchange):
     def accept(self) -> None:
         if "previous" in self.state:
             words = self.answer.view(torch.int64)
-            self.state["previous"].copy_(words[list(self.channel.workers.ids)])
+            self.state["previous"].copy_(words[self.channel.owned])
 
     def elementwise(self) -> dict[str, Tensor]:
         if "previous" not in self.state:
@@ -202,7 +210,7 @@ class Vote(LevelExchange):
     def set_elementwise(self, values: dict[str, Tensor]) -> None:
         for name, flat in values.items():
             packed = Sign().encode(flat.view(-1, self.slice)).view(torch.int64)
-            self.state[name].copy_(packed[list(self.channel.workers.ids)])
+            self.state[name].copy_(packed[self.channel.owned])
 
     def _positive_ties(self, tied: Tensor, owner: int, step: int) -> Tensor:
         """The mask of those ties that become +1."""
@@ -254,10 +262,10 @@ class WeightedVote(Vote):
         )
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
-        agreement, senders = self.state["agreement"][owner], self.channel.participants
+        agreement = self.of_senders(self.state["agreement"][owner])
         votes = self.up.decode(messages.contiguous(), self.slice).mul(2.0).sub_(1)
         total = torch.zeros_like(votes[0])
-        for vote, weight in zip(votes, log_odds(agreement[senders]), strict=True):
+        for vote, weight in zip(votes, log_odds(agreement), strict=True):
             total += weight * vote
         positive, tied = (
             self.up.encode(mask.to(torch.uint8)).view(torch.int64)
@@ -265,7 +273,7 @@ class WeightedVote(Vote):
         )
         self._decide(positive | self._positive_ties(tied, owner, step), owner, answer)
         agreed = votes == self.up.decode(answer, self.slice).mul(2.0).sub_(1)
-        agreement[senders] = learn(agreement[senders], agreed, self._counted[owner])
+        learn(self, owner, agreed, self._counted[owner])
 
 
 def log_odds(agreement: Tensor) -> Tensor:
@@ -274,13 +282,16 @@ def log_odds(agreement: Tensor) -> Tensor:
     return (p / (1 - p)).log()
 
 
-def learn(agreement: Tensor, agreed: Tensor, counted: Tensor) -> Tensor:
-    """Average ``agreement`` ``[m]`` over about 100 steps with the share that agreed in this one.
+def learn(exchange: LevelExchange, owner: int, agreed: Tensor, counted: Tensor) -> None:
+    """Average ``agreement`` of the senders over about 100 steps with the share that agreed now.
 
     Args:
-        agreed: bool ``[m, slice]``.
+        agreed: which parameters each sender agreed on with the answer, bool ``[m, slice]``.
         counted: 1 or 0, float32 ``[slice]``: what the share is taken of.
     """
-    if not counted.any():
-        return agreement
-    return agreement.lerp(agreed.to(torch.float32) @ counted / counted.sum(), 0.01)
+    agreement = exchange.state["agreement"][owner]
+    before = exchange.of_senders(agreement)
+    share = agreed.to(torch.float32) @ counted / counted.sum()
+    after = before.lerp(share, 0.01).where(counted.any(), before)
+    senders = index_of(tuple(exchange.channel.participants), agreement.device)
+    agreement.index_copy_(0, senders, after)

@@ -256,11 +256,12 @@ def add_entries(total: Tensor, entries: Tensor) -> None:
     choose(total).add_entries(total, entries)
 
 
-def take_mean(total: Tensor, count: int) -> Tensor:
-    """Return a float32 vector over ``count`` as entries, and set it to zero.
+def take_mean(total: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return a float32 vector ``[d]`` over ``count`` as entries, and set it to zero.
 
     Returns:
-        Those that are not 0, by ascending index, as for :func:`add_entries`.
+        Entries as for :func:`add_entries`, ``[d, 2]``: first those that are not 0, by ascending
+        index; and how many these are, an integer. What follows them means nothing.
     """
     return choose(total).take_mean(total, count)
 

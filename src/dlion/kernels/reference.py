@@ -150,7 +150,8 @@ def largest(values, count):
     sizes = (values.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)  # any NaN is the largest
     bound = sizes.topk(count, sorted=False).values.min()
     above, tied = sizes > bound, sizes == bound
-    return (above | (tied & (tied.cumsum(0) <= count - above.sum()))).nonzero().squeeze(-1)
+    chosen = above | (tied & (tied.cumsum(0) <= count - above.sum()))
+    return torch.nonzero_static(chosen, size=count).squeeze(-1)  # a GPU's host need not count them
 
 
 def add_entries(total, entries):
@@ -161,8 +162,10 @@ def add_entries(total, entries):
 def take_mean(total, count):
     mean = total / count
     total.zero_()
-    indices = mean.nonzero().squeeze(-1)
-    return Sparse().encode((indices, mean[indices])).view(torch.int32).view(-1, 2)
+    found = mean.count_nonzero()
+    indices = torch.nonzero_static(mean, size=len(mean), fill_value=0).squeeze(-1)
+    values = mean[indices].where(torch.arange(len(mean), device=mean.device) < found, 0.0)
+    return Sparse().encode((indices, values)).view(torch.int32).view(-1, 2), found
 
 
 def ternarise(values, scales, coins):

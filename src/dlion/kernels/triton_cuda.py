@@ -261,8 +261,7 @@ def _load(pointer, inside, WHOLE: tl.constexpr):
     """Load values, zeros outside; without a mask where the whole block is inside."""
     if WHOLE:
         return tl.load(pointer)
-    else:
-        return tl.load(pointer, mask=inside, other=0)
+    return tl.load(pointer, mask=inside, other=0)
 
 
 @triton.jit
@@ -457,8 +456,7 @@ def _total(values, LARGEST: tl.constexpr):
     if LARGEST:
         bad = tl.sum((values != values).to(tl.int32), axis=0)
         return tl.where(bad > 0, float("nan"), tl.max(values, axis=0))
-    else:
-        return tl.sum(values, axis=0)
+    return tl.sum(values, axis=0)
 
 
 @triton.jit
@@ -612,9 +610,7 @@ def _encode_deltas(
 
 
 @triton.jit
-def _write_deltas(
-    target, u, left, estimate, level, history, plane, rise, WHOLE: tl.constexpr
-):
+def _write_deltas(target, u, left, estimate, level, history, plane, rise, WHOLE: tl.constexpr):
     """Delta-modulate directions ``[32, 32]``: whole words, in whose gaps they are 0."""
     _, used = _inside(left)
     index, inside = tl.arange(0, 32)[:, None] * 32 + _lanes(), used[:, None]
@@ -746,7 +742,9 @@ def _digit(byte, place):
 @triton.jit
 def _float(integer):
     """Return integers from 0 to 2**23 - 1 as float32, faster than a GPU converts them."""
-    return (integer.to(tl.int32, bitcast=True) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return (integer.to(tl.int32, bitcast=True) | 0x4B000000).to(
+        tl.float32, bitcast=True
+    ) - 8388608.0
 
 
 @triton.jit

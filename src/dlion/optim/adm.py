@@ -88,12 +88,11 @@ class DLionADM(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         exchange, (beta1, beta2) = bucket.exchange, bucket.group["betas"]
-        parts = list(bucket.parts("momentum", local))
+        momentum, grads = bucket.own["momentum"][local], bucket.grads
         if not exchange.begun:
-            exchange.start(local, [kernels.measure(m, g, beta1, "l1") for _, m, g in parts])
+            exchange.start(local, kernels.measure(momentum, grads, beta1, "l1"))
         message, coder = exchange.message(local), exchange.coder(local)
-        for part in parts:
-            kernels.encode_deltas(message, *part, coder, beta1, beta2, self.rise)
+        kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
 
     def update(self, bucket: Bucket) -> None:
         sign_descent(bucket)

@@ -20,6 +20,7 @@ from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, c
 from dlion.optim.node import DenseWire, Node
 from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
+from dlion.transfer import download
 from dlion.values import Positive
 from dlion.workers import Workers, voters
 
@@ -112,9 +113,11 @@ class DistributedOptimizer(BucketedOptimizer):
             one bucket a group. ``auto``: 5, and in proportion to n beyond 8 workers, so that a
             slice, and what a message about it costs, stays as large.
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
-            raises TrainingFailed on that worker before the parameters of that bucket are updated
-            (state may hold the gradient by then: go on from a checkpoint only); ``skip`` treats it
-            as a parameter without a gradient there, in that step; None sends it as it is.
+            raises TrainingFailed on all workers before the parameters of that bucket are updated
+            (state may hold the gradient by then: resume from a checkpoint only); ``skip`` treats it
+            as a parameter without a gradient there, in that step; None sends it as it is. With
+            ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
+            bucket; nothing else does.
 
     Attributes:
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
@@ -255,10 +258,8 @@ class DistributedOptimizer(BucketedOptimizer):
         Raises:
             TrainingFailed: if one is not finite and that is to end training.
         """
-        if self.nonfinite is not None:
-            for bucket in self.buckets:
-                self._look_at_gradients(bucket, local)
-                bucket.check_finite()
+        self._look_at(self.buckets, local)
+        self._refuse_broken(self.buckets, local)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -320,20 +321,29 @@ class DistributedOptimizer(BucketedOptimizer):
             bucket.flight = InFlight()
 
     def _exchange_and_update(self) -> None:
-        """Let all messages leave, wait for the answers and apply them."""
+        """Let all messages leave, wait for the answers and apply them.
+
+        A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
+        later buckets go on meanwhile, each bucket is updated as soon as its answer is there.
+        """
         for bucket in self.buckets[self._sent :]:
             self._send(bucket)
-        for bucket in self.buckets:
+        at_once = any(bucket.device.type != "cpu" for bucket in self.buckets)
+        for batch in [self.buckets] if at_once else [[bucket] for bucket in self.buckets]:
             with self.channel.timer("wait"):
-                self._wait(bucket)
-            bucket.adopt()
-            flats = (bucket.params, *bucket.shared.values())
-            kept = bucket.untouched(bucket.flight.present, *flats)
-            with self.channel.timer("apply"), kept:
-                self.update(bucket)
-            bucket.write_back()
+                self._wait(batch)
+            for bucket in batch:
+                self._update(bucket)
         for bucket in self.buckets:
             self.after_step(bucket)
+
+    def _update(self, bucket: Bucket) -> None:
+        bucket.adopt()
+        flats = (bucket.params, *bucket.shared.values())
+        kept = bucket.untouched(bucket.flight.present, *flats)
+        with self.channel.timer("apply"), kept:
+            self.update(bucket)
+        bucket.write_back()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -415,8 +425,7 @@ class DistributedOptimizer(BucketedOptimizer):
             self._include_unfrozen()
         self._collected.add(local)
         with self._whole():
-            for bucket in self.buckets[self._sent :]:
-                self._encode(bucket, local)
+            self._encode(self.buckets[self._sent :], local)
 
     @torch.no_grad()
     def _gradient_is_ready(self, bucket: Bucket, _: Tensor) -> None:
@@ -446,7 +455,7 @@ class DistributedOptimizer(BucketedOptimizer):
         while self._sent < len(self.buckets) and self.buckets[self._sent].flight.waiting == 0:
             complete = self.buckets[self._sent]
             with self._whole():
-                self._encode(complete, local[-1])
+                self._encode([complete], local[-1])
                 complete.note_gradients()
                 self._send(complete)
 
@@ -454,13 +463,14 @@ class DistributedOptimizer(BucketedOptimizer):
         self._in_backward = False
 
     @torch.no_grad()
-    def _encode(self, bucket: Bucket, local: int) -> None:
-        if self.nonfinite is not None:
-            self._look_at_gradients(bucket, local)
-        flag = self.flag
-        if self.node is not None:
-            flag = self.node.average(bucket, self._header(bucket, bucket.present(), flag))
-        self._write_message(bucket, local, flag)
+    def _encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Look at a local worker's gradients and write its messages about buckets."""
+        self._look_at(buckets, local)
+        for bucket in buckets:
+            flag = self.flag
+            if self.node is not None:
+                flag = self.node.average(bucket, self._header(bucket, bucket.present(), flag))
+            self._write_message(bucket, local, flag)
 
     def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
         if self._trained is None:
@@ -475,19 +485,37 @@ class DistributedOptimizer(BucketedOptimizer):
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
-        header = self._header(bucket, present, flag)
-        bucket.exchange.encode_header(local, header.to(bucket.device))
+        bucket.write_header(local, self._header(bucket, present, flag))
 
-    def _look_at_gradients(self, bucket: Bucket, local: int) -> None:
-        """Drop gradients that are not finite, or measure them for the exchange to look at."""
-        norms = bucket.norms()
-        if self.nonfinite == "stop":
-            bucket.flight.norms[local] = norms
+    def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Drop gradients that are not finite, or measure them for the headers."""
+        if self.nonfinite is None:
             return
-        for slot, finite in zip(bucket.slots, norms.isfinite().tolist(), strict=True):
-            if not finite:
-                slot.tensor.grad = None
-                self._skipping.add(local)
+        for bucket in buckets:
+            bucket.flight.norms[local] = bucket.norms()
+        if self.nonfinite == "stop":
+            return
+        for bucket, norms in self._norms_of(buckets, local):
+            del bucket.flight.norms[local]
+            for slot, finite in zip(bucket.slots, norms.isfinite().tolist(), strict=True):
+                if not finite:
+                    slot.tensor.grad = None
+                    self._skipping.add(local)
+
+    def _refuse_broken(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Raise TrainingFailed for gradients that are not finite, if that is to end training."""
+        if self.nonfinite != "stop":
+            return
+        for bucket, norms in self._norms_of(buckets, local):
+            broken = (~norms.isfinite()).nonzero()
+            if len(broken):
+                bucket.refuse_gradient(int(broken[0]), f"worker {self.workers.ids[local]}")
+
+    @staticmethod
+    def _norms_of(buckets: Sequence[Bucket], local: int) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield the norms of a local worker's gradients in main memory; the host waits for them."""
+        norms = download([bucket.flight.norms[local] for bucket in buckets])
+        return zip(buckets, norms, strict=True)
 
     def _send(self, bucket: Bucket) -> None:
         """Let the messages of the next bucket leave."""
@@ -495,16 +523,20 @@ class DistributedOptimizer(BucketedOptimizer):
         self._sent += 1
         self._thread.submit(bucket)
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for the exchanges of buckets, and read the headers of their messages."""
         try:
-            self._thread.wait(bucket)
+            self._thread.wait(buckets)
+            headers = download([bucket.exchange.headers for bucket in buckets])
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             raise RuntimeError(
-                f"the exchange of step {bucket.step + 1} broke off ({error}): another process has"
-                " ended, hangs, or called step() less often than this one"
+                f"the exchange of step {buckets[0].step + 1} broke off ({error}): another process"
+                " has ended, hangs, or called step() less often than this one"
             ) from error
+        for bucket, rows in zip(buckets, headers, strict=True):
+            bucket.read_headers(rows)
 
     def _end_step(self) -> None:
         self.flagged = any(bucket.flight.flag for bucket in self.buckets)

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlion.errors import TrainingFailed
-from dlion.exchange import Buffers, Exchange
+from dlion.exchange import Buffers, Exchange, Stages
+from dlion.kernels import Gradients, Places
 from dlion.optim.shards import local_part
+from dlion.transfer import upload
 from dlion.wire import Header, Headers
 
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
@@ -48,11 +50,14 @@ class Slot(NamedTuple):
         return (values if self.order is None else values.permute(self.order)).flatten()
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient as a vector in the parameter's memory order, None without one."""
+        """Return the gradient as a vector in the parameter's memory order, None without one.
+
+        It has no gaps in memory: what autograd has expanded is copied.
+        """
         grad = self.tensor.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        return None if grad is None else self.flatten(local_part(grad))
+        return None if grad is None else self.flatten(local_part(grad)).contiguous()
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
@@ -108,7 +113,7 @@ class InFlight:
         sent: whether the messages have left.
         restarted: whether zero_grad() has given up the backward pass that they were made in.
         rates: the hyperparameters that the latest message was made with.
-        norms: the norms of local workers' gradients, ``[T]`` each, still to be looked at.
+        norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
         gradients: those that messages were made of, with their versions.
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
@@ -166,6 +171,7 @@ class Bucket:
             self.slots.append(Slot(tensor, name, here.shape, start, stop, _memory_order(here)))
             start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
         self.numel = start
+        self.places = Places((slot.start, slot.stop) for slot in self.slots)
         self.header = Header(len(tensors))
         self.flight = InFlight()
         self._pieces: dict[int, list[Piece]] = {}
@@ -199,7 +205,7 @@ class Bucket:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """``(start, stop)`` of each parameter."""
-        return [(slot.start, slot.stop) for slot in self.slots]
+        return list(self.places.spans)
 
     @property
     def buffers(self) -> Buffers:
@@ -259,18 +265,28 @@ class Bucket:
                 view.zero_()
             else:
                 views.append(view)
-                parts.append(grad[start:stop])
+                parts.append(grad if stop - start == grad.numel() else grad[start:stop])
         if parts:
             torch._foreach_copy_(views, parts)
 
+    @property
+    def grads(self) -> Gradients:
+        """The latest gradients, where autograd has left them."""
+        return Gradients([slot.gradient() for slot in self.slots], self.places)
+
     def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each parameter's start, its part of a worker's state, and its gradient or zeros."""
-        for slot in self.slots:
-            state, grad = self.own[name][local, slot.start : slot.stop], slot.gradient()
-            yield slot.start, state, torch.zeros_like(state) if grad is None else grad
+        """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
+
+        That is each parameter by itself, and on a GPU, where a launch costs more than a copy, all
+        of the bucket.
+        """
+        if self.device.type == "cuda":
+            yield 0, self.own[name][local], self.gradients()
+        else:
+            yield from self.grads.parts(self.own[name][local])
 
     def gradients(self) -> Tensor:
-        """Return the latest gradients, float32 ``[padded]``; the next call overwrites it."""
+        """Copy the latest gradients to float32 ``[padded]``; the next call overwrites it."""
         if self._row is None:
             self._row = self.params.new_zeros(1, len(self.params), dtype=torch.float32)
         self.copy_gradients(self._row)
@@ -281,15 +297,13 @@ class Bucket:
         return [slot.tensor.grad is not None for slot in self.slots]
 
     def norms(self) -> Tensor:
-        """Return the norm of each gradient, ``[T]``, 0 where there is none."""
-        norms = self.params.new_zeros(len(self.slots), dtype=torch.float32)
-        grads = {i: slot.gradient() for i, slot in enumerate(self.slots)}
-        present = {i: grad for i, grad in grads.items() if grad is not None}
-        if present:
-            precision = torch.promote_types(self.dtype, torch.float32)
-            found = torch.stack(torch._foreach_norm(list(present.values()), dtype=precision))
-            norms[list(present)] = found.to(torch.float32)
-        return norms
+        """Return the norm of each gradient, float32 ``[T]``, 0 where there is none."""
+        grads = self.grads
+        precision = torch.promote_types(self.dtype, torch.float32)
+        found = iter(torch._foreach_norm(grads.present, dtype=precision) if grads.present else ())
+        zero = self.params.new_zeros((), dtype=precision)
+        norms = [zero if grad is None else next(found) for grad in grads.tensors]
+        return torch.stack(norms).to(torch.float32)
 
     def count(self, name: str) -> list[tuple[int, slice]]:
         """Count a step for every parameter that some worker has a gradient for.
@@ -338,21 +352,29 @@ class Bucket:
                 )
 
     def run_exchange(self) -> None:
-        """Exchange the messages of this step, on whichever thread; then read their headers.
-
-        Raises:
-            TrainingFailed: if a local gradient is not finite and that is to end training, or if
-                workers are in different steps or have different hyperparameters.
-        """
-        self.check_finite()
+        """Exchange the messages of this step, on whichever thread."""
         if self.run_led is None:
             self.exchange.run(self.step)
         else:
             self.run_led(self)
-        headers = self.header.decode(self.exchange.headers)
-        self.check_in_step(headers, self.exchange.channel.participants, "worker")
-        self.flight.present, self.flight.flag = headers.present, headers.flag
-        self.flight.slow = headers.slow
+
+    def stages(self) -> Stages:
+        """As :meth:`run_exchange`, together with other buckets: see ``Exchange.stages``."""
+        if self.run_led is None:
+            yield from self.exchange.stages(self.step)
+        else:
+            self.run_led(self)
+
+    def read_headers(self, headers: Tensor) -> None:
+        """Note what the headers of all senders say, uint8 ``[m, bytes]`` in main memory.
+
+        Raises:
+            TrainingFailed: if a gradient is not finite and that is to end training, or if workers
+                are in different steps or have different hyperparameters.
+        """
+        read = self.header.decode(headers)
+        self.check_in_step(read, self.exchange.channel.participants, "worker")
+        self.flight.present, self.flight.flag, self.flight.slow = read.present, read.flag, read.slow
 
     def make_header(self, present: list[bool], trained: int, flag: bool) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
@@ -364,6 +386,17 @@ class Bucket:
         checksum = zlib.crc32(f"{trained} {self.flight.rates}".encode())
         slow = self.exchange.channel.slow
         return self.header.encode(self.step, checksum, present, flag, slow)
+
+    def write_header(self, local: int, header: Tensor) -> None:
+        """Let a header go with a local worker's message.
+
+        Where ``norms`` are known, it says which gradient is not finite, in place of the step.
+        """
+        header = upload(header, self.device)
+        norms = self.flight.norms.get(local)
+        if norms is not None:
+            self.header.mark(header, ~norms.isfinite())
+        self.exchange.encode_header(local, header)
 
     def _rates(self) -> str:
         rates = plain_values(self.group)
@@ -398,8 +431,12 @@ class Bucket:
         """Compare all senders, a ``kind`` of such numbers, with the first.
 
         Raises:
-            TrainingFailed: if one is in another step, or has other hyperparameters.
+            TrainingFailed: if one has a gradient that is not finite, is in another step, or has
+                other hyperparameters.
         """
+        for sender, broken in zip(senders, headers.broken, strict=True):
+            if broken is not None:
+                self.refuse_gradient(broken, f"{kind} {sender}")
         first, *senders = senders
         step, checksum = headers.steps[0], headers.checksums[0]
         others = zip(senders, headers.steps[1:], headers.checksums[1:], strict=True)
@@ -418,23 +455,13 @@ class Bucket:
                     " equally often"
                 )
 
-    def check_finite(self) -> None:
-        """Raise what was seen in gradients; late, as looking makes a GPU's host wait.
-
-        Raises:
-            TrainingFailed: if one is not finite.
-        """
-        for local, norms in self.flight.norms.items():
-            finite = norms.isfinite()
-            if not finite.all():
-                index = int((~finite).nonzero()[0])
-                name = self.slots[index].name or f"parameter {index} of bucket {self.index}"
-                worker = self.exchange.channel.workers.ids[local]
-                raise TrainingFailed(
-                    f"the gradient of {name} is not finite on worker {worker} in step"
-                    f" {self.step + 1}: lower the learning rate, or leave such gradients out with"
-                    " nonfinite=skip"
-                )
+    def refuse_gradient(self, parameter: int, whose: str) -> NoReturn:
+        """Raise TrainingFailed for the gradient of a parameter, which is not finite."""
+        name = self.slots[parameter].name or f"parameter {parameter} of bucket {self.index}"
+        raise TrainingFailed(
+            f"the gradient of {name} is not finite on {whose} in step {self.step + 1}: lower the"
+            " learning rate, or leave such gradients out with nonfinite=skip"
+        )
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:

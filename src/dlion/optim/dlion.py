@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
-from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange import (
@@ -30,26 +29,10 @@ from dlion.wire import Sign, Ternary
 Aggregation = Literal["mavo", "avg"]
 
 
-class Part(NamedTuple):
-    """One parameter on one worker, on its way into a message.
-
-    Attributes:
-        message: of the whole bucket, int64 ``[n, planes, words]``.
-        start: of the parameter in the bucket.
-        momentum: float32 ``[m]``, to be moved.
-        grad: ``[m]``.
-    """
-
-    message: Tensor
-    start: int
-    momentum: Tensor
-    grad: Tensor
-
-
 class SignedDescent(DistributedOptimizer):
     """Levels of the workers' own momenta up, their vote or mean down, decoupled weight decay.
 
-    Each parameter is encoded straight from its gradient, in one pass that also moves the momentum;
+    A bucket is encoded straight from its gradients, in one pass that also moves the momentum;
     answers are unpacked in the pass that applies them.
 
     With ``exchange=grid`` the workers stand on a grid of two dimensions, or three beyond 256 of
@@ -121,10 +104,13 @@ class SignedDescent(DistributedOptimizer):
         return self._costs.best(bucket.numel, self.levels - 1)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        message = bucket.exchange.message(local)
-        positive = self.zero_is_positive(local, bucket.step)
-        for part in bucket.parts("momentum", local):
-            self.encode_part(Part(message, *part), positive, bucket.group)
+        betas, positive = self.betas(bucket.group), self.zero_is_positive(local, bucket.step)
+        message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]
+        kernels.encode_signs(message, momentum, bucket.grads, *betas, positive)
+
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        """The betas of the direction and of the momentum."""
+        return group["betas"]
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """Whether a local worker says +1 where it has nothing to say (u = 0, or NaN).
@@ -139,14 +125,6 @@ class SignedDescent(DistributedOptimizer):
         position, n = participants.index(self.workers.ids[local]), len(participants)
         majority = (position + step // 2) % n < n // 2 + 1
         return majority if step % 2 == 0 else not majority
-
-    def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
-        """Write what a worker sends about one parameter, and move its momentum.
-
-        ``positive``: whether one bit says +1 for 0.
-        """
-        beta1, beta2 = group["betas"]
-        kernels.encode_signs(*part, beta1, beta2, positive)
 
     def update(self, bucket: Bucket) -> None:
         params, exchange, group = bucket.params, bucket.exchange, bucket.group
@@ -249,6 +227,6 @@ class Signum(SignedDescent):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
 
-    def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
         beta = group["momentum"]  # Lion's direction with equal betas is the new momentum
-        kernels.encode_signs(*part, beta, beta, positive)
+        return beta, beta

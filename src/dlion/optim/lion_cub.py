@@ -9,7 +9,7 @@ from dlion import kernels
 from dlion.exchange import Shape, Ties, Way
 from dlion.optim.base import Common
 from dlion.optim.bucket import Bucket
-from dlion.optim.dlion import Part, SignedDescent
+from dlion.optim.dlion import SignedDescent
 from dlion.optim.sync import MomentumSync
 from dlion.values import Betas, Name, NotNegative, Positive, Whole
 
@@ -82,16 +82,17 @@ class LionCub(SignedDescent):
                 " model.named_parameters() and a pattern that occurs in a name"
             )
 
-    def encode_part(self, part: Part, positive: bool, group: dict[str, Any]) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
         if self.bits == 1:
-            super().encode_part(part, positive, group)
+            super().encode(bucket, local)
             return
-        beta1, beta2 = group["betas"]
+        message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]
+        grads, (beta1, beta2) = bucket.grads, self.betas(bucket.group)
         largest = (self.levels - 1) // 2  # s
-        scale = kernels.measure(part.momentum, part.grad, beta1, self.scale)
-        smallest = torch.finfo(scale.dtype).tiny
-        factor = (largest if self.scale == "max" else largest / 2) / scale.clamp(min=smallest)
-        kernels.encode_levels(*part, beta1, beta2, factor, largest)
+        scales = kernels.measure(momentum, grads, beta1, self.scale)
+        smallest = torch.finfo(scales.dtype).tiny
+        factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)
+        kernels.encode_levels(message, momentum, grads, beta1, beta2, factors, largest)
 
     def after_step(self, bucket: Bucket) -> None:
         if self._sync.is_due(bucket.step + 1):

@@ -124,8 +124,11 @@ class LocalUpdate(DistributedOptimizer):
         """Whether the step at hand is the last of its round."""
         return self._last or (self.param_groups[0]["steps"] + 1) % self.local_steps == 0
 
+    def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
+        super()._look_at(buckets, local)
+        self._refuse_broken(buckets, local)  # before they move the worker
+
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
-        bucket.check_finite()
         own = (rows[local] for rows in bucket.own.values())
         with self.channel.timer("apply"), bucket.untouched(bucket.present(), *own):
             self._inner.step(bucket, local)

@@ -65,5 +65,6 @@ class MomentumSync:
         exchange.run(bucket.step)
         mean, offset, local = exchange.decode(), 0, channel.local_participants
         for start, stop in spans:
-            rows[local, start:stop] = mean[offset : offset + stop - start]
+            for row in local:
+                rows[row, start:stop] = mean[offset : offset + stop - start]
             offset += stop - start

@@ -1,9 +1,11 @@
 """Runs exchanges beside the backward pass, one after the other."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from dlion.exchange import run_together
 from dlion.optim.bucket import Bucket
 
 
@@ -36,17 +38,18 @@ class ExchangeThread:
             ready.record(torch.cuda.current_stream(bucket.device))
         self._running[bucket] = self._executor.submit(self._run, bucket, ready)
 
-    def wait(self, bucket: Bucket) -> None:
-        """Return when the exchange of a submitted bucket is over; raise what it raised."""
+    def wait(self, buckets: Sequence[Bucket]) -> None:
+        """Return when the exchanges of submitted buckets are over; raise what they raised."""
         if not self.overlap:
-            bucket.run_exchange()
+            run_together([bucket.stages() for bucket in buckets])
             return
-        done = self._running.pop(bucket).result()
-        if done is not None:
-            stream = torch.cuda.current_stream(bucket.device)
-            done.wait(stream)
-            for answer in bucket.exchange.answer:
-                answer.record_stream(stream)
+        for bucket in buckets:
+            done = self._running.pop(bucket).result()
+            if done is not None:
+                stream = torch.cuda.current_stream(bucket.device)
+                done.wait(stream)
+                for result in (*bucket.exchange.answer, bucket.exchange.headers):
+                    result.record_stream(stream)
 
     def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""

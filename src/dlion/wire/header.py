@@ -14,6 +14,7 @@ class Headers(NamedTuple):
 
     Attributes:
         steps: the step of each sender.
+        broken: of each sender the first parameter whose gradient is not finite, None without one.
         checksums: of what each sender must have in common with the others.
         present: which parameters some sender has a gradient for.
         flag: whether any sender has its flag set.
@@ -21,6 +22,7 @@ class Headers(NamedTuple):
     """
 
     steps: list[int]
+    broken: list[int | None]
     checksums: list[int]
     present: list[bool]
     flag: bool
@@ -31,7 +33,8 @@ class Header:
     """The header of messages about so many parameters: ``nbytes`` bytes, whole 64-bit words.
 
     The step and a checksum as 32-bit integers, one bit a parameter (whether the sender has a
-    gradient for it), one for a flag of the training loop's own, and one for slow links.
+    gradient for it), one for a flag of the training loop's own, and one for slow links. Below 0
+    the step is -1 - i, where the gradient of parameter i is not finite.
     """
 
     def __init__(self, parameters: int):
@@ -53,11 +56,24 @@ class Header:
         header[_NUMBERS : _NUMBERS + len(bits)] = bits
         return torch.from_numpy(header)
 
+    @staticmethod
+    def mark(header: Tensor, broken: Tensor) -> None:
+        """Say in a header, on any device, that a gradient is not finite; the host need not know.
+
+        Args:
+            header: uint8 ``[nbytes]``.
+            broken: which gradients are not finite, bool ``[T]``.
+        """
+        step = header[:4].view(torch.int32)
+        first = broken.to(torch.uint8).argmax()
+        step.copy_(torch.where(broken.any(), -1 - first, step))
+
     def decode(self, headers: Tensor) -> Headers:
-        """Read the headers of all senders, uint8 ``[m, nbytes]``."""
-        rows = headers.cpu().numpy()
+        """Read the headers of all senders, uint8 ``[m, nbytes]``, in main memory."""
+        rows = headers.numpy()
         steps, checksums = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T.tolist()
+        broken = [2**32 - 1 - step if step >= 2**31 else None for step in steps]
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 2).astype(bool)
         *present, flag, slow = flags.tolist()
-        return Headers(steps, checksums, present, flag, slow)
+        return Headers(steps, broken, checksums, present, flag, slow)
