@@ -248,7 +248,7 @@ def _of(row: Row, key: Row) -> bool:
 
 def _code() -> str:
     """Return a hash of all code that is measured, or measures."""
-    files = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
+    files = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "benchmarks").rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -9,15 +9,19 @@ parameters). Nothing travels here. Writes local_step.json and local_step.png.
 """
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from common import Parser, Points, Row, interleaved, ratios, run, spread
-from matplotlib.figure import Figure
 
 from dlion import kernels
 from dlion.arguments import whole
 from dlion.kernels import reference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # accelerator.py takes cases from here without matplotlib
 
 VOTERS = 8
 LR, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.99)
@@ -25,9 +29,11 @@ OURS = ("dlion", "lion_cub")
 
 
 def make_cases(d: int) -> dict[str, Callable[[], object]]:
-    """Return what is timed, for d parameters on torch's default device."""
-    from lion_pytorch import Lion
+    """Return what is timed, for d parameters on torch's default device.
 
+    lion-pytorch is among it only where it is installed.
+    """
+    on_gpu = torch.get_default_device().type == "cuda"
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     grad = torch.randn(d, generator=generator)
     words = -(-d // (64 * VOTERS))
@@ -42,6 +48,8 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         return torch.optim.AdamW([param], lr=LR, **how).step
 
     def lion():
+        from lion_pytorch import Lion
+
         param = torch.nn.Parameter(params.clone())
         param.grad = grad
         return Lion([param], lr=LR, weight_decay=DECAY).step
@@ -99,14 +107,15 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
 
         return step
 
+    beside = {"lion-pytorch": lion()} if importlib.util.find_spec("lion_pytorch") else {}
     return {
         "lerp_ (floor)": lambda: momentum.lerp_(grad, 0.01),
         "mul_ (floor)": lambda: params.mul_(1 - LR * DECAY),
         "copy_": lambda: momentum.copy_(grad),
-        "AdamW, fused": adamw(fused=True),
-        "AdamW, fused, bfloat16": adamw(torch.bfloat16, fused=True),
+        "AdamW, fused": adamw(fused=True, capturable=on_gpu),
+        "AdamW, fused, bfloat16": adamw(torch.bfloat16, fused=True, capturable=on_gpu),
         "AdamW, foreach": adamw(foreach=True),
-        "lion-pytorch": lion(),
+        **beside,
         "dlion_mavo": mavo(kernels),
         "dlion_mavo, bfloat16": mavo(kernels, torch.bfloat16),
         "dlion_mavo, plain torch": mavo(reference),
@@ -164,8 +173,10 @@ def evaluate(seconds: dict[str, list[float]], d: int) -> list[Row]:
     ]
 
 
-def draw(rows: list[Row]) -> Figure:
+def draw(rows: list[Row]) -> "Figure":
     """Draw bars for the smallest number of threads, a panel for each size."""
+    from matplotlib.figure import Figure
+
     threads = min(row["threads"] for row in rows)
     rows = [row for row in rows if row["threads"] == threads]
     sizes = sorted({row["d"] for row in rows})

@@ -39,12 +39,11 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console  # accelerator.py takes cases from here without rich
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4
@@ -583,9 +582,11 @@ def show(
     there: Outcomes,
     here: Outcomes,
     changed: set[str],
-    console: Console,
+    console: "Console",
 ) -> int:
     """Print the table; returns how many cases differ that should not."""
+    from rich.table import Table
+
     table = Table("case", "runs", "may differ after", "result", box=None, pad_edge=False)
     wrong = 0
     for case in cases:
@@ -607,6 +608,9 @@ def show(
 
 
 def main(argv: list[str] | None = None) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         epilog="; ".join(f"{name}: {what}" for name, what in CHANGES.items()),

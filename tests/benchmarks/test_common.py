@@ -35,6 +35,8 @@ OVER_LINKS = ("exchange", "end_to_end", "time_to_accuracy", "soak")
         ("time_to_accuracy", "--steps 20", "20 is not a whole number of at least 30"),
         ("time_to_accuracy", "--target 90", "90 is not a number from 0 to 1"),
         ("time_to_accuracy", "--seeds 0", "0 is not a whole number of at least 1"),
+        ("accelerator", "--only kernel", "choose from kernels, steps, train, nccl"),
+        ("accelerator", "--device cuda --only steps,", " is not a part"),
         ("soak", "--mean 0", "0 is not a number of at least 0.1"),
         ("soak", "--minutes nan", "nan is not a number of at least 0"),
         ("soak", "--minute", "expected one argument"),
