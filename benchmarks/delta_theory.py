@@ -62,7 +62,7 @@ class Modulator:
         """Send a bit of each of ``[n, d]``; return them as -1 and 1."""
         truth = truth.expand(self.n, -1).contiguous()
         bits = torch.where(truth >= self.estimate, 1.0, -1.0)
-        parts = self._message, 0, self._momentum, truth.flatten(), self.coder
+        parts = self._message, self._momentum, kernels.Gradients.of(truth.flatten()), self.coder
         kernels.encode_deltas(*parts, 0.0, 0.0, self.rise)  # with these momenta it is the gradient
         return bits
 

@@ -36,6 +36,7 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
     on_gpu = torch.get_default_device().type == "cuda"
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     grad = torch.randn(d, generator=generator)
+    grads = kernels.Gradients.of(grad)
     words = -(-d // (64 * VOTERS))
     momentum, params = torch.zeros(d), torch.randn(d, generator=generator)
     others = torch.randint(-(2**62), 2**62, (VOTERS, 4, words), generator=generator)
@@ -56,10 +57,10 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
 
     def mavo(module, dtype=torch.float32):
         out = torch.zeros(VOTERS, 1, words, dtype=torch.int64)
-        moved, new = params.to(dtype), grad.to(dtype)
+        moved, new = params.to(dtype), kernels.Gradients.of(grad.to(dtype))
 
         def step():
-            module.encode_signs(out, 0, momentum, new, *BETAS, True)
+            module.encode_signs(out, momentum, new, *BETAS, True)
             module.compare_sum(others[:, :1], 1, VOTERS // 2, *masks)
             module.apply_signs(moved, out.squeeze(1), LR, DECAY)
 
@@ -70,7 +71,7 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         total = torch.zeros(VOTERS.bit_length(), words, dtype=torch.int64)
 
         def step():
-            kernels.encode_signs(out, 0, momentum, grad, *BETAS, True)
+            kernels.encode_signs(out, momentum, grads, *BETAS, True)
             kernels.sum_planes(others[:, :1], 1, total)
             kernels.apply_levels(params, others, VOTERS, LR, DECAY)
 
@@ -87,7 +88,7 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         owned = coder((1, 64 * words), VOTERS, 64 * words)
 
         def step():
-            kernels.encode_deltas(out, 0, momentum, grad, sent, *BETAS, 2)
+            kernels.encode_deltas(out, momentum, grads, sent, *BETAS, 2)
             kernels.decode_deltas(others[:, :1], rows, owned, None, 2, 1.0, *masks)
             kernels.apply_signs(params, out.squeeze(1), LR, DECAY)
 
@@ -98,9 +99,9 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
         largest = 2 ** (bits - 1) - 1
 
         def step():
-            unit = kernels.measure(momentum, grad, BETAS[0], "l1")
+            unit = kernels.measure(momentum, grads, BETAS[0], "l1")
             factor = largest / 2 / unit
-            kernels.encode_levels(out, 0, momentum, grad, *BETAS, factor, largest)
+            kernels.encode_levels(out, momentum, grads, *BETAS, factor, largest)
             kernels.compare_sum(others[:, :bits], 2 * largest, VOTERS * largest, *masks)
             kernels.pack_votes(*masks, trits[0])
             kernels.apply_trits(params, trits, 64 * words, LR, DECAY)

@@ -12,7 +12,7 @@ from common import Row, ratios, spread
 from kernel_cases import Compiled, cases
 from torch import Tensor
 
-from dlion.kernels import Coder, reference
+from dlion.kernels import Coder, Gradients, reference
 from gpu.timing import timed
 
 SHARE = 0.8  # of the bandwidth of a copy: the aim
@@ -140,13 +140,13 @@ def enough_bytes(device: str) -> int:
 
 # how a kernel uses those of its arguments that hold tensors, in their order: read, write
 MOVES: dict[str, list[str]] = {
-    "encode_signs": ["w", "rw", "r"],  # message, momentum, gradient
-    "measure": ["r", "r"],  # momentum, gradient
-    "encode_levels": ["w", "rw", "r", "r"],  # message, momentum, gradient, multiplier
+    "encode_signs": ["w", "rw", "r"],  # message, momentum, gradients
+    "measure": ["r", "r"],  # momentum, gradients
+    "encode_levels": ["w", "rw", "r", "r"],  # message, momentum, gradients, multipliers
     "sum_planes": ["r", "w"],  # messages, sums
     "compare_sum": ["r", "w", "w"],  # messages, two masks
     "pack_votes": ["r", "r", "w"],  # two masks, trits
-    "encode_deltas": ["w", "rw", "r", "rw"],  # message, momentum, gradient, coder
+    "encode_deltas": ["w", "rw", "r", "rw"],  # message, momentum, gradients, coder
     "decode_deltas": ["r", "r", "rw", "w", "w"],  # messages, rows, coders, two masks
     "apply_signs": ["rw", "r"],  # parameters, answers
     "apply_levels": ["rw", "r"],
@@ -174,7 +174,7 @@ def tensors_in(argument: Any) -> Iterator[Tensor]:
 
 def signs(message: Tensor, momentum: Tensor, grad: Tensor) -> tuple[Any, ...]:
     """Return the arguments of ``encode_signs``."""
-    return message, 0, momentum, grad, *BETAS, True
+    return message, momentum, Gradients.of(grad), *BETAS, True
 
 
 def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]]:
@@ -207,17 +207,31 @@ def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]
         return torch.randint(243, shape, dtype=torch.uint8, device=device)
 
     everyone = torch.arange(VOTERS, device=device)
-    factor, half = torch.ones((), device=device), torch.bfloat16
+    factor, half = torch.ones(1, device=device), torch.bfloat16
     return {
         "encode_signs": lambda: signs(sent(), normal(), normal()),
         "encode_signs, bfloat16": lambda: signs(sent(), normal(), normal(half)),
-        "measure": lambda: (normal(), normal(), BETAS[0], "l1"),
-        "encode_levels, 4 bits": lambda: (sent(4), 0, normal(), normal(), *BETAS, factor, 7),
+        "measure": lambda: (normal(), Gradients.of(normal()), BETAS[0], "l1"),
+        "encode_levels, 4 bits": lambda: (
+            sent(4),
+            normal(),
+            Gradients.of(normal()),
+            *BETAS,
+            factor,
+            7,
+        ),
         "sum_planes, 1 bit": lambda: (random(VOTERS, 1, words), 1, random(4, words)),
         "compare_sum, 1 bit": lambda: (random(VOTERS, 1, words), 1, VOTERS // 2, *masks()),
         "compare_sum, 4 bits": lambda: (random(VOTERS, 4, words), 14, 7 * VOTERS, *masks()),
         "pack_votes": lambda: (*masks(), trits(-(-64 * words // 5))),
-        "encode_deltas": lambda: (sent(), 0, normal(), normal(), coder((64 * words,)), *BETAS, 2),
+        "encode_deltas": lambda: (
+            sent(),
+            normal(),
+            Gradients.of(normal()),
+            coder((64 * words,)),
+            *BETAS,
+            2,
+        ),
         "decode_deltas": lambda: (
             random(VOTERS, 1, words),
             everyone,

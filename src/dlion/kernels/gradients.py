@@ -1,5 +1,6 @@
 """The gradients of a bucket as kernels read them: where autograd has left them, all at once."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,14 @@ class Gradients(NamedTuple):
 
     tensors: Sequence[Tensor | None]
     places: Places
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> "Gradients":
+        """Return gradients of parameters that lie side by side, from multiples of 64 on."""
+        sizes = [-(-len(tensor) // 64) * 64 for tensor in tensors]
+        starts = itertools.accumulate(sizes, initial=0)
+        spans = [(start, start + len(t)) for start, t in zip(starts, tensors, strict=False)]
+        return cls(tensors, Places(spans))
 
     @property
     def present(self) -> list[Tensor]:
