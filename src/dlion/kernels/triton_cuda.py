@@ -28,11 +28,12 @@ from dlion.transfer import upload
 _BLOCK = tl.constexpr(1024)  # values of a program
 _WORDS = tl.constexpr(256)  # words of a program that adds messages
 _PARTS = tl.constexpr(256)  # partial sums that a program adds at a time
-_BYTES = tl.constexpr(256)  # of a program, where it packs trits
+_LANES = tl.constexpr(512)  # of a program that packs votes, 20 each
+_HALVES = tl.constexpr(128)  # of a program that follows deltas
 _SHIFT, _BASE = tl.constexpr(SHIFT), tl.constexpr(BASE)
 _EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
 # where a message lies differs from bucket to bucket, and none of it is worth a compilation
-_PLACE = ["row", "plane", "words", "n", "length"]
+_PLACE = ["row", "plane", "words", "n"]
 
 
 def _on_device(function: Callable) -> Callable:
@@ -89,8 +90,8 @@ def compare_sum(rows, largest, constant, greater, equal):
 
 @_on_device
 def pack_votes(greater, equal, out):
-    grid = (triton.cdiv(out.numel(), _BYTES.value),)
-    _pack_votes[grid](greater, equal, 64 * greater.numel(), out, out.numel(), **_EXACT)
+    grid = (triton.cdiv(out.numel(), 4 * _LANES.value),)
+    _pack_votes[grid](greater, equal, greater.numel(), out, out.numel(), **_EXACT)
 
 
 @_on_device
@@ -107,7 +108,8 @@ def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, ti
     received, weighted = (*_layout(messages), rows, len(rows)), weights is not None
     state = (*coders, *(s for t in coders for s in t.stride()[:-1]))
     sums = (weights if weighted else coders.estimate, weighted, float(lookahead), positive, tied)
-    _decode_deltas[_grid(64 * len(positive))](*received, *state, int(rise), *sums, **_EXACT)
+    grid = (triton.cdiv(2 * len(positive), _HALVES.value),)
+    _decode_deltas[grid](*received, *state, int(rise), *sums, **_EXACT)
 
 
 @_on_device
@@ -226,10 +228,19 @@ def _lanes():
 
 
 @triton.jit
-def _halves():
-    """Return the halves of this program ``[32]`` and their values ``[32, 32]``."""
-    half = tl.program_id(0) * 32 + tl.arange(0, 32)
-    return half, half.to(tl.int64)[:, None] * 32 + _lanes()
+def _block(size):
+    """Return the first value of this program, and how many there are from it on, up to _BLOCK.
+
+    What follows is 32-bit arithmetic.
+    """
+    start = tl.program_id(0).to(tl.int64) * _BLOCK
+    return start, tl.minimum(size - start, _BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _index():
+    """Return the places of values in a block ``[32, 32]``."""
+    return tl.arange(0, 32)[:, None] * 32 + _lanes()
 
 
 @triton.jit
@@ -247,8 +258,9 @@ def _unpack(halves):
 @triton.jit
 def _offset(half, row, words):
     """Find a half of a word of the bucket in a message whose rows of words start ``row`` apart."""
-    word = half // 2
-    return 2 * ((word // words).to(tl.int64) * row + word % words) + half % 2
+    word, words = half.to(tl.uint32) // 2, words.to(tl.uint32)
+    which = word // words
+    return 2 * (which.to(tl.int64) * row + (word - which * words)) + half % 2
 
 
 @triton.jit
@@ -276,14 +288,15 @@ def _store(pointer, values, inside, WHOLE: tl.constexpr):
 def _find(programs, places, addresses, HALF: tl.constexpr, ALIGNED: tl.constexpr):
     """Find the block of this program.
 
-    Returns its first element in the bucket, how many are left of the parameter, a pointer to their
-    gradients, and how many gradients are left: 0 where there are none.
+    Returns its first element in the bucket, how many of its elements are of the parameter, a
+    pointer to their gradients, and how many gradients there are: as many, or 0.
     """
     program = tl.program_id(0)
     parameter = tl.load(programs + program)
     place = places + parameter * 3
     skipped = (program - tl.load(place + 2)) * _BLOCK
     start = tl.multiple_of(tl.load(place) + skipped, 64)
+    left = tl.minimum(tl.load(place + 1) - skipped, _BLOCK).to(tl.int32)
     address = tl.load(addresses + parameter)
     if HALF:
         grad = address.to(tl.pointer_type(tl.bfloat16))
@@ -291,14 +304,13 @@ def _find(programs, places, addresses, HALF: tl.constexpr, ALIGNED: tl.constexpr
         grad = address.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         grad = tl.multiple_of(grad, 16)
-    left = tl.load(place + 1) - skipped
     return start, left, grad + skipped, tl.where(address != 0, left, 0)
 
 
 @triton.jit
 def _direction(momentum, grad, left, some, b1, a1, b2, a2, WHOLE: tl.constexpr):
     """Update the momentum and return the direction before it: float32 ``[32, 32]``."""
-    index = tl.arange(0, 32)[:, None] * 32 + _lanes()
+    index = _index()
     inside = index < left
     m = _load(momentum + index, inside, WHOLE)
     g = _load(grad + index, index < some, WHOLE).to(tl.float32)
@@ -309,8 +321,7 @@ def _direction(momentum, grad, left, some, b1, a1, b2, a2, WHOLE: tl.constexpr):
 @triton.jit
 def _inside(left):
     """Return which values ``[32, 32]``, and which halves of words ``[32]``, there are."""
-    row = tl.arange(0, 32)
-    return row[:, None] * 32 + _lanes() < left, row // 2 * 64 < left
+    return _index() < left, tl.arange(0, 32) // 2 * 64 < left
 
 
 @triton.jit(do_not_specialize=_PLACE)
@@ -544,35 +555,88 @@ def _compare_sum(
 
 
 @triton.jit(do_not_specialize=_PLACE)
-def _pack_votes(greater, equal, length, out, size):
-    byte = tl.program_id(0).to(tl.int64) * _BYTES + tl.arange(0, _BYTES)
-    value = tl.zeros((_BYTES,), dtype=tl.int32)
-    for back in tl.static_range(5):
-        index = 5 * byte + 4 - back
-        inside = (byte < size) & (index < length)
-        more = tl.load(greater + index // 64, mask=inside, other=0) >> (index % 64) & 1
-        same = tl.load(equal + index // 64, mask=inside, other=0) >> (index % 64) & 1
-        value = 3 * value + tl.where(inside, 2 * more + same, 1).to(tl.int32)
-    tl.store(out + byte, value.to(tl.uint8), mask=byte < size)
+def _pack_votes(greater, equal, words, out, size):
+    """Pack 20 votes of each lane as four bytes, all at once in one register."""
+    first = tl.program_id(0).to(tl.int64) * _LANES
+    lane = tl.arange(0, _LANES)
+    half, shift = lane * 5 // 8, (lane * 5 % 8 * 4).to(tl.uint64)
+    left = tl.minimum(2 * words - first * 5 // 8, _LANES).to(tl.int32)
+    bytes_left = tl.minimum(size - 4 * first, 4 * _LANES).to(tl.int32)
+    used = 4 * lane < bytes_left
+    more = _twenty(_in_halves(greater) + first * 5 // 8, half, shift, left, used, 0)
+    same = _twenty(_in_halves(equal) + first * 5 // 8, half, shift, left, used, -1)
+    value = more >> 3 & 0x02020202 | same >> 4 & 0x01010101  # 2, 1 or 0: a trit and 1
+    value = value * 3 + (more >> 2 & 0x02020202 | same >> 3 & 0x01010101)
+    value = value * 3 + (more >> 1 & 0x02020202 | same >> 2 & 0x01010101)
+    value = value * 3 + (more & 0x02020202 | same >> 1 & 0x01010101)
+    value = value * 3 + (more << 1 & 0x02020202 | same & 0x01010101)
+    byte = 4 * lane[:, None] + tl.arange(0, 4)[None, :]
+    parts = value[:, None] >> 8 * tl.arange(0, 4)[None, :]
+    tl.store(out + 4 * first + byte, parts.to(tl.uint8), mask=byte < bytes_left)
+
+
+@triton.jit
+def _twenty(mask, half, shift, left, used, other: tl.constexpr):
+    """Return 20 bits of a mask, from a bit of a half on, as four bytes of five bits."""
+    low = tl.load(mask + half, mask=used & (half < left), other=other)
+    high = tl.load(mask + half + 1, mask=used & (half + 1 < left), other=other)
+    pair = high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    bits = ((pair | low.to(tl.uint32, bitcast=True)) >> shift).to(tl.uint32)
+    bits = (bits & 0x3FF) | (bits << 6 & 0x03FF0000)
+    return (bits & 0x001F001F) | (bits << 3 & 0x1F001F00)
 
 
 @triton.jit
 def _delta_steps(bits, level, history, plane, rise, used, inside, WHOLE: tl.constexpr):
-    """Adapt the levels and the history at two pointers to halves of bits ``[32]``.
+    """Adapt levels and history to halves of bits ``[H]``; four levels are the bytes of an integer.
 
-    Returns the steps with their signs: float32 ``[32, 32]``.
+    Args:
+        level: pointers to fours of levels ``[H, 8]``.
+        history: pointers to the halves of the bits before; whether these repeated follows.
+
+    Returns the steps with their signs: float32 ``[H, 8, 4]``.
     """
     same = ~(bits ^ _load(history, used, WHOLE))
     rises = same & _load(history + 2 * plane, used, WHOLE)
+    fours = _load(level, inside, WHOLE)
     tl.debug_barrier()  # several warps may have loaded a half that one of them stores
     _store(history, bits, used, WHOLE)
     _store(history + 2 * plane, same, used, WHOLE)
-    change = _unpack(rises) * rise + _unpack(same) - 1
-    levels = _load(level, inside, WHOLE).to(tl.int32) + change
-    levels = tl.minimum(tl.maximum(levels, 0), 255)
-    _store(level, levels.to(tl.uint8), inside, WHOLE)
-    negative = _unpack(~bits) << 31
-    return (((levels << _SHIFT) + _BASE) | negative).to(tl.float32, bitcast=True)
+    fours = _adapt(fours, _spread(rises), _spread(~same), rise)
+    _store(level, fours, inside, WHOLE)
+    lane = tl.arange(0, 4)[None, None, :]
+    steps = ((fours[:, :, None] >> 8 * lane & 255) << _SHIFT) + _BASE
+    sign = ~(bits[:, None] >> 4 * tl.arange(0, 8)[None, :])[:, :, None] << (31 - lane)
+    return (steps | sign & -2147483648).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _spread(halves):
+    """Return the bits of halves ``[H]`` as bytes of 0 or 1, four to an integer: ``[H, 8]``."""
+    bits = halves[:, None] >> 4 * tl.arange(0, 8)[None, :] & 15
+    return bits * 0x00204081 & 0x01010101
+
+
+@triton.jit
+def _adapt(fours, rises, falls, rise):
+    """Add ``rise`` to levels where rises is 1, take 1 where falls is, and stay within 0 and 255.
+
+    Four levels are the bytes of an integer, added without carries from one to the next.
+    """
+    falls *= 255  # -1
+    change = rises * rise + falls
+    total = (fours & 0x7F7F7F7F) + (change & 0x7F7F7F7F) ^ ((fours ^ change) & -2139062144)
+    carry = (fours & change) | ((fours | change) & ~total)
+    wrong = ((carry ^ falls) & -2139062144).to(tl.uint32, bitcast=True) >> 7  # rises must not carry
+    wrong = (wrong * 255).to(tl.int32, bitcast=True)
+    return (total | wrong) & ~(wrong & falls)
+
+
+@triton.jit
+def _pack_fours(flags):
+    """Pack booleans ``[H, 8, 4]`` into halves ``[H]``."""
+    lane, four = tl.arange(0, 4)[None, None, :], 4 * tl.arange(0, 8)[None, :]
+    return tl.sum(tl.sum(flags.to(tl.int32) << lane, axis=2) << four, axis=1)
 
 
 @triton.jit(do_not_specialize=_PLACE)
@@ -613,11 +677,13 @@ def _encode_deltas(
 def _write_deltas(target, u, left, estimate, level, history, plane, rise, WHOLE: tl.constexpr):
     """Delta-modulate directions ``[32, 32]``: whole words, in whose gaps they are 0."""
     _, used = _inside(left)
-    index, inside = tl.arange(0, 32)[:, None] * 32 + _lanes(), used[:, None]
-    h = _load(estimate + index, inside, WHOLE)
-    bits = _pack(u >= h)
-    steps = _delta_steps(bits, level + index, history, plane, rise, used, inside, WHOLE)
-    _store(estimate + index, h + steps, inside, WHOLE)
+    four = tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    index = four[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    h = _load(estimate + index, used[:, None, None], WHOLE)
+    bits = _pack_fours(tl.reshape(u, (32, 8, 4)) >= h)
+    level = level.to(tl.pointer_type(tl.int32)) + four
+    steps = _delta_steps(bits, level, history, plane, rise, used, used[:, None], WHOLE)
+    _store(estimate + index, h + steps, used[:, None, None], WHOLE)
     _store(target, bits, used, WHOLE)
 
 
@@ -643,42 +709,51 @@ def _decode_deltas(
     positive,
     tied,
 ):
-    half, index = _halves()
-    used = half < 2 * words
-    inside = used[:, None]
-    total = tl.zeros((32, 32), dtype=tl.float32)
-    ahead = tl.zeros((32, 32), dtype=tl.float32)
-    messages, history = _in_halves(messages) + half, _in_halves(history) + half
-    estimate, level = estimate + index, level + index
+    first = tl.program_id(0).to(tl.int64) * _HALVES
+    half = tl.arange(0, _HALVES)
+    left = tl.minimum(2 * words - first, _HALVES).to(tl.int32)
+    four = half[:, None] * 8 + tl.arange(0, 8)[None, :]
+    index = four[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    used, some, inside = half < left, four < 8 * left, index < 32 * left
+    messages, history = _in_halves(messages) + first + half, _in_halves(history) + first + half
+    estimate, level = estimate + first * 32, level + first * 32
+    # loaded where there is nothing, as zeros would have another layout than what is added to them
+    ahead = tl.load(estimate + index, mask=index < tl.minimum(left, 0), other=0.0)
+    total = ahead
     if not WEIGHTED:
-        total = tl.load(estimate, mask=inside, other=0.0)
+        total = tl.load(estimate + index, mask=inside, other=0.0)
     for i in range(n):
-        sender = tl.load(rows + i)
-        steps = tl.zeros((32, 32), dtype=tl.float32)
+        sender, levels = tl.load(rows + i), level.to(tl.pointer_type(tl.int32)) + four
         if sender >= 0:
             bits = tl.load(messages + 2 * sender * row, mask=used, other=0)
-            steps = _delta_steps(bits, level, history, history_plane, rise, used, inside, False)
+            steps = _delta_steps(bits, levels, history, history_plane, rise, used, some, False)
+            if WEIGHTED:
+                h = tl.load(estimate + index, mask=inside, other=0.0) + steps
+                tl.store(estimate + index, h, mask=inside)
+                weight = tl.load(weights + i)
+                total += h * weight
+                ahead += steps * weight
+            else:
+                total += steps
+                ahead += steps
+        elif WEIGHTED:
+            total += tl.load(estimate + index, mask=inside, other=0.0) * tl.load(weights + i)
         if WEIGHTED:
-            h = tl.load(estimate, mask=inside, other=0.0) + steps
-            tl.store(estimate, h, mask=inside)
-            weight = tl.load(weights + i)
-            total += h * weight
-            ahead += steps * weight
             estimate += estimate_row
-        else:
-            total += steps
-            ahead += steps
         level += level_row
         history += 2 * history_row
     if not WEIGHTED:
-        tl.store(estimate, total, mask=inside)
+        tl.store(estimate + index, total, mask=inside)
     value = total + ahead * lookahead
-    tl.store(_in_halves(positive) + half, _pack(value > 0), mask=used)
-    tl.store(_in_halves(tied) + half, _pack(value == 0), mask=used)
+    tl.store(_in_halves(positive) + first + half, _pack_fours(value > 0), mask=used)
+    tl.store(_in_halves(tied) + first + half, _pack_fours(value == 0), mask=used)
 
 
 @triton.jit
-def _descend(values, index, inside, change, decay):
+def _descend(values, left, change, decay):
+    """Move a block of values ``[32, 32]``, of which there are ``left``."""
+    index = _index()
+    inside = index < left
     x = tl.load(values + index, mask=inside, other=0.0)
     moved = x.to(tl.float32) * decay + change
     tl.store(values + index, moved.to(x.dtype), mask=inside)
@@ -686,45 +761,44 @@ def _descend(values, index, inside, change, decay):
 
 @triton.jit(do_not_specialize=_PLACE)
 def _apply_signs(values, size, answers, row, plane, words, decay, rate):
-    half, index = _halves()
-    inside = index < size
-    start = _in_halves(answers) + _offset(half, row, words)
-    votes = tl.load(start, mask=half.to(tl.int64) * 32 < size, other=0)
-    change = tl.where(_unpack(votes) == 1, rate, -rate)
-    _descend(values, index, inside, change, decay)
+    start, left = _block(size)
+    half = tl.arange(0, 32)
+    answers = _in_halves(answers) + _offset((start // 32).to(tl.int32) + half, row, words)
+    votes = tl.load(answers, mask=half * 32 < left, other=0)
+    _descend(values + start, left, tl.where(_unpack(votes) == 1, rate, -rate), decay)
 
 
 @triton.jit(do_not_specialize=_PLACE)
 def _apply_levels(
     values, size, answers, row, plane, words, PLANES: tl.constexpr, unit, decay, rate
 ):
-    half, index = _halves()
-    start, used = _in_halves(answers) + _offset(half, row, words), half.to(tl.int64) * 32 < size
+    start, left = _block(size)
+    half = tl.arange(0, 32)
+    answers = _in_halves(answers) + _offset((start // 32).to(tl.int32) + half, row, words)
     level = tl.zeros((32, 32), dtype=tl.int32)
     for low in tl.static_range(0, PLANES, 8):
-        # four levels are the bytes of an integer: a multiplication hands a bit to each of them
         fours = tl.zeros((32, 8), dtype=tl.int32)
         for b in tl.static_range(low, min(low + 8, PLANES)):
-            halves = tl.load(start + 2 * b * plane, mask=used, other=0)
-            bits = halves[:, None] >> 4 * tl.arange(0, 8)[None, :] & 15
-            fours |= (bits * 0x00204081 & 0x01010101) << (b - low)
+            halves = tl.load(answers + 2 * b * plane, mask=half * 32 < left, other=0)
+            fours |= _spread(halves) << (b - low)
         bytes = fours[:, :, None] >> 8 * tl.arange(0, 4)[None, None, :] & 255
         level |= tl.reshape(bytes, (32, 32)) << low
-    change = (_float(level) * unit - 1.0) * rate
-    _descend(values, index, index < size, change, decay)
+    _descend(values + start, left, (_float(level) * unit - 1.0) * rate, decay)
 
 
 @triton.jit(do_not_specialize=_PLACE)
 def _apply_trits(values, size, answers, row, words, decay, rate):
-    half, index = _halves()
-    at = (half % (2 * words)).to(tl.uint32)
+    start, left = _block(size)
+    half = (start // 32).to(tl.uint32) + tl.arange(0, 32).to(tl.uint32)
+    which = half // (2 * words.to(tl.uint32))
+    at = half - which * (2 * words.to(tl.uint32))
     # trit 32 h of a row is in byte 6 h + 2 h // 5
-    start = answers + (half // (2 * words)).to(tl.int64) * row + 6 * at.to(tl.int64) + 2 * at // 5
+    answers += which.to(tl.int64) * row + 6 * at.to(tl.int64) + 2 * at // 5
     trit = (2 * at % 5)[:, None] + _lanes().to(tl.uint32)
     byte = trit * 52 >> 8  # trit // 5, as trits are below 36
-    used = half.to(tl.int64)[:, None] * 32 < size
-    digit = _digit(tl.load(start[:, None] + byte, mask=used, other=0), trit - 5 * byte)
-    _descend(values, index, index < size, digit * rate, decay)
+    used = tl.arange(0, 32)[:, None] * 32 < left
+    digit = _digit(tl.load(answers[:, None] + byte, mask=used, other=0), trit - 5 * byte)
+    _descend(values + start, left, digit * rate, decay)
 
 
 @triton.jit
@@ -749,33 +823,33 @@ def _float(integer):
 
 @triton.jit
 def _lion(values, momentum, grad, size, b1, a1, b2, a2, decay, rate):
-    start = tl.program_id(0).to(tl.int64) * _BLOCK
-    left, index = size - start, tl.arange(0, 32)[:, None] * 32 + _lanes()
+    start, left = _block(size)
     u = _direction(momentum + start, grad + start, left, left, b1, a1, b2, a2, False)
     sign = (u > 0).to(tl.float32) - (u < 0).to(tl.float32)
-    _descend(values + start, index, index < left, sign * rate, decay)
+    _descend(values + start, left, sign * rate, decay)
 
 
 @triton.jit
 def _momentum_descent(values, buffer, answer, size, momentum, decay, rate):
-    index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = index < size
-    b = _moved(buffer, answer, index, inside, momentum)
-    _descend(values, index, inside, b * rate, decay)
+    start, left = _block(size)
+    b = _moved(buffer + start, answer + start, left, momentum)
+    _descend(values + start, left, b * rate, decay)
 
 
 @triton.jit
 def _accumulate(velocity, accumulated, grad, size, momentum):
-    index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = index < size
-    u = _moved(velocity, grad, index, inside, momentum)
-    v = tl.load(accumulated + index, mask=inside, other=0.0)
-    tl.store(accumulated + index, v + u, mask=inside)
+    start, left = _block(size)
+    u = _moved(velocity + start, grad + start, left, momentum)
+    index = _index()
+    v = tl.load(accumulated + start + index, mask=index < left, other=0.0)
+    tl.store(accumulated + start + index, v + u, mask=index < left)
 
 
 @triton.jit
-def _moved(buffer, values, index, inside, momentum):
-    """Update ``b <- mu b + v``, and return b."""
+def _moved(buffer, values, left, momentum):
+    """Update ``b <- mu b + v`` of a block, and return b: float32 ``[32, 32]``."""
+    index = _index()
+    inside = index < left
     b = tl.load(buffer + index, mask=inside, other=0.0)
     b = b * momentum + tl.load(values + index, mask=inside, other=0.0).to(tl.float32)
     tl.store(buffer + index, b, mask=inside)
