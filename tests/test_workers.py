@@ -73,5 +73,5 @@ def on_gpus(gpus: list[str]) -> list[str]:
 def test_processes_that_share_a_gpu_are_named_on_all_of_them():
     assert run_processes(3, on_gpus, ["a 0", "a 1", "b 0"]) == 3 * ["accepted"]
     told = run_processes(3, on_gpus, ["a 0", "b 0", "b 0"])
-    assert [text.partition(",")[0] for text in told] == 3 * ["processes 1 and 2 use the same GPU"]
+    assert [text.partition(",")[0] for text in told] == 3 * ["processes 1 and 2 share a GPU"]
     assert "torch.cuda.set_device(int(os.environ" in told[0]

@@ -166,22 +166,17 @@ def check_different(workers: Workers, gpu: str) -> None:
     first: dict[str, int] = {}
     for process, name in zip(workers.ranks, gpus, strict=True):
         if first.setdefault(name, process) != process:
-            raise same_gpu(first[name], process)
+            raise TrainingFailed(
+                f"processes {first[name]} and {process} share a GPU, which NCCL does not allow:"
+                ' call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before moving anything'
+                " to CUDA, or use gloo"
+            )
 
 
 def gpu_of(device: torch.device) -> str:
     """Return a name of a GPU that no other has; as NCCL does, it trusts NCCL_HOSTID."""
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
     return f"{host} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def same_gpu(one: int, other: int) -> TrainingFailed:
-    """Return the error about two processes that share a GPU."""
-    return TrainingFailed(
-        f"processes {one} and {other} use the same GPU, which NCCL does not allow: call"
-        ' torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything is moved to CUDA,'
-        " or use backend gloo"
-    )
 
 
 def voters(
