@@ -353,7 +353,7 @@ def test_a_watched_process_may_say_more_than_a_pipe_holds(capfd):
 def _fails_while_others_are_gone(where: str, waits: str) -> None:
     """Process 0 fails while something in it waits for process 1, which has stopped."""
     if os.environ["RANK"] == "0":  # if it waits, it says so and ends
-        told = open(waits, "w")  # noqa: SIM115
+        told = Path(waits).open("w")  # noqa: SIM115
         faulthandler.dump_traceback_later(WAITING, exit=True, file=told)
     with process_group("gloo", 600):
         model = torch.nn.Linear(4, 4)
