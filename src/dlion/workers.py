@@ -1,5 +1,9 @@
 """Who the workers are: processes x virtual workers. The one place where ranks are known."""
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FunctionType
@@ -8,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn import functional
+
+from dlion.errors import TrainingFailed
 
 
 @dataclass(frozen=True)
@@ -64,35 +70,60 @@ class Workers:
     def with_own_group(self) -> "Workers":
         """The same workers with a process group of their own, to talk while others do.
 
-        All processes must call it together. A group that was given back on all of them
-        (:meth:`give_back`) is used again: making groups costs threads and sockets for good.
+        It has the backends of their group. All processes must call it together. A group that was
+        given back on all of them (:meth:`give_back`) is used again: making groups costs threads and
+        sockets for good.
         """
         if self.processes == 1:
             return self
-        world = dist.group.WORLD
-        for key in [key for key in _pools if key[0] is not world]:  # of a world that has ended
-            del _pools[key]
-        pool = _pools.setdefault((world, tuple(self.ranks), self.timeout), _Pool())
-        device = "cpu" if "cpu" in backends(self.group) else "cuda"
-        free = torch.tensor([False, *pool.free], dtype=torch.int64, device=device)
-        dist.all_reduce(free, dist.ReduceOp.MIN, group=self.group)
+        backend = dist.get_backend_config(self.group)
+        pool = self._made_here().own.setdefault(backend, _Pool())
+        free = torch.tensor([False, *pool.free], dtype=torch.int64)
+        dist.all_reduce(free, dist.ReduceOp.MIN, group=self.with_cpu_group().group)
         common = free[1:].nonzero().flatten().tolist()
         if not common:
-            limit = None if self.timeout is None else timedelta(seconds=self.timeout)
-            # a name that counts groups is the safer one, but all processes have to be there
-            some = self.processes < dist.get_world_size()
-            group = dist.new_group(self.ranks, limit, use_local_synchronization=some)
-            pool.groups.append(group)  # pyrefly: ignore[bad-argument-type] - this process is in it
+            as_world = backend == dist.get_backend_config()
+            pool.groups.append(self._new_group(None if as_world else backend))
             pool.free.append(False)
             common = [len(pool.groups) - 1]
         pool.free[common[0]] = False
         return replace(self, group=pool.groups[common[0]])
 
+    def with_cpu_group(self) -> "Workers":
+        """The same workers with a process group that carries CPU tensors: if theirs does, with it.
+
+        Otherwise, as NCCL carries none, with one of gloo. All processes must call it together. The
+        group is made once and shared by all who ask, so only one thread at a time may use it.
+        """
+        if self.processes == 1 or "cpu" in backends(self.group):
+            return self
+        groups = self._made_here()
+        groups.cpu = groups.cpu or self._new_group("gloo")
+        return replace(self, group=groups.cpu)
+
     def give_back(self) -> None:
         """Let others use the group of :meth:`with_own_group`; nothing may be under way on it."""
-        for pool in _pools.values():
-            if self.group in pool.groups:
-                pool.free[pool.groups.index(self.group)] = True
+        for groups in _groups.values():
+            for pool in groups.own.values():
+                if self.group in pool.groups:
+                    pool.free[pool.groups.index(self.group)] = True
+
+    def _made_here(self) -> "_Groups":
+        """Return the groups of these processes; forget those of a world that has ended."""
+        world = dist.group.WORLD
+        for key in [key for key in _groups if key[0] is not world]:
+            del _groups[key]
+        return _groups.setdefault((world, tuple(self.ranks), self.timeout), _Groups())
+
+    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
+        """Make a process group of these processes; ``backend`` None: that of all processes."""
+        limit = None if self.timeout is None else timedelta(seconds=self.timeout)
+        # a name that counts groups is the safer one, but all processes have to be there
+        some = self.processes < dist.get_world_size()
+        with _no_split():
+            group = dist.new_group(self.ranks, limit, backend, use_local_synchronization=some)
+        assert isinstance(group, dist.ProcessGroup)  # as this process is in it
+        return group
 
     @classmethod
     def current(
@@ -110,6 +141,42 @@ class Workers:
 def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return what carries tensors of a group, by type of device: ``{"cpu": "gloo", ...}``."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def check_gpus(workers: Workers, device: torch.device) -> None:
+    """Refuse processes that share a GPU, where NCCL would carry their messages.
+
+    All processes must call it together.
+
+    Args:
+        workers: whose processes.
+        device: of this process's parameters.
+
+    Raises:
+        TrainingFailed: on all processes, naming two that share a GPU.
+    """
+    if workers.processes > 1 and backends(workers.group).get(device.type) == "nccl":
+        check_different(workers, gpu_of(device))
+
+
+def check_different(workers: Workers, gpu: str) -> None:
+    """Refuse two processes with one ``gpu``, a name of :func:`gpu_of`."""
+    gpus: list[str] = [""] * workers.processes
+    dist.all_gather_object(gpus, gpu, group=workers.with_cpu_group().group)
+    first: dict[str, int] = {}
+    for process, name in zip(workers.ranks, gpus, strict=True):
+        if first.setdefault(name, process) != process:
+            raise TrainingFailed(
+                f"processes {first[name]} and {process} share a GPU, which NCCL does not allow:"
+                ' call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before moving anything'
+                " to CUDA, or use gloo"
+            )
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return a name of a GPU that no other has; as NCCL does, it trusts NCCL_HOSTID."""
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def voters(
@@ -164,6 +231,23 @@ def _forget_world() -> None:
 _forget_world()
 
 
+@contextmanager
+def _no_split() -> Iterator[None]:
+    """Let torch make a group without splitting the communicator of all processes.
+
+    After ``init_process_group(device_id=...)`` torch makes each group by ncclCommSplit, for which
+    all processes of the world have to come: those outside of the group do not, and the others would
+    wait for ever.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 @dataclass
 class _Pool:
     """Groups of the same processes, and which of them nobody uses here."""
@@ -172,4 +256,12 @@ class _Pool:
     free: list[bool] = field(default_factory=list)
 
 
-_pools: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], float | None], _Pool] = {}
+@dataclass
+class _Groups:
+    """Groups that were made of the same processes: their own, by backends, and that for CPUs."""
+
+    own: dict[str, _Pool] = field(default_factory=dict)
+    cpu: dist.ProcessGroup | None = None
+
+
+_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], float | None], _Groups] = {}

@@ -1,21 +1,26 @@
 """A worker that fails ends the run, by name; an interrupted run leaves nothing behind."""
 
 import errno
+import faulthandler
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.launch.environment import LOOPBACK
 from dlion.launch.local import lost_peer, run_processes
+from dlion.launch.meeting import process_group
+from dlion.optim import DLion
 from tests.conftest import ROOT
 from tests.launch.test_meeting import free_port
 from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
@@ -102,6 +107,8 @@ def test_a_worker_that_raises_is_named_with_its_error(tmp_path, under):
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
         (dist.DistNetworkError("The client socket has timed out after 600000ms"), True),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was"), True),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error"), False),
         (RuntimeError("DataLoader timed out after 300 seconds"), False),
         (TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)), False),
         (TrainingFailed("x could not be written ([Errno 110] Connection timed out)"), False),
@@ -279,3 +286,115 @@ def test_replicas_that_drift_apart_are_named(tmp_path):
             "error: process 1 failed: after step 4 process 1 holds other parameters than process 0",
         )
     )
+
+
+WATCHDOG = "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with"
+TIMEOUT = (  # how torch words them
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLTOALL, NumelIn=64,"
+    " NumelOut=64, Timeout(ms)=3000) ran for 3001 milliseconds before timing out."
+)
+REMOTE = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"
+MEMORY = "CUDA error: an illegal memory access was encountered"
+WAITING = 60  # seconds after which a process of these tests ends that waits for another
+HANGS = "for longer than timeout= one of them hangs, or a link is cut"
+
+
+def _watched(error: str, stops: bool, fails: bool) -> None:
+    """Process 0 is aborted as by torch's watchdog, which has waited for process 1."""
+    if os.environ["RANK"] == "1":
+        if fails:
+            Path(os.environ["MARKER"]).touch()
+            raise ValueError("boom")
+        if stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    while fails and not Path(os.environ["MARKER"]).exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    faulthandler.disable()  # pytest's, which would write about the abort
+    os.write(2, f"[rank0]:[E1 ProcessGroupNCCL.cpp:1] {error}\nframe #0: more\n".encode())
+    os.abort()
+
+
+@pytest.mark.parametrize(
+    ("error", "stops", "reason"),
+    [
+        (f"{WATCHDOG} exception: [Rank 0] {TIMEOUT}", False, f"{HANGS} ({TIMEOUT})"),
+        (f"{WATCHDOG} exception: {REMOTE}", False, f"{HANGS} ({REMOTE})"),
+        (f"{WATCHDOG} exception: [Rank 0] {TIMEOUT}", True, "process 1 does not answer: it was"),
+        (f"{WATCHDOG} exception: {MEMORY}", False, f"process 0 failed: {MEMORY}"),
+        ("double free or corruption", False, "process 0 was killed by SIGABRT"),
+    ],
+)
+def test_what_the_watchdog_of_nccl_says_is_the_reason(capfd, error, stops, reason):
+    with pytest.raises(RunFailed) as failure:
+        run_processes(2, _watched, error, stops, False, watched=True)
+    assert reason in str(failure.value)
+    assert error in capfd.readouterr().err  # it is not kept from who reads the terminal
+
+
+def test_an_error_of_its_own_counts_more_than_a_lost_peer(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
+    with pytest.raises(RunFailed, match=r"^process 1 failed: ValueError: boom$"):
+        run_processes(2, _watched, f"{WATCHDOG} exception: {REMOTE}", False, True, watched=True)
+
+
+def _told(words: int) -> list[int]:
+    for _ in range(words):
+        os.write(2, b"word " * 20000)
+    return [words]
+
+
+def test_a_watched_process_may_say_more_than_a_pipe_holds(capfd):
+    assert run_processes(2, _told, 30, watched=True) == [30]
+    assert len(capfd.readouterr().err) == 2 * 30 * 100000
+
+
+def _fails_while_others_are_gone(where: str, waits: str) -> None:
+    """Process 0 fails while something in it waits for process 1, which has stopped."""
+    if os.environ["RANK"] == "0":  # if it waits, it says so and ends
+        told = Path(waits).open("w")  # noqa: SIM115
+        faulthandler.dump_traceback_later(WAITING, exit=True, file=told)
+    with process_group("gloo", 600):
+        model = torch.nn.Linear(4, 4)
+        optimizer = DLion(model.parameters(), overlap=where == "exchange")
+        dist.barrier()
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        model(torch.ones(1, 4)).sum().backward()
+        assert optimizer.overlap == (where == "exchange")
+        if where == "collective":
+            dist.all_reduce(torch.ones(1), async_op=True)
+        if where == "thread":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize("where", ["exchange", "collective", "thread"])
+def test_a_process_that_fails_waits_for_nobody(tmp_path, where):
+    waits = tmp_path / "waits"
+    with pytest.raises(RunFailed, match=r"^process 0 failed: ValueError: boom$"):
+        run_processes(2, _fails_while_others_are_gone, where, str(waits))
+    assert waits.read_text() == ""
+
+
+LEAVES = """
+import threading, time
+from dlion.errors import RunFailed
+from dlion.launch import cli
+
+def main():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise RunFailed("process 0 failed: boom")
+
+cli.run(main, None)
+"""
+
+
+def test_nor_does_one_that_torchrun_has_started():
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    command = [sys.executable, "-c", LEAVES, "steps=1"]
+    done = subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "error: process 0 failed: boom\n")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dlion.errors import RunFailed, UserError
 from dlion.launch.environment import detect
-from dlion.launch.meeting import join_process_group
+from dlion.launch.meeting import claim_gpu, join_process_group
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +69,14 @@ def free_port() -> int:
 def silent(port: int) -> socket.socket:
     """Listen at a port, and never say a word."""
     return socket.create_server(("127.0.0.1", port))
+
+
+def test_a_gpu_that_another_process_has_is_refused(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    for rank, gpu in enumerate(("a 0", "a 1")):
+        claim_gpu(store, rank, gpu)
+    with pytest.raises(RunFailed, match=r"^processes 1 and 2 share a GPU, which backend=nccl"):
+        claim_gpu(store, 2, "a 1")
 
 
 def test_two_jobs_at_one_port_keep_apart():

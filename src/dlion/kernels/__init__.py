@@ -2,7 +2,8 @@
 
 Each pass exists in plain torch (``reference.py``, the specification, for every device and dtype),
 for CPUs (``numba_cpu.py``) and for CUDA (``triton_cuda.py``); device and dtype decide which of
-them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference.
+them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference. So does a
+machine with CUDA where Triton cannot work, after a warning.
 
 All give the same bits: each product and each sum is rounded to float32 by itself (there is no fused
 multiply-add), bfloat16 gradients are widened first, and bfloat16 parameters are rounded once, to
@@ -16,7 +17,11 @@ of longer rows, in which a header follows: only the words of a plane must lie si
 
 import importlib.util
 import os
+import shutil
+import sysconfig
+import warnings
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -345,8 +350,26 @@ def _compiled(device: str) -> ModuleType:
         from dlion.kernels import numba_cpu
 
         return numba_cpu
-    if device == "cuda" and importlib.util.find_spec("triton"):  # torch brings it along
-        from dlion.kernels import triton_cuda
+    if device != "cuda":
+        return reference
+    missing = _missing_for_triton()
+    if missing is not None:
+        text = f"kernels run in plain torch, which is much slower: Triton needs {missing}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return reference
+    from dlion.kernels import triton_cuda
 
-        return triton_cuda
-    return reference
+    return triton_cuda
+
+
+def _missing_for_triton() -> str | None:
+    """Return what is missing for Triton, which builds what launches its kernels with a compiler."""
+    if importlib.util.find_spec("triton") is None:
+        return "to be installed (pip install triton)"
+    compiler = os.environ.get("CC")
+    if not any(map(shutil.which, ("gcc", "clang") if compiler is None else (compiler,))):
+        return "a C compiler: install gcc or clang, or let CC name one"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # of Debian
+    if not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
+        return "Python.h: install the headers of this Python (python3-dev)"
+    return None

@@ -52,7 +52,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
     if backend == "nccl":
         gpus = torch.cuda.device_count() if device == "cuda" else 0
         local_processes = started.local_processes if started else processes
-        if local_processes > gpus:
+        one_each = started is not None and gpus == 1  # as SLURM may bind them: meeting.py looks
+        if local_processes > gpus and not one_each:
             raise UserError(
                 f"backend=nccl needs a GPU for each process, but {local_processes} processes share"
                 f" {gpus}: type processes={gpus} (virtual workers share a GPU) or backend=gloo"

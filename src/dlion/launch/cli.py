@@ -18,11 +18,11 @@ from dlion import __version__
 from dlion.config import explain, settle, unlisted_method
 from dlion.errors import Finished, RunFailed, Stopped, UserError
 from dlion.launch.arguments import Arguments
-from dlion.launch.environment import is_first
+from dlion.launch.environment import among_others, is_first
 from dlion.launch.help import help_text
 from dlion.record.runs import FAILURE, forget, holds_run, record_config, record_failure
 from dlion.settings import check_values
-from dlion.terminal import raise_interrupts
+from dlion.terminal import end_now, raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -184,6 +184,8 @@ def _leave(error: BaseException, command: str | None = None) -> NoReturn:
     if is_first() or code == 1:
         hint = f"; to go on: {command}" if command else ""
         print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
+    if code == 1 and among_others():
+        end_now(code)
     sys.exit(code)
 
 

@@ -82,6 +82,15 @@ def is_first() -> bool:
     return started is None or started.rank == 0
 
 
+def among_others() -> bool:
+    """Whether torchrun or SLURM started this process and others."""
+    try:
+        started = detect()
+    except UserError:
+        return False
+    return started is not None and started.processes > 1
+
+
 def restarted() -> bool:
     """Whether SLURM or torchrun says that it has started this run again after it was cut off.
 

@@ -35,6 +35,7 @@ from dlion.launch.environment import LOOPBACK
 from dlion.launch.network import Network
 from dlion.locks import acquire
 from dlion.machine import die_with
+from dlion.terminal import end_now
 from dlion.training.signals import SIGNALS, SignalNotice, woken_by_signals
 
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
@@ -42,11 +43,21 @@ PATIENCE = 2.0
 _PREFIX = "dlion-processes-"
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
 _SENTENCES = (TrainingFailed, UserError)  # their messages are enough
-_LOST = re.compile("timed out|operation timeout|connection (closed|reset)", re.IGNORECASE)
+# words of gloo, of NCCL, and of the thread of torch that watches NCCL and aborts the process
+_LOST = re.compile(
+    "timed out|operation timeout|connection (closed|reset)|remote process exited|ncclRemoteError",
+    re.IGNORECASE,
+)
+_ABORTED = re.compile(rb"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(.+)")
+_REMEMBERED = 1 << 16  # bytes of what a process has written to standard error
 
 
 def run_processes(
-    processes: int, work: Callable[..., Any], *args: Any, network: Network | None = None
+    processes: int,
+    work: Callable[..., Any],
+    *args: Any,
+    network: Network | None = None,
+    watched: bool = False,
 ) -> Any:
     """Run ``work(*args)`` in several processes.
 
@@ -57,6 +68,8 @@ def run_processes(
         work: the function to run.
         args: its arguments.
         network: connects the processes, and is entered already; None: loopback does.
+        watched: whether torch's NCCL watchdog may abort them. Its reason is in their standard
+            error, which then goes through this process.
 
     Returns:
         The result of process 0, after a round trip through JSON.
@@ -85,21 +98,25 @@ def run_processes(
             print("ending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
         tell_children()
 
-    with SignalNotice(pass_on) as notice, _folder() as directory:
+    errors = _Errors(processes if watched else 0)
+    with SignalNotice(pass_on) as notice, _folder() as directory, errors:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         others = multiprocessing.active_children()
         try:
             with _temporary_files_in(directory):  # in which torch puts errors, pickled
-                context = _start(processes, os.getpid(), processes, directory, network, work, args)
+                here = (os.getpid(), processes, directory, network, errors)
+                context = _start(processes, *here, work, args)
+            errors.started()
             children += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             if signals:  # the mask is this thread's: another may have taken one before
                 tell_children()
-            _wait(context, directory, notice)
+            _wait(context, directory, notice, errors)
         finally:
             for child in {*multiprocessing.active_children()} - {*others}:
                 child.kill()
                 child.join()
+            errors.pass_on()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         outcome = json.loads(_outcome_file(directory, 0).read_text())
     if "stopped_after" in outcome:
@@ -167,7 +184,58 @@ def _remove_leftover(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> None:
+class _Errors:
+    """Standard error of processes: read here, passed on, and remembered.
+
+    Args:
+        processes: how many; 0: they keep that of this process.
+    """
+
+    def __init__(self, processes: int):
+        pipes = [os.pipe() for _ in range(processes)]
+        self.readers = {reader: rank for rank, (reader, _) in enumerate(pipes)}
+        for reader in self.readers:
+            os.set_blocking(reader, False)
+        self._writers = [writer for _, writer in pipes]
+        self._latest = [b""] * processes
+
+    def __enter__(self) -> "_Errors":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for descriptor in (*self.readers, *self._writers):
+            os.close(descriptor)
+
+    def enter(self, rank: int) -> None:
+        """Let this process, a new one, write into its pipe."""
+        if self._writers:
+            os.dup2(self._writers[rank], 2)
+        self.__exit__()
+
+    def started(self) -> None:
+        """Leave the pipes to the processes, all of which have been started."""
+        for writer in self._writers:
+            os.close(writer)
+        self._writers.clear()
+
+    def pass_on(self) -> None:
+        """Write what has come to the standard error of this process."""
+        for reader, rank in list(self.readers.items()):
+            with suppress(BlockingIOError):
+                while piece := os.read(reader, _REMEMBERED):
+                    self._latest[rank] = (self._latest[rank] + piece)[-_REMEMBERED:]
+                    with suppress(OSError):
+                        os.write(2, piece)
+                del self.readers[reader]  # nobody writes any more
+                os.close(reader)
+
+    def of_watchdog(self, rank: int) -> str | None:
+        """Return why torch's watchdog has aborted a process, if it has."""
+        said = _ABORTED.search(self._latest[rank]) if self._latest else None
+        return said and said[1].decode(errors="replace")
+
+
+def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors: _Errors) -> None:
     """Wait until all processes have succeeded or one has failed.
 
     Raises:
@@ -177,7 +245,8 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> Non
     try:
         while not ended:
             with woken_by_signals() as woken:
-                connection.wait([*context.sentinels, woken])
+                connection.wait([*context.sentinels, *errors.readers, woken])
+            errors.pass_on()
             suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
             # after a failure the others cannot continue
             ended = context.join(timeout=0, grace_period=0)
@@ -185,7 +254,12 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice) -> Non
         signal_name = getattr(error, "signal_name", None)
         if signal_name == "SIGTERM" and notice.first is not None:
             raise Stopped(None, notice.first) from None  # it had not begun to train
-        reason = _reason(error.error_index, signal_name, suspended, directory)
+        errors.pass_on()
+        aborted = errors.of_watchdog(error.error_index) if signal_name == "SIGABRT" else None
+        failures = _failures(len(context.processes), directory)
+        if aborted is not None:
+            failures[error.error_index] = (aborted, bool(_LOST.search(aborted)))
+        reason = _reason(error.error_index, signal_name, suspended, failures)
         raise RunFailed(reason, leaving=notice.first is not None) from None
 
 
@@ -199,21 +273,36 @@ def _outcome_file(directory: Path, rank: int) -> Path:
     return directory / f"outcome-{rank}.json"
 
 
-def _reason(rank: int, signal_name: str | None, suspended: list[int], directory: Path) -> str:
+def _failures(processes: int, directory: Path) -> dict[int, tuple[str, bool]]:
+    """Return of each process that says how it failed its sentence, and whether it lost a peer."""
+    failures = {}
+    for rank in range(processes):
+        with suppress(OSError, ValueError):  # it was killed, even while it wrote
+            outcome = json.loads(_outcome_file(directory, rank).read_text())
+            if "failed" in outcome:
+                failures[rank] = (outcome["failed"], outcome["lost_peer"])
+    return failures
+
+
+def _reason(
+    rank: int, signal_name: str | None, suspended: list[int], failures: dict[int, tuple[str, bool]]
+) -> str:
     """Return one sentence about why process ``rank`` failed, or the peer for which it waited."""
-    file = _outcome_file(directory, rank)
-    if not file.exists():
+    if rank not in failures:
         how = f"was killed by {signal_name}" if signal_name else "ended early"
         return f"process {rank} {how}"
-    failure = json.loads(file.read_text())
-    if failure["lost_peer"] and suspended:
+    sentence, lost_peer = failures[rank]
+    if not lost_peer:
+        return f"process {rank} failed: {sentence}"
+    for other, (cause, lost_too) in failures.items():  # it has failed, but not ended
+        if not lost_too:
+            return f"process {other} failed: {cause}"
+    if suspended:
         return f"process {suspended[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
-    if failure["lost_peer"]:  # not a dead one, which would have been reported first
-        return (
-            f"process {rank} failed: it has lost the others, who are still there: for longer than"
-            f" timeout= one of them hangs, or a link is cut ({failure['failed']})"
-        )
-    return f"process {rank} failed: {failure['failed']}"
+    return (  # not a dead one, which would have been reported first
+        f"process {rank} failed: it has lost the others, who are still there: for longer than"
+        f" timeout= one of them hangs, or a link is cut ({sentence})"
+    )
 
 
 def _is_suspended(pid: int) -> bool:
@@ -244,6 +333,7 @@ def _work(
     processes: int,
     directory: Path,
     network: Network | None,
+    errors: _Errors,
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -254,6 +344,7 @@ def _work(
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     die_with(parent)
+    errors.enter(rank)
     tempfile.tempdir = None  # what is temporary here goes where it always does
     os.environ |= {
         "RANK": str(rank),
@@ -273,7 +364,7 @@ def _work(
     except Exception as error:
         failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
         file.write_text(json.dumps(failure))
-        raise
+        end_now(1)
 
 
 def run_one_process(work: Callable[..., Any], *args: Any) -> Any:

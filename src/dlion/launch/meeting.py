@@ -6,23 +6,58 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 
+import torch
 import torch.distributed as dist
 
-from dlion.errors import TrainingFailed
+from dlion.errors import Stopped, TrainingFailed
+from dlion.workers import gpu_of
 
 _CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
 _PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run it belongs to
 _JOINED = "joined"  # the number of processes that have found process 0
 
 
+@contextmanager
+def process_group(backend: str, timeout: float) -> Iterator[None]:
+    """Join the process group of the run, as :func:`join_process_group` does, and leave it again.
+
+    After a failure this process leaves without waiting for others, which may be gone or hang: NCCL
+    would first complete what is under way.
+    """
+    join_process_group(backend, timeout)
+    try:
+        yield
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    except BaseException:
+        leaving = Thread(target=_destroy, daemon=True)
+        leaving.start()
+        leaving.join(_PATIENCE)
+        raise
+    dist.destroy_process_group()
+
+
+def _destroy() -> None:
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
 def join_process_group(backend: str, timeout: float = 600) -> None:
     """Initialise the process group of the run; wait ``timeout`` seconds for other processes.
 
+    Args:
+        backend: ``gloo``; or ``nccl`` for the current GPU's tensors, and gloo for those of the CPU.
+        timeout: seconds.
+
     Raises:
-        TrainingFailed: if process 0 finds no free port, or they do not find each other in time.
+        TrainingFailed: if process 0 finds no free port, they do not find each other in time, or two
+            of them have the same GPU under NCCL.
     """
     env = os.environ
     rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -33,7 +68,27 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
     else:
         store = _meet(env, rank, processes, limit)
     store.set_timeout(limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=limit)
+    device = None
+    if backend == "nccl":
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
+        claim_gpu(store, rank, gpu_of(device))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=processes, timeout=limit, device_id=device
+    )
+
+
+def claim_gpu(store: dist.Store, rank: int, gpu: str) -> None:
+    """Take a GPU for process ``rank``.
+
+    Raises:
+        TrainingFailed: naming the process that has taken it before.
+    """
+    owner = int(store.compare_set(f"gpu {gpu}", "", str(rank)))
+    if owner != rank:
+        raise TrainingFailed(
+            f"processes {owner} and {rank} share a GPU, which backend=nccl does not allow: start"
+            " one process for each GPU (virtual workers share it), or type backend=gloo"
+        )
 
 
 def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -> dist.Store:

@@ -22,7 +22,7 @@ from dlion.launch.local import (
     run_processes,
     sentence_of,
 )
-from dlion.launch.meeting import join_process_group
+from dlion.launch.meeting import process_group
 from dlion.launch.network import Network
 from dlion.launch.resume import (
     alone_in,
@@ -113,7 +113,7 @@ def _run(job: Job) -> float | None:
     """Run all processes once, over the emulated network if the job has a rate."""
     processes = job.workers.processes
     if job.rate is None:
-        return run_processes(processes, work, job)
+        return run_processes(processes, work, job, watched=job.backend == "nccl")
     with interruptible(), Network(processes, job.rate) as network:
         return run_processes(processes, work, job, network=network)
 
@@ -123,17 +123,14 @@ def work(job: Job) -> float | None:
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    join_process_group(job.backend, job.config.timeout)
-    try:
+    with process_group(job.backend, job.config.timeout):
         job = _resume_as_first(job)
         _check_same(job)
         # a directory that is named after the time may have another name in each process
-        output_dir = Path(_from_first(str(job.output_dir), job.device))
+        output_dir = Path(_from_first(str(job.output_dir)))
         workers = Workers.current(job.workers.local, timeout=job.config.timeout)
         job = replace(job, output_dir=output_dir, workers=workers)
         return measure(job) if job.config.evaluate is not None else _train(job)
-    finally:
-        dist.destroy_process_group()
 
 
 def _train(job: Job) -> float | None:
@@ -150,7 +147,7 @@ def _train(job: Job) -> float | None:
 def _resume_as_first(job: Job) -> Job:
     """Go on from the checkpoint that process 0 has chosen, as it alone has read all of it."""
     found = job.resume
-    name = json.loads(_from_first(json.dumps(found and found.directory.name), job.device))
+    name = json.loads(_from_first(json.dumps(found and found.directory.name)))
     if found is None or name in (None, found.directory.name):
         return job  # _check_same refuses what cannot be mended
     chosen, _ = find(found.directory.with_name(name), identity(job.config), hashed=False)
@@ -167,7 +164,7 @@ def _check_same(job: Job) -> None:
     whens = {name: job.config[name] for name in _WHAT_TRAVELS_WHEN}
     whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
     settings = {**identity(job.config), "steps": job.steps, **begins, **whens}
-    first = json.loads(_from_first(json.dumps(settings), job.device))
+    first = json.loads(_from_first(json.dumps(settings)))
     different = [name for name, value in settings.items() if first.get(name) != value]
     if different:
         raise TrainingFailed(
@@ -176,14 +173,13 @@ def _check_same(job: Job) -> None:
         )
 
 
-def _from_first(text: str, device: str) -> str:
+def _from_first(text: str) -> str:
     """Broadcast the text of process 0."""
     encoded = os.fsencode(text)  # in a path there may be what is not UTF-8
-    size = torch.tensor([len(encoded)], device=device)
+    size = torch.tensor([len(encoded)])
     dist.broadcast(size, 0)
     content = torch.zeros(int(size), dtype=torch.uint8)
     if dist.get_rank() == 0:
         content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    content = content.to(device)
     dist.broadcast(content, 0)
     return os.fsdecode(bytes(content.tolist()))

@@ -1,0 +1,65 @@
+"""Which kernels a GPU gets: Triton's, if the machine can build what launches them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+CHOOSE = """
+import sysconfig, sys, torch
+from torch._subclasses import FakeTensorMode
+from dlion import kernels
+
+real = sysconfig.get_path
+sysconfig.get_path = lambda name, *more: sys.argv[1] if name == "include" else real(name, *more)
+with FakeTensorMode():  # which has CUDA tensors where there is no GPU
+    vector = torch.empty(64, device="cuda")
+print(*(kernels.choose(vector).__name__ for _ in range(2)))
+"""
+
+
+def chosen(folder: Path, *files: str, **env: str) -> tuple[str, str]:
+    """Return which module CUDA tensors get, twice, and what is printed about it.
+
+    Args:
+        folder: where programs and headers are looked for.
+        files: those that are there.
+        env: further variables.
+    """
+    for name in files:
+        (folder / name).touch(mode=0o755)
+    clean = {name: value for name, value in os.environ.items() if name != "CC"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHOOSE, folder],
+        env=clean | env | {"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = done.stdout.split()
+    assert first == second
+    return first.rpartition(".")[2], done.stderr
+
+
+@pytest.mark.parametrize(("compiler", "env"), [("clang", {}), ("mine", {"CC": "mine"})])
+def test_triton_runs_where_it_finds_a_compiler(tmp_path, compiler, env):
+    module, errors = chosen(tmp_path, "Python.h", compiler, **env)
+    assert module == "triton_cuda" and "RuntimeWarning" not in errors
+
+
+def test_without_a_compiler_the_reference_runs_after_one_warning(tmp_path):
+    module, errors = chosen(tmp_path, "Python.h")
+    assert module == "reference"
+    assert errors.count("RuntimeWarning: kernels run in plain torch, which is much slower") == 1
+    assert "Triton needs a C compiler: install gcc or clang, or let CC name one" in errors
+    assert chosen(tmp_path, "gcc", CC="missing")[0] == "reference"
+
+
+def test_so_it_does_without_the_headers_of_python(tmp_path):
+    module, errors = chosen(tmp_path, "gcc")
+    assert module == "reference" and "install the headers of this Python (python3-dev)" in errors

@@ -1,0 +1,77 @@
+"""Groups of processes: which backends they have, and which processes may not be in one."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+
+from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
+from dlion.workers import Workers, backends, check_different, check_gpus
+from tests.optim.refusals import refused
+
+pytestmark = pytest.mark.slow
+
+assert fake_pg  # the backend "fake" stands for NCCL: it carries nothing, and no CPU tensors here
+MIXED, GPU_ONLY = {"cpu": "gloo", "cuda": "fake"}, {"cuda": "fake"}
+
+
+def total(workers: Workers) -> float:
+    """What its group adds up on the CPU."""
+    mine = torch.tensor(1.0 + dist.get_rank())
+    dist.all_reduce(mine, group=workers.group)
+    return mine.item()
+
+
+def in_groups(world: str) -> list[Any]:
+    """Make groups of the first two of three processes; return what process 0 sees."""
+    join_process_group(world, 60)
+    seen: list[Any] = []
+    both, gpus = (dist.new_group([0, 1], backend=name) for name in (world, "cuda:fake"))
+    # as init_process_group(device_id=...) does where there are GPUs
+    dist.group.WORLD.bound_device_id = device = torch.device("cuda", dist.get_rank())
+    if dist.get_rank() < 2:  # the third one is not asked
+        for group in (both, gpus):
+            workers = Workers.current(group=group, timeout=60)
+            own, cpu = workers.with_own_group(), workers.with_cpu_group()
+            seen.append([backends(each.group) for each in (workers, own, cpu)])
+            seen[-1].append(total(cpu))
+            seen[-1].append(workers.with_cpu_group().group is cpu.group)
+            seen[-1].append(cpu.group is workers.group)
+            seen[-1].append(own.group.bound_device_id is None)
+            own.give_back()
+            seen[-1].append(workers.with_own_group().group is own.group)
+    everyone = Workers.current(timeout=60)
+    seen.append([backends(everyone.with_own_group().group), total(everyone.with_cpu_group())])
+    seen.append(dist.group.WORLD.bound_device_id == device)
+    dist.destroy_process_group()
+    return seen
+
+
+def test_a_group_of_ones_own_has_the_same_backends_and_one_for_cpus_is_shared():
+    both, gpu_only, everyone, bound = run_processes(3, in_groups, "cpu:gloo,cuda:fake")
+    assert both == [MIXED, MIXED, MIXED, 3.0, True, True, True, True]
+    cpu = {"cpu": "gloo", "cuda": "gloo"}
+    assert gpu_only == [GPU_ONLY, GPU_ONLY, cpu, 3.0, True, False, True, True]
+    assert everyone == [MIXED, 6.0]
+    assert bound
+
+
+def on_gpus(gpus: list[str]) -> list[str]:
+    """Refuse processes on the same GPU; return what each has been told."""
+    join_process_group("gloo", 60)
+    workers, told = Workers.current(), [""] * len(gpus)
+    check_gpus(workers, torch.device("cpu"))  # only NCCL is asked about
+    mine = refused(lambda: check_different(workers, gpus[dist.get_rank()]))
+    dist.all_gather_object(told, mine)
+    dist.destroy_process_group()
+    return told
+
+
+def test_processes_that_share_a_gpu_are_named_on_all_of_them():
+    assert run_processes(3, on_gpus, ["a 0", "a 1", "b 0"]) == 3 * ["accepted"]
+    told = run_processes(3, on_gpus, ["a 0", "b 0", "b 0"])
+    assert [text.partition(",")[0] for text in told] == 3 * ["processes 1 and 2 share a GPU"]
+    assert "torch.cuda.set_device(int(os.environ" in told[0]
