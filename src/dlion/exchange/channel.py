@@ -143,7 +143,7 @@ class Channel:
         """Send ``part[i]`` from local worker i to everyone: ``[k, ...]`` -> ``[n, ...]``.
 
         Args:
-            part: of any dtype, on any device (NCCL carries what lies in main memory over the GPU).
+            part: of any dtype, on a device whose tensors the group carries.
             out: uint8 ``[n, s]``, where to put the result of a uint8 part (unused within one
                 process).
         """
@@ -154,12 +154,10 @@ class Channel:
         leaves = self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
         if self.alone:
             return part
-        if sent.device.type not in self._backends:
-            sent = sent.cuda()
         everything = sent.new_empty(w.count, s) if out is None else out
         parts = sent.expand(w.processes, k, s)
         self._all_to_all(parts, everything.view(w.processes, k, s), leaves)
-        return everything.to(part.device).view(part.dtype).view(w.count, *shape)
+        return everything.view(part.dtype).view(w.count, *shape)
 
     def along(self, parts: Tensor, line: Line, senders: Collection[int] | None = None) -> Tensor:
         """Send ``parts[i, c]`` from local worker i to the one in place c of its line.

@@ -187,7 +187,8 @@ def measure_costs(workers: Workers, device: torch.device | str = "cpu") -> Costs
             case().cpu()  # waits for a GPU
             seconds[:, index, turn] = time.perf_counter() - start
     medians = seconds[..., 1:].median(-1).values
-    *rounds, short, long = channel.gather(medians).mean(0).tolist()
+    everyones = Channel(workers.with_cpu_group()).gather(medians)
+    *rounds, short, long = everyones.mean(0).tolist()
     byte = max(0.0, long - short) / ((n - 1) * share)
     return Costs(dict(zip(shapes, rounds, strict=True)), byte)
 

@@ -22,7 +22,7 @@ from dlion.optim.parameters import BucketedOptimizer
 from dlion.optim.thread import ExchangeThread
 from dlion.transfer import download
 from dlion.values import Positive
-from dlion.workers import Workers, voters
+from dlion.workers import Workers, check_gpus, voters
 
 Nonfinite = Literal["stop", "skip"]
 BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
@@ -107,7 +107,9 @@ class DistributedOptimizer(BucketedOptimizer):
             ``bucket_cap_mb`` too. Then what changes gradients between ``backward()`` and
             ``step()``, clipping say, comes too late and is refused, and all but the last of several
             backward passes per step must run in :meth:`no_sync`. The result is the same to the bit
-            (for equal buckets, where a method draws random numbers).
+            (for equal buckets, where a method draws random numbers). Over NCCL beside FSDP2 two
+            communicators are then in use at once, which NCCL allows as long as the kernels of both
+            fit on the GPU.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
             one bucket a group. ``auto``: 5, and in proportion to n beyond 8 workers, so that a
@@ -158,13 +160,15 @@ class DistributedOptimizer(BucketedOptimizer):
         check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
         self._met_nobody = not (dist.is_initialized() or workers or process_group or mesh)
+        params = params if isinstance(params, Tensor) else list(params)
+        check_gpus(given, _device_of(params))
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
-        check_alike(Channel(given), {"settings": self._settings()})
+        check_alike(given, {"settings": self._settings()})
         # others may talk during the backward pass
         own = given.with_own_group() if overlap else given
         self.node = None
@@ -419,6 +423,8 @@ class DistributedOptimizer(BucketedOptimizer):
 
     def _encode_unsent(self, local: int) -> None:
         """Encode a local worker's messages of all buckets that have not left yet."""
+        if self.node is not None:
+            self._thread.finish()  # it writes the mean gradients
         for bucket in self.buckets[: self._sent]:
             bucket.check_unchanged()
         if not self._collected:
@@ -456,7 +462,8 @@ class DistributedOptimizer(BucketedOptimizer):
             complete = self.buckets[self._sent]
             with self._whole():
                 self._encode([complete], local[-1])
-                complete.note_gradients()
+                if complete.flight.prepare is None:
+                    complete.note_gradients()
                 self._send(complete)
 
     def _backward_went_well(self) -> None:
@@ -464,13 +471,26 @@ class DistributedOptimizer(BucketedOptimizer):
 
     @torch.no_grad()
     def _encode(self, buckets: Sequence[Bucket], local: int) -> None:
-        """Look at a local worker's gradients and write its messages about buckets."""
+        """Look at a local worker's gradients and write its messages about buckets.
+
+        Where a node averages gradients, and exchanges overlap, the exchange's thread does so: it
+        then starts all collectives, and communicators never meet in two orders.
+        """
         self._look_at(buckets, local)
         for bucket in buckets:
-            flag = self.flag
-            if self.node is not None:
-                flag = self.node.average(bucket, self._header(bucket, bucket.present(), flag))
-            self._write_message(bucket, local, flag)
+            if self.node is None or not self.overlap:
+                self._encode_now(bucket, local, self.flag)
+            else:
+                bucket.flight.prepare = partial(self._encode_late, bucket, local, self.flag)
+
+    def _encode_now(self, bucket: Bucket, local: int, flag: bool) -> None:
+        if self.node is not None:
+            flag = self.node.average(bucket, self._header(bucket, bucket.present(), flag))
+        self._write_message(bucket, local, flag)
+
+    def _encode_late(self, bucket: Bucket, local: int, flag: bool) -> None:
+        self._encode_now(bucket, local, flag)
+        bucket.note_gradients()
 
     def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
         if self._trained is None:
@@ -613,6 +633,17 @@ class DistributedOptimizer(BucketedOptimizer):
             ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
             tensors = (slot.tensor for slot in bucket.slots)
             self._hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
+
+
+def _device_of(params: Iterable[Any]) -> torch.device:
+    """Return the device of the first parameter, in whatever form parameters are given."""
+    for given in [params] if isinstance(params, Tensor) else params:
+        if isinstance(given, Tensor):
+            return given.device
+        if isinstance(given, dict | tuple):
+            inside = given.get("params", ()) if isinstance(given, dict) else given
+            return _device_of((inside,) if isinstance(inside, Tensor) else inside)
+    return torch.device("cpu")
 
 
 def _call(method: weakref.WeakMethod, bucket: Bucket, tensor: Tensor) -> None:

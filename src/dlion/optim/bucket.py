@@ -118,6 +118,7 @@ class InFlight:
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.
+        prepare: writes the message just before its exchange, if that was put off.
     """
 
     waiting: int | None = None
@@ -129,6 +130,7 @@ class InFlight:
     present: list[bool] = field(default_factory=list)
     flag: bool = False
     slow: bool = False
+    prepare: Callable[[], None] | None = None
 
 
 class Bucket:
@@ -350,6 +352,11 @@ class Bucket:
                     f"the gradient of {slot.name or 'a parameter'} was changed between backward()"
                     " and step(), when it had been sent: clip or scale gradients with overlap=False"
                 )
+
+    def prepare(self) -> None:
+        """Write the message of this step, if that was put off until now."""
+        if self.flight.prepare is not None:
+            self.flight.prepare()
 
     def run_exchange(self) -> None:
         """Exchange the messages of this step, on whichever thread."""

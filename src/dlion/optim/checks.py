@@ -77,8 +77,8 @@ def check_parameters(tensors: Sequence[Tensor]) -> None:
             raise TypeError(f"parameters must be real floating-point numbers, not {tensor.dtype}")
 
 
-def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
-    """Compare what all processes were given, by hash.
+def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
+    """Compare what all processes of the workers were given, by hash.
 
     Args:
         facts: the same keys on all processes, in words for the message; values are written as JSON.
@@ -89,9 +89,9 @@ def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
     texts = (json.dumps(fact, default=str).encode() for fact in facts.values())
     digests = b"".join(hashlib.sha256(text).digest()[:8] for text in texts)
     own = torch.frombuffer(bytearray(digests), dtype=torch.int64)
-    everyone = channel.gather(own.repeat(channel.workers.local, 1))
-    first, *_ = ranks = channel.workers.ranks
-    for process, row in zip(ranks, everyone[:: channel.workers.local], strict=True):
+    everyone = _gather(own, workers)
+    first, *_ = ranks = workers.ranks
+    for process, row in zip(ranks, everyone, strict=True):
         different = (row != everyone[0]).tolist()
         if any(different):
             what = [fact for fact, differs in zip(facts, different, strict=True) if differs]
@@ -99,6 +99,11 @@ def check_alike(channel: Channel, facts: dict[str, Any]) -> None:
                 f"process {process} made its optimizer with other {' and other '.join(what)} than"
                 f" process {first}: give all processes the same, in the same order"
             )
+
+
+def _gather(values: Tensor, workers: Workers) -> Tensor:
+    """Return values in main memory of all processes, ``[...]`` -> ``[P, ...]``."""
+    return Channel(replace(workers, local=1).with_cpu_group()).gather(values[None])
 
 
 def check_spread(workers: Workers) -> None:
@@ -109,8 +114,7 @@ def check_spread(workers: Workers) -> None:
     """
     if workers.processes == 1:
         return
-    channel = Channel(replace(workers, local=1))
-    first, *others = channel.gather(torch.tensor([[workers.local]])).flatten().tolist()
+    first, *others = _gather(torch.tensor([workers.local]), workers).flatten().tolist()
     for process, local in enumerate(others, 1):
         if local != first:
             raise TrainingFailed(

@@ -26,7 +26,7 @@ class Node:
         group: these processes, connected by fast links.
         wire: of gradients.
         voters: those that this process exchanges messages with, one in each node.
-        overlap: whether answers are handed on while other gradients are averaged.
+        overlap: whether others talk meanwhile, so that these need a group of their own.
 
     Raises:
         ValueError: if voters are among these processes.
@@ -43,33 +43,33 @@ class Node:
             )
         self._rank, self._processes, self._ranks = workers.rank, workers.processes, workers.ranks
         self._wire: Wire = BFloat16() if wire == "bf16" else Float32()
-        self._gradients = Channel(workers)
-        self._answers = Channel(workers.with_own_group() if overlap else workers)
+        self._headers = Channel(workers.with_cpu_group())
+        self._channel = Channel(workers.with_own_group() if overlap else workers)
         self._means: dict[int, RoundedMean] = {}
 
     @property
     def traffic(self) -> Traffic:
         """Bytes inside the node."""
-        one, two = self._gradients.traffic, self._answers.traffic
+        one, two = self._headers.traffic, self._channel.traffic
         return Traffic(
             *(a + b for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
         )
 
     def close(self) -> None:
-        """Give back the group that answers are handed on in."""
-        self._answers.workers.give_back()
+        """Give back the group of its own."""
+        self._channel.workers.give_back()
 
     def hand_out(self, values: Tensor) -> None:
         """Overwrite ``values`` with those of the first process of the node."""
-        self._gradients.broadcast(values)
+        self._channel.broadcast(values)
 
     def check_alike(self, facts: dict[str, Any]) -> None:
         """Compare what the processes were given, as :func:`dlion.optim.checks.check_alike`."""
-        check_alike(self._gradients, facts)
+        check_alike(self._channel.workers, facts)
 
     def any(self, here: Tensor) -> Tensor:
         """Return where some process has True, bool ``[...]``."""
-        return self._gradients.gather(here[None]).any(0)
+        return self._channel.gather(here[None]).any(0)
 
     def average(self, bucket: Bucket, header: Tensor) -> bool:
         """Give all processes the mean gradient; one that some have counts as zero elsewhere.
@@ -84,11 +84,11 @@ class Node:
         Raises:
             TrainingFailed: if processes are in different steps or have different hyperparameters.
         """
-        headers = bucket.header.decode(self._gradients.gather(header[None]))
+        headers = bucket.header.decode(self._headers.gather(header[None]))
         bucket.check_in_step(headers, self._ranks, "process")
         numel = bucket.exchange.numel
         if bucket.index not in self._means:
-            mean = RoundedMean(self._gradients, numel, self._wire, device=bucket.device)
+            mean = RoundedMean(self._channel, numel, self._wire, device=bucket.device)
             self._means[bucket.index] = mean
         exchange = self._means[bucket.index]
         exchange.encode(0, pad(bucket.gradients(), (0, exchange.numel - numel)))
@@ -111,7 +111,7 @@ class Node:
             exchange.expect()
         for part in (exchange.answer, exchange.headers):
             whole = part.contiguous()
-            self._answers.broadcast(whole, leader)
+            self._channel.broadcast(whole, leader)
             if leader != self._rank:
                 part.copy_(whole)
         if leader != self._rank:

@@ -129,7 +129,7 @@ class BucketedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_alike(self, facts: dict[str, Any]) -> None:
         """Compare what all processes were given."""
-        check_alike(self.channel, facts)
+        check_alike(self.workers, facts)
 
     def _check_groups(self) -> None:
         """Refuse parameter groups that were edited by hand: buckets know nothing of it."""

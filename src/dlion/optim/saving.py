@@ -40,7 +40,7 @@ class Spread:
             self.both = self.workers or self.shards
             return
         own = self.shards.mesh.flatten()[None]
-        everyones = Channel(replace(workers, local=1)).gather(own)
+        everyones = Channel(replace(workers, local=1).with_cpu_group()).gather(own)
         ranks = everyones.view(workers.processes, *self.shards.shape)
         names = ("workers", *(self.shards.mesh_dim_names or map(str, range(self.shards.ndim))))
         groups = [group, *self.shards.get_all_groups()]

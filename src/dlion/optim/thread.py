@@ -51,10 +51,14 @@ class ExchangeThread:
                 for result in (*bucket.exchange.answer, bucket.exchange.headers):
                     result.record_stream(stream)
 
-    def abandon(self) -> None:
-        """Wait for what is under way, whatever becomes of it."""
+    def finish(self) -> None:
+        """Let what is under way end on this host, whatever becomes of it."""
         for future in self._running.values():
             future.exception()
+
+    def abandon(self) -> None:
+        """Wait for what is under way and forget it."""
+        self.finish()
         self._running.clear()
 
     def close(self) -> bool:
@@ -66,6 +70,7 @@ class ExchangeThread:
     @torch.no_grad()
     def _run(self, bucket: Bucket, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         if ready is None:
+            bucket.prepare()
             bucket.run_exchange()
             return None
         if bucket.device not in self._streams:
@@ -73,6 +78,7 @@ class ExchangeThread:
         stream = self._streams[bucket.device]
         with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
             ready.wait()
+            bucket.prepare()
             bucket.run_exchange()
             done = torch.cuda.Event()
             done.record()
