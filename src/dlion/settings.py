@@ -175,7 +175,8 @@ class Settings:
         box: evaluations also measure the two phases of Lion's theory (dlion.training.evaluation).
         agreement: evaluations also measure what the vote keeps of the workers' mean, and how far
             their momenta are apart (dlion.training.agreement).
-        profile: print and write to profile.json where a step's time goes.
+        profile: print and write to profile.json where a step's time goes; with a GPU, where the
+            host's goes, which does not wait for it.
         check_replicas_every: steps between comparisons of all parameters of all processes; 0:
             never.
         output_dir: folder in which the run is recorded.

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from dlion.exchange import Channel
-from dlion.optim.bucket import Bucket, InFlight, plain_values
+from dlion.optim.bucket import Bucket, InFlight, by_kind, plain_values
 from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, check_spread
 from dlion.optim.node import DenseWire, Node
 from dlion.optim.parameters import BucketedOptimizer
@@ -582,15 +582,16 @@ class DistributedOptimizer(BucketedOptimizer):
                 "under a GradScaler messages must not be made of scaled gradients: create the"
                 " optimizer with overlap=False and one worker a process"
             )
-        mine = torch.tensor([bool(found)], device=self.params[0].device)
+        mine = found.view(1) != 0
         if self.node is not None:
             mine = self.node.any(mine)
         if self.channel.gather(mine[None]).any():
             return True
         if self.grad_scale is not None:
-            grads = [tensor.grad for tensor in self.params if tensor.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, 1 / self.grad_scale.item())
+            factor = self.grad_scale.double().reciprocal().float()
+            for tensors in by_kind(tensor for tensor in self.params if tensor.grad is not None):
+                grads = [tensor.grad for tensor in tensors]
+                torch._foreach_mul_(grads, factor.to(grads[0].device))
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
