@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from dlion.exchange import Channel
-from dlion.optim.bucket import Bucket, InFlight, by_kind, plain_values
+from dlion.optim.bucket import Bucket, InFlight, plain_values
 from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, check_spread
 from dlion.optim.node import DenseWire, Node
 from dlion.optim.parameters import BucketedOptimizer
@@ -589,9 +589,10 @@ class DistributedOptimizer(BucketedOptimizer):
             return True
         if self.grad_scale is not None:
             factor = self.grad_scale.double().reciprocal().float()
-            for tensors in by_kind(tensor for tensor in self.params if tensor.grad is not None):
-                grads = [tensor.grad for tensor in tensors]
-                torch._foreach_mul_(grads, factor.to(grads[0].device))
+            grads = [tensor.grad for tensor in self.params if tensor.grad is not None]
+            for device in {grad.device for grad in grads}:
+                here = [grad for grad in grads if grad.device == device]
+                torch._foreach_mul_(here, factor.to(device))
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
