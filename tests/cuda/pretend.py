@@ -66,6 +66,10 @@ def _driver(device: Device) -> Any:
         default_stream=lambda device_=None: device.default_stream,
         device=lambda device_: nullcontext(),
         device_of=lambda tensor: nullcontext(),
+        get_device_name=lambda device_=None: "a pretended GPU",
+        is_initialized=lambda: True,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
         set_device=lambda device_: None,
         stream=device.on,
         synchronize=device.synchronize,
@@ -74,15 +78,18 @@ def _driver(device: Device) -> Any:
 
 @contextmanager
 def _torch() -> Iterator[None]:
-    """What no mode can change."""
-    from_dlpack = torch.from_dlpack
+    """What no mode can change, or has to be told to replace parameters that move to a device."""
+    from_dlpack, future = torch.from_dlpack, torch.__future__
 
     def alone(tensor: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(tensor, CudaTensor):
             return CudaTensor(tensor.inner.detach())
         return from_dlpack(tensor, **kwargs)
 
-    with patch.multiple(torch, Generator=Generator, from_dlpack=alone):
+    with (
+        patch.multiple(torch, Generator=Generator, from_dlpack=alone),
+        patch.object(future, "get_overwrite_module_params_on_conversion", lambda: True),
+    ):
         yield
 
 
