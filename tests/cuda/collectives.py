@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.cuda.device import CUDA, Stream, current
+from tests.cuda.device import Stream, current
 from tests.cuda.tensors import CudaTensor, tensors_in
 
 Group = dist.ProcessGroup | None
@@ -56,7 +56,7 @@ def _run(
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: Tensors must be contiguous")
     device = current()
-    stream = Stream(CUDA) if async_op else device.stream
+    stream = device.new_stream() if async_op else device.stream
     stream.wait_stream(device.stream)
     sent, received = ([tensor.inner for tensor in side] for side in (reads, writes))
     device.launch(f"nccl::{name}", sent, received, stream)

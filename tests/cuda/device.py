@@ -192,8 +192,9 @@ class Device:
 
     def synchronize(self, device: object = None) -> None:
         clock = Clock()
-        for stream in self._streams:
-            clock.join(stream.clock)
+        with self.lock:
+            for stream in self._streams:
+                clock.join(stream.clock)
         self.wait("cuda.synchronize", clock)
 
     def _thread_name(self) -> str:

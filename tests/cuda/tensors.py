@@ -304,7 +304,7 @@ class Functions(TorchFunctionMode):
                 )
             if name == "tolist":
                 return to_host(first).tolist()
-            if name == "__setitem__" and not isinstance(args[2], Tensor):
+            if name == "__setitem__" and isinstance(args[2], int | float):
                 args = (*args[:2], CudaTensor(torch.tensor(args[2], dtype=first.dtype)))
         if kwargs.get("pin_memory"):
             return self._pinned(func(*args, **{**kwargs, "pin_memory": False}))
@@ -326,7 +326,7 @@ class Functions(TorchFunctionMode):
         ours = any(isinstance(tensor, CudaTensor) for tensor in tensors)
         here = ours if given is None else _is_cuda(given)
         generator = kwargs.get("generator")
-        if isinstance(generator, Generator) and (generator.device.type == "cuda") != here:
+        if generator is not None and (generator.device.type == "cuda") != here:
             self.gpu.seen.mixed[f"{name} with a generator for {generator.device} at {place()}"] += 1
         if name in _FROM_VALUES and here:
             kwargs.pop("device", None)
@@ -379,17 +379,9 @@ def _computes(name: str, tensor: Tensor, result: Any) -> bool:
     return any(made.untyped_storage().data_ptr() != memory for made in tensors_in(result))
 
 
-def _to(
-    tensor: Tensor,
-    *args: Any,
-    device: Any = None,
-    dtype: torch.dtype | None = None,
-    non_blocking: bool = False,
-    copy: bool = False,
-    **kwargs: Any,
-) -> Tensor:
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``Tensor.to``, in any of its forms."""
-    flags = []
+    device, dtype, flags = kwargs.get("device"), kwargs.get("dtype"), []
     for value in args:
         if isinstance(value, Tensor):
             device, dtype = value.device, value.dtype
@@ -399,21 +391,25 @@ def _to(
             flags.append(value)
         elif value is not None:
             device = value
-    non_blocking, copy = (*flags, *(non_blocking, copy)[len(flags) :])
+    named = kwargs.get("non_blocking", False), kwargs.get("copy", False)
+    non_blocking, copy = (*flags, *named[len(flags) :])
     ours = isinstance(tensor, CudaTensor)
     theirs = ours if device is None else _is_cuda(device)
     if ours and not theirs:
         return to_host(tensor, dtype, non_blocking)
     if theirs and not ours:
         return to_device(tensor, dtype, non_blocking)
-    return tensor.to(dtype=dtype or tensor.dtype, copy=copy, **kwargs)
+    if ours:
+        return tensor.to(dtype=dtype or tensor.dtype, copy=copy)
+    result = tensor.to(*args, **kwargs)
+    if result is not tensor and current().is_pinned(tensor):
+        current().touch(tensor, writes=False)
+    return result
 
 
 def _pin(tensor: Tensor, device: Any = None) -> Tensor:
     if isinstance(tensor, CudaTensor):
-        raise RuntimeError(
-            "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
-        )
+        raise RuntimeError("cannot pin memory of cuda:0: only dense CPU tensors can be pinned")
     if current().is_pinned(tensor):
         return tensor
     pinned = tensor.detach().clone()

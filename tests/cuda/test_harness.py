@@ -206,6 +206,7 @@ def test_waits_of_the_host(gpu: Device, act: Callable[[], object], count: int):
         lambda y: y.view(2, 4)[1].tolist(),
         lambda y: y.split(4)[0].numpy(),
         lambda y: y + 1,
+        lambda y: y.to(torch.int32),
         lambda y: bool(y[3]),
     ],
 )
