@@ -9,9 +9,10 @@ the library as it is, with the bits of the CPU; what is seen is what a GPU would
 - waits of the host for the device, with their place and thread;
 - launches of kernels, copies and collectives.
 
-Not seen: what an operator of torch does inside itself (an operation counts as one launch), what a
-kernel of ours costs beyond its one launch, threads of autograd (hooks run on the calling thread),
-and time. The bytes of a strided tensor count from its first to its last one.
+Not seen: what an operation of torch, or a kernel of ours, does inside (each counts as one launch);
+threads of autograd (hooks run on the calling thread); and time. The bytes of a strided tensor count
+from its first to its last one. What a NumPy array of pinned memory is used for later is not seen:
+making one counts as a write.
 """
 
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ from dlion.training.signals import SignalNotice
 from dlion.workers import Workers
 from tests.benchmarks.scripts import script
 from tests.conftest import ROOT
-from tests.cuda.configurations import ALL, THREADS, Limits, Measured, measure
+from tests.cuda.configurations import ALL, BUCKETS, THREADS, Limits, Measured, measure
 from tests.cuda.pretend import pretended_cuda
 
 same_bits = script("same_bits")
@@ -77,6 +77,7 @@ def measured() -> dict[tuple[str, bool], Measured | str]:
 def test_the_host_waits_as_rarely_as_it_can(measured, name, overlap):
     found = measured[name, overlap]
     assert isinstance(found, Measured), found
+    assert found.buckets == BUCKETS
     assert found.faults == []
     limits = ALL[name].overlap if overlap else Limits(0, 0, ALL[name].alone)
     for thread, waits, limit in zip(THREADS, found.waits(), limits, strict=True):
