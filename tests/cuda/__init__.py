@@ -1,0 +1,1 @@
+"""The CUDA path of the library on pretended tensors, where there is no GPU."""

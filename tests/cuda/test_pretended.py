@@ -1,0 +1,132 @@
+"""The CUDA path on a pretended GPU: the bits of the CPU, no faults, and few waits of the host."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from hydra import compose, initialize_config_dir
+
+from dlion.launch.check import check
+from dlion.launch.local import run_processes
+from dlion.launch.meeting import join_process_group
+from dlion.training.job import Job
+from dlion.training.loop import Trainer, train
+from dlion.training.signals import SignalNotice
+from dlion.workers import Workers
+from tests.benchmarks.scripts import script
+from tests.conftest import ROOT
+from tests.cuda.configurations import ALL, BUCKETS, THREADS, Limits, Measured, measure
+from tests.cuda.pretend import pretended_cuda
+
+same_bits = script("same_bits")
+STEPS = 4  # in each of which other workers take part
+QUICK = [("dlion_mavo", True), ("terngrad", True)]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process, which sends nothing."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@cache
+def on_cpu(method: str, partial: bool) -> str:
+    case = same_bits.Case(method, method, partial=partial, steps=STEPS)
+    return same_bits.run_case(case, Workers(local=same_bits.WORKERS), overlap=False)
+
+
+@pytest.mark.parametrize("travelling", [False, True], ids=["alone", "nccl"])
+@pytest.mark.parametrize("partial", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("method", "overlap"),
+    [
+        pytest.param(
+            method,
+            overlap,
+            id=f"{method}{'-overlap' * overlap}",
+            marks=[] if (method, overlap) in QUICK else pytest.mark.slow,
+        )
+        for method in same_bits.METHODS
+        for overlap in (False, True)
+    ],
+)
+def test_the_bits_are_those_of_the_cpu(alone, method, overlap, partial, travelling):
+    case = same_bits.Case(method, method, partial=partial, steps=STEPS)
+    workers = Workers.current(local=same_bits.WORKERS)
+    with pretended_cuda() as gpu:
+        digest = same_bits.run_case(case, workers, overlap, "cuda", travelling)
+    assert gpu.seen.faults == []
+    assert digest == on_cpu(method, partial)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, bool], Measured | str]:
+    return measure()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+@pytest.mark.parametrize("name", ALL)
+def test_the_host_waits_as_rarely_as_it_can(measured, name, overlap):
+    found = measured[name, overlap]
+    assert isinstance(found, Measured), found
+    assert found.buckets == BUCKETS
+    assert found.faults == []
+    limits = ALL[name].overlap if overlap else Limits(0, 0, ALL[name].alone)
+    for thread, waits, limit in zip(THREADS, found.waits(), limits, strict=True):
+        where = found.places(thread)
+        assert waits <= limit, f"{thread}: {waits} waits, {limit} at most; {where}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["no-overlap", "overlap"])
+def test_the_trainer_waits_once_a_pass(tmp_path: Path, overlap: bool):
+    job = job_of(tmp_path, f"overlap={overlap}", "accumulate=2", "bucket_cap_mb=0.05")
+    waits, places, faults = run_processes(1, train_on_pretended_gpu, job)
+    assert faults == []
+    passes = 2 * job.workers.local
+    assert waits["hook"] == 0, places
+    assert waits["all"] <= passes + 1, f"{waits['all']} in {passes} passes and a step: {places}"
+
+
+def job_of(directory: Path, *overrides: str) -> Job:
+    """A run of two workers in this process, checked as one on a CPU."""
+    small = ["model=vit_tiny", "dataset=digits", "batch_size=4", "workers=2", "steps=3"]
+    here = ["device=cpu", "processes=1", "logger=none", f"output_dir={directory / 'run'}"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", overrides=[*small, *here, *overrides])
+    return check(config, directory / "run", None)
+
+
+def train_on_pretended_gpu(job: Job) -> tuple[dict[str, int], list[str], list[str]]:
+    """Train from start to end, then again step by step.
+
+    Returns:
+        how often the host waits in the last step, in hooks and in all; where; all faults.
+    """
+    torch.set_num_threads(1)
+    join_process_group("gloo")
+    try:
+        workers = Workers.current(job.workers.local)
+        job = replace(job, device="cuda", backend="nccl", workers=workers)
+        with pretended_cuda() as gpu:
+            train(job)
+            again = replace(job, output_dir=job.output_dir.with_name("again"))
+            with SignalNotice() as notice:
+                trainer = Trainer(again, notice)
+                for step in range(job.steps):
+                    gpu.seen.syncs.clear()
+                    trainer.train_step(step, measures=False)
+        syncs = gpu.seen.syncs
+        places = [f"{n} x {sync.kind} at {sync.place} ({sync.thread})" for sync, n in syncs.items()]
+        waits = {"hook": gpu.seen.waits("hook"), "all": syncs.total()}
+        return waits, places, gpu.seen.faults
+    finally:
+        dist.destroy_process_group()
