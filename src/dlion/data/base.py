@@ -133,6 +133,13 @@ class Text(Data):
         return {"test_loss": loss / count}
 
 
+def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device; nobody waits while it is copied to a GPU."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def split_off(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return the numbers of the samples that stay, and of a random fraction that is held out."""
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dlion.data.base import Batch, Images, split_off
+from dlion.data.base import Batch, Images, split_off, to_device
 
 
 @dataclass
@@ -54,11 +54,12 @@ class ImageData(Images):
         if self.crop or self.flip:
             padding = self.image_size // 8 if self.crop else 0
             images = crop_and_flip(images, padding, 0.5 if self.flip else 0.0, generator)
-        return self._normalise(images.to(device)), self.train_y[indices].to(device)
+        labels = to_device(self.train_y[indices], device)
+        return self._normalise(to_device(images, device)), labels
 
     def test_batch(self, start: int, stop: int, device: str = "cpu") -> Batch:
-        images = self.test_x[start:stop].to(device)
-        return self._normalise(images), self.test_y[start:stop].to(device)
+        labels = to_device(self.test_y[start:stop], device)
+        return self._normalise(to_device(self.test_x[start:stop], device)), labels
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> "ImageData":
         train, test = split_off(self.train_size, fraction, seed)
@@ -80,9 +81,17 @@ class ImageData(Images):
         deviation, mean = torch.std_mean(sample, dim=(0, 2, 3), correction=0, keepdim=True)
         return mean[0], deviation[0].clamp(min=1)
 
+    @cached_property
+    def _statistics_on(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        """Copies of the statistics, by device."""
+        return {}
+
     def _normalise(self, images: Tensor) -> Tensor:
-        mean, deviation = self._statistics
-        return (images.to(torch.float32) - mean.to(images.device)) / deviation.to(images.device)
+        if images.device not in self._statistics_on:
+            mean, deviation = self._statistics
+            self._statistics_on[images.device] = mean.to(images.device), deviation.to(images.device)
+        mean, deviation = self._statistics_on[images.device]
+        return (images.to(torch.float32) - mean) / deviation
 
 
 def crop_and_flip(

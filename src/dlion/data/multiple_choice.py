@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dlion.data.base import Batch, Text, split_off
+from dlion.data.base import Batch, Text, split_off, to_device
 from dlion.streams import stream
 
 IGNORED = -100  # the label of tokens that do not count
@@ -101,7 +101,8 @@ class MultipleChoice(Text):
             The loss of the right answers, the number of their tokens, and for each task the number
             of questions answered rightly and the number of all, float64 ``[2 + 2 tasks]``.
         """
-        surprise = self._surprise(logits, y).double()
+        surprise = self._surprise(logits, y).double().cpu()
+        lengths = (y != IGNORED).sum(-1).cpu()
         sums = torch.zeros(self.sums, dtype=torch.float64)
         row, index = 0, start
         while row < len(y):
@@ -109,7 +110,7 @@ class MultipleChoice(Text):
             answers = surprise[row : row + len(question.answers)]
             right = row + question.right
             sums[0] += surprise[right].item()
-            sums[1] += (y[right] != IGNORED).sum().item()
+            sums[1] += lengths[right].item()
             task = 2 + 2 * self.tasks.index(question.task)
             sums[task] += float(answers.argmin().item() == question.right)
             sums[task + 1] += 1
@@ -156,4 +157,4 @@ class MultipleChoice(Text):
             tokens = torch.tensor(ids)
             x[row, : len(ids) - 1] = tokens[:-1]  # the model is causal: padding is not seen
             y[row, prompt_length - 1 : len(ids) - 1] = tokens[prompt_length:]
-        return x.to(device), y.to(device)
+        return to_device(x, device), to_device(y, device)

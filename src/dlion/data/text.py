@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlion.data.base import Batch, Text
+from dlion.data.base import Batch, Text, to_device
 from dlion.errors import TrainingFailed, UserError
 from dlion.values import Count
 
@@ -80,7 +80,7 @@ class TextData(Text):
                 f"the text holds tokens outside 0 .. {self.vocabulary - 1}: its files are damaged,"
                 " or of another tokenizer; prepare them again"
             )
-        window = window.to(device)
+        window = to_device(window, device)
         return window[:, :-1], window[:, 1:]
 
 

@@ -57,19 +57,18 @@ class Agreement:
             name without the numbers of blocks.
         """
         self._channel.set_participants(self.optimizer.channel.participants)
-        agreed = opposed = entries = 0
+        counts = torch.zeros(3, dtype=torch.int64)
         squares: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2).double())
         for bucket, momenta in self._momenta.items():
             mean = self._mean(self._directions[bucket])
             right = bucket.exchange.decode().sign() * mean.sign()
-            agreed += int((right > 0).sum())
-            opposed += int((right < 0).sum())
-            entries += int((mean != 0).sum())
+            counts += torch.stack([(right > 0).sum(), (right < 0).sum(), (mean != 0).sum()]).cpu()
             for slot, found in zip(bucket.slots, self._squares(bucket, momenta), strict=True):
                 kind = ".".join(part for part in slot.name.split(".") if not part.isdigit())
                 squares[kind] += found
         self._momenta.clear()
         self._directions.clear()
+        agreed, opposed, entries = counts.tolist()
         total = sum_in_order(torch.stack([*squares.values()]))
         return {
             "agreement": agreed / max(entries, 1),

@@ -52,8 +52,13 @@ def evaluate(
     ]
     sums = torch.zeros(workers.local, rounds, data.sums, dtype=torch.float64)
     batches = data.test_batches([start for _, _, start in local], device)
-    for (i, turn, start), (x, y) in zip(local, watch(batches, len(local)), strict=True):
-        sums[i, turn] = data.score(model(x), y, start).cpu()
+    scores = [
+        data.score(model(x), y, start)
+        for (_, _, start), (x, y) in zip(local, watch(batches, len(local)), strict=True)
+    ]
+    if scores:  # brought to the CPU at once
+        for (i, turn, _), score in zip(local, torch.stack(scores).cpu(), strict=True):
+            sums[i, turn] = score
     model.train()
     in_order = channel.gather(sums).transpose(0, 1).flatten(0, 1)  # [rounds * n, m]
     return data.results(sum_in_order(in_order).tolist())
@@ -79,14 +84,14 @@ def box_state(
     gradients = _gradients(model, params, data, device, seed)
     with torch.no_grad():
         outside = sum((p.abs() > edge).sum() for p in params)
-        distance = max((p.abs().max() - edge).clamp(min=0).item() for p in params)
+        distances = [(p.abs().max() - edge).clamp(min=0).double() for p in params]
         score = sum(
             (g.double() * (g.sign() + weight_decay * p).double()).sum()
             for g, p in zip(gradients, params, strict=True)
         )
     return {
         "outside_box": float(outside) / sum(p.numel() for p in params),
-        "box_distance": distance,
+        "box_distance": torch.stack(distances).max().item(),
         "kkt_score": float(score),
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlion.data.base import to_device
 from dlion.streams import stream
 from dlion.workers import Workers
 
@@ -93,7 +94,7 @@ class Byzantine:
             grad.neg_()
         elif self.attack == "random":
             draws = stream(self.seed, "attack", self._worker_ids[i], step, index)
-            noise = torch.randn(grad.shape, generator=draws).to(grad)
+            noise = to_device(torch.randn(grad.shape, generator=draws), grad.device).to(grad.dtype)
             grad.copy_(noise * (grad.norm() / noise.norm().clamp(min=1e-12)))
         elif step % self.stale_steps == 0:
             self._stale[i][index].copy_(grad)

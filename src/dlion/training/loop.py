@@ -84,7 +84,8 @@ class Trainer:
         self.agreement = Agreement(self.optimizer, workers) if config.agreement else None
         state_bytes = self.optimizer.state_bytes + self.local_steps.state_bytes
         self.output = Output(job, model, self.optimizer, state_bytes)
-        self.losses = torch.zeros(workers.local, dtype=torch.float64)
+        # read when a row is made, so that no pass waits for a GPU
+        self.losses = torch.zeros(workers.local, dtype=torch.float64, device=job.device)
         self.gradient_norms = torch.zeros_like(self.losses)
         self.checkpoints = Checkpoints(
             job.output_dir,
@@ -172,7 +173,7 @@ class Trainer:
                 self.optimizer.flag = self.notice.first is not None  # goes with the messages
                 with self.timer("backward"), self._sending(i, step, each.sends):
                     loss.backward()
-                self.losses[i] += loss.detach().double().cpu()
+                self.losses[i] += loss.detach().double()
                 if each.moves:
                     if local.late:
                         self.optimizer.look_at_gradients(i)
@@ -184,6 +185,7 @@ class Trainer:
 
     def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:
         """Record the mean loss since the latest row, totals and, if asked for, an evaluation."""
+        sums = torch.stack([self.losses, self.gradient_norms]).cpu()  # waits for a GPU
         seconds = self.meter.seconds
         progress, workers = self.progress(done), self.job.workers
         epoch = done * self.config.local_steps / self.job.sharding.steps_per_epoch
@@ -191,7 +193,7 @@ class Trainer:
             "step": done,
             "epoch": epoch,
             "seconds": seconds,
-            **self._means(done),
+            **self._means(done, *sums),
             "learning_rate": learning_rate,
             "sent_bytes": round(progress.sent_bytes / workers.count),
             "received_bytes": round(progress.received_bytes / workers.count),
@@ -248,12 +250,12 @@ class Trainer:
             "losses": self.losses[i : i + 1],
         }
 
-    def _means(self, done: int) -> dict[str, float]:
+    def _means(self, done: int, losses: torch.Tensor, norms: torch.Tensor) -> dict[str, float]:
         """Return means over workers that took part: loss since the latest row, latest gradient."""
         steps = range(self.last_row, done)
         gradients = sum(len(self.participation.at(step)) for step in steps)
         latest = len(self.participation.at(done - 1))
-        rows = torch.stack([self.losses / gradients, self.gradient_norms / latest], dim=1)
+        rows = torch.stack([losses / gradients, norms / latest], dim=1)
         loss, norm = sum_in_order(self.control.gather(rows)).tolist()
         return {"train_loss": loss, "gradient_norm": norm}
 
