@@ -126,9 +126,15 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> N
         request.wait()
 
 
+_of_the_host: list[dist.ProcessGroup] = []  # the library keeps groups for as long as there are any
+
+
 @contextmanager
 def nccl(backends: str) -> Iterator[None]:
     """Let ``torch.distributed`` carry pretended tensors.
+
+    Groups that are made with ``backend="gloo"`` carry tensors of the host; all others are as
+    ``backends`` says.
 
     Args:
         backends: what ``get_backend_config`` is to return, such as ``cuda:nccl``. Tensors of the
@@ -143,15 +149,27 @@ def nccl(backends: str) -> Iterator[None]:
         "irecv": _no_such,
         "isend": _no_such,
     }
+    make = dist.new_group
+
+    def config(group: Group = None) -> str:
+        return "cpu:gloo" if group in _of_the_host else backends
+
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, **kwargs: Any
+    ) -> Any:
+        group = make(ranks, timeout, "gloo", **kwargs)
+        if backend == "gloo" and group is not None:
+            _of_the_host.append(group)
+        return group
 
     def carried(name: str) -> Callable[..., Any]:
         def collective(*args: Any, **kwargs: Any) -> Any:
             ours = any(isinstance(tensor, CudaTensor) for tensor in tensors_in(args))
-            function = pretended if ours or "cpu" not in backends else _own
-            return function[name](*args, **kwargs)
+            on_host = not ours and "cpu" in config(kwargs.get("group"))
+            return (_own if on_host else pretended)[name](*args, **kwargs)
 
         return collective
 
     replaced = {name: carried(name) for name in pretended}
-    with patch.multiple(dist, get_backend_config=lambda group=None: backends, **replaced):
+    with patch.multiple(dist, get_backend_config=config, new_group=new_group, **replaced):
         yield

@@ -15,9 +15,11 @@ from its first to its last one. What a NumPy array of pinned memory is used for 
 making one counts as a write.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -68,6 +70,7 @@ def _driver(device: Device) -> Any:
         device=lambda device_: nullcontext(),
         device_of=lambda tensor: nullcontext(),
         get_device_name=lambda device_=None: "a pretended GPU",
+        get_device_properties=lambda device_=None: SimpleNamespace(uuid=os.getpid()),
         is_initialized=lambda: True,
         manual_seed=lambda seed: None,
         manual_seed_all=lambda seed: None,

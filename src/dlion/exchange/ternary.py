@@ -88,4 +88,6 @@ class ScaledTernaryMean(TernaryMean):
         super().run(step)
 
     def decode(self) -> Tensor:
+        if self._scales.is_cuda:  # they were made on the stream of the exchange
+            self._scales.record_stream(torch.cuda.current_stream())
         return super().decode().mul_(self._scales)

@@ -184,10 +184,12 @@ class Vote(LevelExchange):
 
     def decide(self, rows: Tensor, largest: int, owner: int, step: int, answer: Tensor) -> None:
         positive, tied = self._masks
-        kernels.compare_sum(rows, largest, self.largest // 2, positive, tied)
         if isinstance(self.down, Ternary):
+            kernels.compare_sum(rows, largest, self.largest // 2, positive, tied)
             kernels.pack_votes(positive, tied, answer)
             return
+        positive = answer.view(torch.int64)
+        kernels.compare_sum(rows, largest, self.largest // 2, positive, tied)
         if self.largest % 2 == 0:
             positive |= self._positive_ties(tied, owner, step)
         self._decide(positive, owner, answer)
@@ -225,9 +227,11 @@ class Vote(LevelExchange):
         return tied
 
     def _decide(self, positive: Tensor, owner: int, answer: Tensor) -> None:
+        words = answer.view(torch.int64)
+        if words.data_ptr() != positive.data_ptr():
+            words.copy_(positive)
         if "previous" in self.state:
-            self.state["previous"][owner] = positive
-        answer.view(torch.int64).copy_(positive)
+            self.state["previous"][owner] = words
 
 
 class WeightedVote(Vote):
