@@ -201,8 +201,9 @@ def test_what_is_typed_behind_a_recipe_is_accepted(command, tmp_path):
         check_settings(settings)
 
 
-def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path):
-    """32 tasks on nodes of 8 GPUs, as the table of contents has it."""
+@pytest.mark.parametrize("visible", [8, 1], ids=["all", "own"])
+def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path, visible):
+    """32 tasks on nodes of 8 GPUs, as the table of contents has it; each sees all, or its own."""
     text = (ROOT / "sweep" / "README.md").read_text()
     (line,) = (line for line in text.splitlines() if "hydra/launcher=slurm" in line)
     typed = shlex.split(line.replace("DIR", str(disk["imagenet"])))[2:]
@@ -220,7 +221,8 @@ def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path):
     }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert gpus == 8
     few_images = ["dataset.sharding=replicate", "batch_size=4"]
     settings, _ = runs(*typed, *few_images)[0]
     assert cpus > settings.dataset.loaders
