@@ -62,7 +62,7 @@ OF_TWO = [
     Configuration("DLion ties=zero", "DLion", {"ties": "zero"}),
     Configuration("DLion weighted", "DLion", {"weighted": True}),
     Configuration("DLion nonfinite=stop", "DLion", {"nonfinite": "stop"}),
-    Configuration("DLion nonfinite=skip", "DLion", {"nonfinite": "skip"}, 1, SKIPPING),
+    Configuration("DLion nonfinite=skip", "DLion", {"nonfinite": "skip"}, 2, SKIPPING),
     Configuration("Signum", "Signum", {}),
     Configuration("LionCub", "LionCub", {}),
     Configuration("LionCub max, sync", "LionCub", {"scale": "max", "momentum_sync": 1}),

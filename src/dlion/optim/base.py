@@ -173,6 +173,7 @@ class DistributedOptimizer(BucketedOptimizer):
         own = given.with_own_group() if overlap else given
         self.node = None
         if dense_group is not None:
+            check_gpus(Workers.current(group=dense_group), _device_of(params))
             self.node = Node(dense_group, dense_wire, given, overlap)
             self.node.check_alike({"settings": self._settings()})
         self.flag = self.flagged = False
