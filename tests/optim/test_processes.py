@@ -239,6 +239,22 @@ def scaler(r: int) -> tuple[bool, list[float], float]:
 
 
 @case
+def broken(r: int) -> list[tuple[str, bool]]:
+    """A gradient of process 1 that is not finite, without overlap and with it."""
+    found = []
+    for overlap in (False, True):
+        model = net()
+        named = model.named_parameters()
+        optimizer = DLion(named, lr=1e-2, nonfinite="stop", overlap=overlap)
+        before = flat(model)
+        x = torch.randn(8, 20)
+        factor = torch.tensor([1.0, float("nan") if r else 1.0, 1.0])
+        (model(x) * factor).square().mean().backward()
+        found.append((refused(optimizer.step), flat(model) == before))
+    return found
+
+
+@case
 def absent(r: int) -> list[float]:
     model = net()
     optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, bucket_cap_mb=1e-3)
@@ -421,6 +437,12 @@ def test_an_overflow_on_one_worker_skips_the_step_on_all(seen):
     (same0, params0, scale0), (same1, params1, scale1) = seen["scaler"]
     assert same0 and same1 and params0 == params1
     assert scale0 == 1024 and scale1 == 512  # a scale is each process's own
+
+
+def test_a_gradient_that_is_not_finite_ends_the_step_on_all_before_anything_moves(seen):
+    for message, unmoved in (*seen["broken"][0], *seen["broken"][1]):
+        assert "the gradient of 0.weight is not finite on worker 1 in step 1" in message
+        assert unmoved
 
 
 def test_a_process_whose_workers_are_absent_may_compute_all_the_same(seen):

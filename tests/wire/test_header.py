@@ -11,7 +11,7 @@ from dlion.wire import Header
     st.integers(0, 200).flatmap(
         lambda parameters: st.lists(
             st.tuples(
-                st.integers(0, 2**32 - 1),
+                st.integers(0, 2**31 - 1),
                 st.integers(0, 2**32 - 1),
                 st.lists(st.booleans(), min_size=parameters, max_size=parameters),
                 st.booleans(),
@@ -29,5 +29,16 @@ def test_headers_come_back_as_they_were_written(senders):
     read = header.decode(rows)
     steps, checksums, present, flags, slow = zip(*senders, strict=True)
     assert (*read.steps,) == steps and (*read.checksums,) == checksums
+    assert read.broken == [None] * len(senders)
     assert read.present == [any(bits) for bits in zip(*present, strict=True)]
     assert (read.flag, read.slow) == (any(flags), any(slow))
+
+
+def test_a_gradient_that_is_not_finite_is_named_in_place_of_the_step():
+    header, norms = Header(3), torch.tensor([1.0, torch.nan, torch.inf])
+    rows = torch.stack([header.encode(7, 2**32 - 1, [True] * 3) for _ in range(2)])
+    header.mark(rows[0], torch.ones(3))
+    header.mark(rows[1], norms)
+    read = header.decode(rows)
+    assert read.broken == [None, 1] and read.steps[0] == 7
+    assert read.checksums == [2**32 - 1] * 2

@@ -303,6 +303,8 @@ class Bucket:
         grads = self.grads
         precision = torch.promote_types(self.dtype, torch.float32)
         found = iter(torch._foreach_norm(grads.present, dtype=precision) if grads.present else ())
+        if len(grads.present) == len(self.slots):
+            return torch.stack(list(found)).to(torch.float32)
         zero = self.params.new_zeros((), dtype=precision)
         norms = [zero if grad is None else next(found) for grad in grads.tensors]
         return torch.stack(norms).to(torch.float32)
@@ -402,7 +404,7 @@ class Bucket:
         header = upload(header, self.device)
         norms = self.flight.norms.get(local)
         if norms is not None:
-            self.header.mark(header, ~norms.isfinite())
+            self.header.mark(header, norms)
         self.exchange.encode_header(local, header)
 
     def _rates(self) -> str:

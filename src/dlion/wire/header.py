@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlion.transfer import index_of
+
 _NUMBERS = 8  # bytes: the step and the checksum
 
 
@@ -33,8 +35,8 @@ class Header:
     """The header of messages about so many parameters: ``nbytes`` bytes, whole 64-bit words.
 
     The step and a checksum as 32-bit integers, one bit a parameter (whether the sender has a
-    gradient for it), one for a flag of the training loop's own, and one for slow links. Below 0
-    the step is -1 - i, where the gradient of parameter i is not finite.
+    gradient for it), one for a flag of the training loop's own, and one for slow links. If
+    gradients are not finite, the first of them, i of T, is sent in place of the step, as i - T.
     """
 
     def __init__(self, parameters: int):
@@ -56,23 +58,22 @@ class Header:
         header[_NUMBERS : _NUMBERS + len(bits)] = bits
         return torch.from_numpy(header)
 
-    @staticmethod
-    def mark(header: Tensor, broken: Tensor) -> None:
+    def mark(self, header: Tensor, norms: Tensor) -> None:
         """Say in a header, on any device, that a gradient is not finite; the host need not know.
 
         Args:
             header: uint8 ``[nbytes]``.
-            broken: which gradients are not finite, bool ``[T]``.
+            norms: of the gradients, float32 ``[T]``.
         """
         step = header[:4].view(torch.int32)
-        first = broken.to(torch.uint8).argmax()
-        step.copy_(torch.where(broken.any(), -1 - first, step))
+        places = index_of(tuple(range(-self.parameters, 0)), header.device)
+        step.copy_(torch.where(norms < torch.inf, step, places).amin())
 
     def decode(self, headers: Tensor) -> Headers:
         """Read the headers of all senders, uint8 ``[m, nbytes]``, in main memory."""
         rows = headers.numpy()
         steps, checksums = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T.tolist()
-        broken = [2**32 - 1 - step if step >= 2**31 else None for step in steps]
+        broken = [step - 2**32 + self.parameters if step >= 2**31 else None for step in steps]
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 2).astype(bool)
         *present, flag, slow = flags.tolist()
