@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlion.errors import TrainingFailed, UserError
-    from dlion.optim import (
+    from dlion.methods import (
         DGC,
         DeMo,
         DiLoCo,
@@ -76,7 +76,7 @@ _HOMES = {
     "UserError": "dlion.errors",
     "Workers": "dlion.workers",
     "load_model": "dlion.training.weights",
-}  # of all others: dlion.optim
+}  # of all others: dlion.methods
 
 
 def __dir__() -> list[str]:
@@ -86,10 +86,12 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import what takes time to import when it is asked for."""
+    if name == "optim":
+        return importlib.import_module("dlion.optim")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(_HOMES.get(name, "dlion.optim")), name)
+        return getattr(importlib.import_module(_HOMES.get(name, "dlion.methods")), name)
     except ModuleNotFoundError as error:
         missing = f"dlion.{name} needs {error.name}, which is not installed"
         raise ImportError(f"{missing}: type pip install 'dlion[suite]'") from error

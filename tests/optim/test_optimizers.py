@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from dlion.config import instantiate
 from dlion.errors import TrainingFailed
+from dlion.methods.sync import MomentumSync
 from dlion.optim import (
     DGC,
     DeMo,
@@ -33,7 +34,6 @@ from dlion.optim import (
     SparseLoCo,
     TernGrad,
 )
-from dlion.optim.sync import MomentumSync
 from dlion.workers import Workers
 from tests.conftest import ROOT
 

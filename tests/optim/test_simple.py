@@ -1,4 +1,4 @@
-"""The library equals its specification, dlion.optim.simple, to the bit, for every method."""
+"""The library equals its specification, dlion.methods.simple, to the bit, for every method."""
 
 import itertools
 import math

@@ -22,8 +22,8 @@ from dlion.launch.environment import RankInfo, is_first
 from dlion.launch.network import check_possible
 from dlion.launch.resume import check_output, checkpoint_to_resume
 from dlion.machine import cores
+from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate
-from dlion.optim.inner import INNER
 from dlion.record.loggers import check_logger
 from dlion.settings import check as check_types
 from dlion.training.agreement import VOTES

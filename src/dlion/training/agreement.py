@@ -5,10 +5,10 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from dlion.engine.bucket import Bucket
 from dlion.exchange import Channel, DenseMean, sum_in_order
+from dlion.methods.dlion import SignedDescent
 from dlion.optim import DistributedOptimizer, DLionADM
-from dlion.optim.bucket import Bucket
-from dlion.optim.dlion import SignedDescent
 from dlion.workers import Workers
 
 VOTES = (SignedDescent, DLionADM)  # who keep a momentum each, and are answered with its sign

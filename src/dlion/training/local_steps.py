@@ -13,8 +13,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from dlion.optim.bucket import Bucket, by_kind
-from dlion.optim.inner import INNER
+from dlion.engine.bucket import Bucket, by_kind
+from dlion.methods.inner import INNER
 from dlion.workers import Workers
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from dlion.engine.bucket import Bucket, InFlight, plain_values
+from dlion.engine.checks import check_alike, check_bare, check_hyperparameters, check_spread
+from dlion.engine.layout import BucketedOptimizer
+from dlion.engine.node import DenseWire, Node
+from dlion.engine.overlap import ExchangeThread
 from dlion.exchange import Channel
-from dlion.optim.bucket import Bucket, InFlight, plain_values
-from dlion.optim.checks import check_alike, check_bare, check_hyperparameters, check_spread
-from dlion.optim.node import DenseWire, Node
-from dlion.optim.parameters import BucketedOptimizer
-from dlion.optim.thread import ExchangeThread
 from dlion.transfer import download
 from dlion.values import Positive
 from dlion.workers import Workers, check_gpus, voters

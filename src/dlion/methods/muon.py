@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from dlion.optim.base import Common
-from dlion.optim.bucket import Bucket, StateNames
-from dlion.optim.checks import check_pattern
-from dlion.optim.dense import MeanGradientOptimizer
-from dlion.optim.updates import adamw_descent, wide
+from dlion.engine.bucket import Bucket, StateNames
+from dlion.engine.checks import check_pattern
+from dlion.engine.optimizer import Common
+from dlion.methods.dense import MeanGradientOptimizer
+from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Count, Name, NotNegative, Probability
 
 # what ViT and GPT here, torchvision, timm and transformers call them

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import DenseMean, Exchange, RoundedMean, ScaledInt8Mean, ScaledSignMean
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.inner import INNER, Maker, OfTorch
-from dlion.optim.updates import nesterov
+from dlion.methods.inner import INNER, Maker, OfTorch
+from dlion.methods.updates import nesterov
 from dlion.values import Betas, Called, Count, NotNegative, Probability
 from dlion.wire import BFloat16
 

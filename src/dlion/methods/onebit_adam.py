@@ -6,10 +6,10 @@ from typing import Any, Unpack
 
 import torch
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import WarmedUpSignMean
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.updates import adamw, wide
+from dlion.methods.updates import adamw, wide
 from dlion.values import Betas, Count, NotNegative
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from dlion.engine.shards import EXCHANGE, local_part
 from dlion.exchange import Channel
-from dlion.optim.shards import EXCHANGE, local_part
 from dlion.workers import Workers
 
 if TYPE_CHECKING:
-    from dlion.optim.parameters import BucketedOptimizer
+    from dlion.engine.layout import BucketedOptimizer
 
 States = dict[torch.nn.Parameter, dict[str, Tensor]]  # of each parameter, by name
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import CosineTopKMean, Matrix
 from dlion.exchange.topk import bits_each_way
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
 from dlion.values import Count, NotNegative, Probability
 from dlion.wire.formats import ValueBits
 

@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from dlion.engine.bucket import Bucket
 from dlion.exchange import run_together
-from dlion.optim.bucket import Bucket
 
 
 class ExchangeThread:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import ScaledTernaryMean
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.rules import clip_by_deviation
-from dlion.optim.updates import momentum_descent
+from dlion.methods.rules import clip_by_deviation
+from dlion.methods.updates import momentum_descent
 from dlion.values import NotNegative, Probability
 
 

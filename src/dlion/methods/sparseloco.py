@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common
 from dlion.exchange import TopKMean
 from dlion.exchange.topk import bits_each_way, blocks_of
-from dlion.optim.base import Common
-from dlion.optim.bucket import Bucket
-from dlion.optim.local import InnerOptimizer, LocalUpdate
+from dlion.methods.local import InnerOptimizer, LocalUpdate
 from dlion.values import Betas, Count, NotNegative, Share
 from dlion.wire.formats import ValueBits
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import DenseMean
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.updates import adamw_descent
+from dlion.methods.updates import adamw_descent
 from dlion.values import Betas, NotNegative
 
 

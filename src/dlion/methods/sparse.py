@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import torch
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import SparseMean
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.rules import largest_entries
-from dlion.optim.updates import momentum_descent
+from dlion.methods.rules import largest_entries
+from dlion.methods.updates import momentum_descent
 from dlion.values import NotNegative, Positive, PositiveShare, Probability, Whole
 
 

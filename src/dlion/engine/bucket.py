@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlion.engine.shards import local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
-from dlion.optim.shards import local_part
 from dlion.transfer import upload
 from dlion.wire import Header, Headers
 

@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dlion.exchange import Channel, Exchange, Traffic
-from dlion.optim.bucket import Bucket, StateNames, by_kind, plain_values
-from dlion.optim.checks import (
+from dlion.engine.bucket import Bucket, StateNames, by_kind, plain_values
+from dlion.engine.checks import (
     check_alike,
     check_bare,
     check_hyperparameters,
@@ -19,8 +18,9 @@ from dlion.optim.checks import (
     check_state,
     checked,
 )
-from dlion.optim.saving import put_back, spread_state
-from dlion.optim.shards import EXCHANGE, check_sharding, local_part
+from dlion.engine.saving import put_back, spread_state
+from dlion.engine.shards import EXCHANGE, check_sharding, local_part
+from dlion.exchange import Channel, Exchange, Traffic
 
 
 class BucketedOptimizer(torch.optim.Optimizer, ABC):

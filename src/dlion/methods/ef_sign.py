@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import ScaledSignMean, TrackingVote
 from dlion.kernels.reference import lion_direction
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.updates import momentum_descent, sign_descent
+from dlion.methods.updates import momentum_descent, sign_descent
 from dlion.values import Betas, NotNegative, Probability
 
 

@@ -7,6 +7,8 @@ from typing import Any, Literal, Unpack
 import torch
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import (
     Costs,
     LevelExchange,
@@ -19,9 +21,7 @@ from dlion.exchange import (
     grid_shape,
     measure_costs,
 )
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.updates import sign_descent
+from dlion.methods.updates import sign_descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary

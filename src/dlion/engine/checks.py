@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from dlion.engine.shards import EXCHANGE, local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
-from dlion.optim.shards import EXCHANGE, local_part
 from dlion.values import parameters, refusal
 from dlion.workers import Workers
 

@@ -6,11 +6,11 @@ from typing import Any, Literal, Unpack
 import torch
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common
 from dlion.exchange import Shape, Ties, Way
-from dlion.optim.base import Common
-from dlion.optim.bucket import Bucket
-from dlion.optim.dlion import SignedDescent
-from dlion.optim.sync import MomentumSync
+from dlion.methods.dlion import SignedDescent
+from dlion.methods.sync import MomentumSync
 from dlion.values import Betas, Name, NotNegative, Positive, Whole
 
 Bits = Literal[1, 2, 4, 8]
@@ -46,7 +46,7 @@ class LionCub(SignedDescent):
         ties: of a sum of exactly zero. ``zero`` (the default, as abstentions make it common and
             it means that nobody knows) costs 1.6 bits down instead of 1.
         momentum_sync: steps between averages of the momenta of all workers; 0: never; exponential:
-            at growing intervals, see :class:`dlion.optim.sync.MomentumSync`.
+            at growing intervals, see :class:`dlion.methods.sync.MomentumSync`.
         sync_rate: of exponential: T_{j+1} = T_j + 2^(j / rate).
         sync_pattern: a regular expression: average only parameters whose name contains it. It needs
             ``model.named_parameters()``.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.optim.bucket import Bucket
-from dlion.optim.muon import EMBEDDINGS_AND_HEADS, orthogonalise
-from dlion.optim.updates import adamw
+from dlion.engine.bucket import Bucket
+from dlion.methods.muon import EMBEDDINGS_AND_HEADS, orthogonalise
+from dlion.methods.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

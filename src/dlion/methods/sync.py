@@ -2,9 +2,9 @@
 
 import torch
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.checks import check_pattern
 from dlion.exchange import Channel, DenseMean
-from dlion.optim.bucket import Bucket
-from dlion.optim.checks import check_pattern
 
 
 class MomentumSync:

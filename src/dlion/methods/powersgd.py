@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import LowRankMean, Matrix
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.updates import momentum_descent
+from dlion.methods.updates import momentum_descent
 from dlion.streams import stream_seed
 from dlion.values import Count, NotNegative, Probability
 

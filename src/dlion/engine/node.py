@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dlion.engine.bucket import Bucket
+from dlion.engine.checks import check_alike
 from dlion.exchange import Channel, RoundedMean, Traffic
-from dlion.optim.bucket import Bucket
-from dlion.optim.checks import check_alike
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers
 
@@ -64,7 +64,7 @@ class Node:
         self._channel.broadcast(values)
 
     def check_alike(self, facts: dict[str, Any]) -> None:
-        """Compare what the processes were given, as :func:`dlion.optim.checks.check_alike`."""
+        """Compare what the processes were given, as :func:`dlion.engine.checks.check_alike`."""
         check_alike(self._channel.workers, facts)
 
     def any(self, here: Tensor) -> Tensor:

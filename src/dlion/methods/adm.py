@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Unpack
 
 from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import DeltaVote
-from dlion.optim.base import Common, DistributedOptimizer
-from dlion.optim.bucket import Bucket
-from dlion.optim.updates import sign_descent
+from dlion.methods.updates import sign_descent
 from dlion.values import Betas, Limits, NotNegative
 
 
