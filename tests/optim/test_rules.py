@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlion import kernels
-from dlion.optim import rules
+from dlion.methods import rules
 
 NAN = float("nan")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dlion.engine.bucket import Bucket
-from dlion.engine.checks import check_alike
+from dlion.engine.lockstep import check_alike
 from dlion.exchange import Channel, RoundedMean, Traffic
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers
@@ -59,12 +59,23 @@ class Node:
         """Give back the group of its own."""
         self._channel.workers.give_back()
 
+    def lead(self, bucket: Bucket, method: str) -> None:
+        """Let one process exchange the messages of a bucket, and hand on what came of it."""
+        if bucket.sharded or not bucket.exchange.can_follow:
+            what = "parameters that FSDP has sharded" if bucket.sharded else method
+            raise ValueError(
+                f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
+                " LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of the"
+                " float32 wire) on a plain model"
+            )
+        bucket.run_led = self.run
+
     def hand_out(self, values: Tensor) -> None:
         """Overwrite ``values`` with those of the first process of the node."""
         self._channel.broadcast(values)
 
     def check_alike(self, facts: dict[str, Any]) -> None:
-        """Compare what the processes were given, as :func:`dlion.engine.checks.check_alike`."""
+        """Compare what the processes were given, as :func:`dlion.engine.lockstep.check_alike`."""
         check_alike(self._channel.workers, facts)
 
     def any(self, here: Tensor) -> Tensor:

@@ -1,25 +1,26 @@
-"""The walk that every method shares: collect gradients, encode, exchange, update."""
+"""The step that every method shares: collect gradients, encode, exchange, update."""
 
-import threading
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
-from dlion.engine.bucket import Bucket, InFlight, plain_values
-from dlion.engine.checks import check_alike, check_bare, check_hyperparameters, check_spread
-from dlion.engine.layout import BucketedOptimizer
+from dlion.engine import nonfinite, saving
+from dlion.engine.bucket import Bucket, InFlight, StateNames
+from dlion.engine.checks import check_bare, check_hyperparameters, check_parameters, checked
+from dlion.engine.layout import Members
+from dlion.engine.lockstep import check_alike, check_spread, facts_about, plain_values
 from dlion.engine.node import DenseWire, Node
-from dlion.engine.overlap import ExchangeThread
-from dlion.exchange import Channel
+from dlion.engine.overlap import Overlap, Work
+from dlion.engine.shards import check_sharding, local_part
+from dlion.exchange import Channel, Exchange, Traffic, run_together
 from dlion.transfer import download
 from dlion.values import Positive
 from dlion.workers import Workers, check_gpus, voters
@@ -42,7 +43,7 @@ class Common(TypedDict, total=False):
     nonfinite: Nonfinite | None
 
 
-class DistributedOptimizer(BucketedOptimizer):
+class DistributedOptimizer(torch.optim.Optimizer, ABC):
     """A ``torch.optim.Optimizer`` whose workers exchange packed messages instead of gradients.
 
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
@@ -122,6 +123,7 @@ class DistributedOptimizer(BucketedOptimizer):
             bucket; nothing else does.
 
     Attributes:
+        buckets: of all groups, in the order in which their messages leave.
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
             messages; after a step in which any process whose workers take part had it set,
             ``flagged`` is true on all. (Of FSDP's processes, on all that hold the same shards.)
@@ -137,12 +139,24 @@ class DistributedOptimizer(BucketedOptimizer):
     makes the exchanges; all public ones must be equal on all processes.
     """
 
+    own_state: list[str] = []
+    shared_state: list[str] = []
+    counters: list[str] = []  # shared state, one number a parameter
+    own_counters: list[str] = []  # a worker's state, one number a parameter
+    whole_matrices: bool = False  # whether a part of a matrix will not do
     # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
 
     _step_supports_amp_scaling = True
-    grad_scale: Tensor | None  # torch.amp.GradScaler sets it, and found_inf
+    grad_scale: Tensor | None  # torch.amp.GradScaler sets both
+    found_inf: Tensor
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)  # pyrefly: ignore[bad-assignment]
+
+    @checked
     def __init__(
         self,
         params: Iterable[Any],
@@ -169,28 +183,30 @@ class DistributedOptimizer(BucketedOptimizer):
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
         check_alike(given, {"settings": self._settings()})
-        # others may talk during the backward pass
-        own = given.with_own_group() if overlap else given
-        self.node = None
+        self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
+        self.channel, self.node = Channel(self.workers), None
         if dense_group is not None:
             check_gpus(Workers.current(group=dense_group), _device_of(params))
             self.node = Node(dense_group, dense_wire, given, overlap)
             self.node.check_alike({"settings": self._settings()})
+        self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self._thread = ExchangeThread(overlap)
+        self._members = Members(self._add_bucket, bucket_cap_mb)
+        self._overlap = None
+        if overlap:
+            self._overlap = Overlap(self.buckets, self._encode_last, self._is_last_pass)
         self._collected: set[int] = set()
-        self._sent = 0  # buckets whose messages have left
-        self._stepped = self._failed = False
-        self._trained: int | None = None  # parameters in this step, once they are counted
-        self._in_backward = False  # or in what a failed pass has left
-        self._synchronising = True
-        self._ready = threading.RLock()  # autograd has a thread for every device
-        self._skipping: set[int] = set()  # workers that skip a gradient in this step
-        self._hooks: list[RemovableHandle] = []
-        close = weakref.finalize(self, _close, self._thread, self._hooks, own, self.node)
+        self._late: dict[Bucket, Work] = {}
+        self._stepped = self._failed = self._constructed = False
+        self._skipping: set[int] = set()  # workers that leave out a gradient in this step
+        close = weakref.finalize(self, _close, self._overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
-        super().__init__(params, defaults, Channel(own), bucket_cap_mb)
+        self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
+        super().__init__(params, {**self._hyperparameters})
+        self._constructed = True
+        self._hand_out(self.param_groups, self.buckets)
+        self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
 
     # ------------------------------------------------------------------ what a method fills in
 
@@ -198,6 +214,10 @@ class DistributedOptimizer(BucketedOptimizer):
     @abstractmethod
     def paper_bits(self) -> tuple[float, float]:
         """Bits per parameter and step, worker to server and back, as the papers count them."""
+
+    @abstractmethod
+    def make_exchange(self, bucket: Bucket) -> Exchange:
+        """Make the exchange for a bucket of ``bucket.numel`` parameters."""
 
     @abstractmethod
     def encode(self, bucket: Bucket, local: int) -> None:
@@ -209,6 +229,13 @@ class DistributedOptimizer(BucketedOptimizer):
 
     def after_step(self, bucket: Bucket) -> None:
         """Do what workers do together after all updates (averaging momenta, say)."""
+
+    def state_names(self, bucket: Bucket) -> StateNames:
+        """Return what the state of a bucket's parameters is called."""
+        return self
+
+    def begin(self, bucket: Bucket) -> None:
+        """Start from the parameters that are in a bucket: it is new, or was given others."""
 
     def host(self, local: int | None) -> None:
         """Put the parameters of a local worker into the model; None: those that all share.
@@ -232,7 +259,144 @@ class DistributedOptimizer(BucketedOptimizer):
         bucket.exchange.run(0)
         self.update(bucket)
 
+    # ------------------------------------------------------------------ parameters
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """The parameters of all groups, frozen ones too."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; all processes add the same group, between two steps.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            TrainingFailed: if processes add different ones.
+        """
+        if self._in_step:
+            raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
+        super().add_param_group(param_group)
+        group, first = self.param_groups[-1], len(self.buckets)
+        try:
+            check_hyperparameters(type(self), group)
+            check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
+            check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
+            self._members.add(group)
+        except Exception:
+            self.param_groups.pop()
+            for tensor in group["params"]:
+                self.state.pop(tensor, None)
+            del self.buckets[first:]
+            raise
+        if self._constructed:
+            self._hand_out([group], self.buckets[first:])
+
+    def _add_bucket(
+        self, tensors: list[torch.nn.Parameter], names: list[str], group: dict[str, Any]
+    ) -> None:
+        bucket = Bucket(len(self.buckets), tensors, names, group)
+        bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
+        if self.node is not None:
+            self.node.lead(bucket, type(self).__name__)
+        self.buckets.append(bucket)
+        saving.publish(bucket, self.state, self.workers)
+        self.begin(bucket)
+        if self._overlap is not None:
+            self._overlap.watch(bucket)
+
+    def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
+        """Check that all processes were given the same parameters, and give them process 0's."""
+        params = [tensor for group in groups for tensor in group["params"]]
+        facts = facts_about(groups)
+        check_alike(self.workers, facts)
+        if self.node is not None:
+            self.node.check_alike(facts)
+        check_bare(params)
+        for bucket in buckets:
+            self._give(bucket.params)
+            bucket.write_back()
+            self.begin(bucket)
+        for tensor in params if self.workers.processes > 1 else ():
+            if not tensor.requires_grad:
+                here = local_part(tensor)
+                values = here.contiguous()
+                self._give(values.flatten().view(torch.uint8))  # gloo does not know every dtype
+                here.copy_(values)
+
+    def _give(self, values: Tensor) -> None:
+        """Give all processes the values of process 0."""
+        if self.node is not None:
+            self.node.hand_out(values)
+        self.channel.broadcast(values)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the public attributes that say what this optimizer does."""
+        public = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {"method": type(self).__name__, **plain_values(public)}
+
     # ------------------------------------------------------------------ a step
+
+    def set_participants(self, workers: Sequence[int] | None) -> None:
+        """Say which workers take part from the next step on, ascending; None: all.
+
+        Absent workers send nothing and keep their state; they still receive the update and still
+        combine the slice they own. (They also send 4 bytes a parameter tensor under TernGrad, and
+        a byte under DLionADM in the first step.) They are not to be collected. All processes must
+        name the same workers::
+
+            optimizer = DLion(model.parameters(), workers=Workers.current(local=4))
+            optimizer.set_participants([0, 2])
+            for local in (0, 2):
+                loss_of(batches[local]).backward()
+                optimizer.collect(local)
+            optimizer.step()
+
+        Raises:
+            ValueError: if there are none, or unknown ones.
+            RuntimeError: in the middle of a step.
+        """
+        known = None if workers is None else sorted(set(workers))
+        if known is not None and not (known and known[0] >= 0 and known[-1] < self.workers.count):
+            raise ValueError(
+                f"set_participants({list(workers or ())}): give at least one of the"
+                f" {self.workers.count} workers"
+            )
+        if self._in_step:
+            raise RuntimeError("set_participants() in the middle of a step")
+        self.channel.set_participants(known)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With ``overlap``: backward passes in here only accumulate gradients.
+
+        All but the last of several backward passes in a step run in it::
+
+            optimizer = DLion(model.parameters(), overlap=True, bucket_cap_mb=5)
+            *first, last = batches
+            with optimizer.no_sync():
+                for batch in first:
+                    loss_of(batch).backward()
+            loss_of(last).backward()  # messages leave during this one
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+        return nullcontext() if self._overlap is None else self._overlap.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
+
+        What had left of a pass that raised an exception stays sent: its gradients count for these
+        buckets.
+
+        Raises:
+            RuntimeError: if messages of a pass that went well have left; step() has to follow then.
+        """
+        if self._overlap is None:
+            super().zero_grad(set_to_none)
+            return
+        if not self._failed:
+            self._overlap.check_restart()
+        super().zero_grad(set_to_none)
+        self._overlap.restart()
 
     def collect(self, local: int) -> None:
         """Take the gradients of local worker ``local`` (0 to ``workers.local`` - 1).
@@ -264,7 +428,8 @@ class DistributedOptimizer(BucketedOptimizer):
             TrainingFailed: if one is not finite and that is to end training.
         """
         self._look_at(self.buckets, local)
-        self._refuse_broken(self.buckets, local)
+        if self.nonfinite == "stop":
+            nonfinite.refuse(self.buckets, local)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -282,31 +447,44 @@ class DistributedOptimizer(BucketedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._stepped:
-            check_bare(self.params)
-            if self._met_nobody and dist.is_initialized() and dist.get_world_size() > 1:
-                raise RuntimeError(
-                    "the optimizer was made before the process group, so each process would train"
-                    " alone: call init_process_group() first"
-                )
-        self._check_groups()
-        if self._overflowed():
+            self._check_first_step()
+        self._members.check_unedited(self.param_groups)
+        if getattr(self, "found_inf", None) is not None and self._overflowed():
             return loss
         local = self.channel.local_participants
         if not local:
-            self._include_unfrozen()  # the others do so when they encode
+            self._members.include_unfrozen(self.param_groups)  # the others do so when they encode
         elif self._collected == set(local[:-1]):
             self._encode_unsent(local[-1])
         if self._collected != set(local):
             missing = sorted(set(local) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        with self._whole():
+        with self._halfway():
             self._exchange_and_update()
         self._end_step()
         return loss
 
+    @property
+    def _in_step(self) -> bool:
+        """Whether messages of the next step have been made."""
+        return bool(self._collected or (self._overlap is not None and self._overlap.sent))
+
+    def _is_last_pass(self) -> bool:
+        """Whether gradients of the last local participant are accumulated, for :class:`Overlap`."""
+        local = self.channel.local_participants
+        return bool(local) and self._collected - {local[-1]} == set(local[:-1])
+
+    def _check_first_step(self) -> None:
+        check_bare(self.params)
+        if self._met_nobody and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "the optimizer was made before the process group, so each process would train"
+                " alone: call init_process_group() first"
+            )
+
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Remember whether what it runs fails: half a step can neither go on nor be taken back."""
+    def _halfway(self) -> Iterator[None]:
+        """If the body raises, refuse further steps: the state is half updated."""
         if self._failed:
             raise RuntimeError(
                 "an earlier step failed half-way, when state had moved: give this optimizer a"
@@ -316,14 +494,57 @@ class DistributedOptimizer(BucketedOptimizer):
         yield
         self._failed = False
 
-    def _abandon_step(self) -> None:
-        self._thread.abandon()
-        self._failed = self._in_backward = False
-        self._collected.clear()
-        self._skipping.clear()
-        self._sent, self._trained = 0, None
-        for bucket in self.buckets:
-            bucket.flight = InFlight()
+    def _encode_unsent(self, local: int) -> None:
+        """Encode a local worker's messages of all buckets that have not left yet."""
+        sent = 0
+        if self._overlap is not None:
+            if self.node is not None:
+                self._overlap.finish()  # it writes the mean gradients
+            self._overlap.check_unchanged()
+            sent = self._overlap.sent
+        if not self._collected:
+            self._members.include_unfrozen(self.param_groups)
+        self._collected.add(local)
+        with self._halfway():
+            self._encode(self.buckets[sent:], local)
+
+    @torch.no_grad()
+    def _encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Look at a local worker's gradients and write its messages about buckets.
+
+        With a node and overlap the exchange's thread does so: it then starts all collectives, and
+        communicators never meet in two orders.
+        """
+        self._look_at(buckets, local)
+        for bucket in buckets:
+            if self.node is not None and self._overlap is not None:
+                self._late[bucket] = partial(self._write_message, bucket, local, self.flag)
+            else:
+                self._write_message(bucket, local, self.flag)
+
+    def _encode_last(self, bucket: Bucket) -> Work | None:
+        """Write the last local worker's message, during its backward pass."""
+        with self._halfway():
+            self._encode([bucket], self.channel.local_participants[-1])
+        return self._late.pop(bucket, None)
+
+    def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Leave out gradients that are not finite, or measure all for the headers."""
+        if self.nonfinite == "stop":
+            nonfinite.measure(buckets, local)
+        elif self.nonfinite == "skip" and nonfinite.leave_out(buckets):
+            self._skipping.add(local)
+
+    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
+        """Write a local worker's message about a bucket, and its header."""
+        if self.node is not None:
+            header = bucket.make_header(bucket.present(), self._members.trained, flag)
+            flag = self.node.average(bucket, header)
+        present = bucket.present() if self.skips_missing else bucket.trained()
+        kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
+        with self.channel.timer("encode"), kept:
+            self.encode(bucket, local)
+        bucket.write_header(local, bucket.make_header(present, self._members.trained, flag))
 
     def _exchange_and_update(self) -> None:
         """Let all messages leave, wait for the answers and apply them.
@@ -331,223 +552,30 @@ class DistributedOptimizer(BucketedOptimizer):
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
         later buckets go on meanwhile, each bucket is updated as soon as its answer is there.
         """
-        for bucket in self.buckets[self._sent :]:
-            self._send(bucket)
+        if self._overlap is not None:
+            for bucket in self.buckets[self._overlap.sent :]:
+                self._overlap.send(bucket, self._late.pop(bucket, None))
         at_once = any(bucket.device.type != "cpu" for bucket in self.buckets)
         for batch in [self.buckets] if at_once else [[bucket] for bucket in self.buckets]:
             with self.channel.timer("wait"):
                 self._wait(batch)
             for bucket in batch:
-                self._update(bucket)
+                bucket.adopt()
+                flats = (bucket.params, *bucket.shared.values())
+                kept = bucket.untouched(bucket.flight.present, *flats)
+                with self.channel.timer("apply"), kept:
+                    self.update(bucket)
+                bucket.write_back()
         for bucket in self.buckets:
             self.after_step(bucket)
-
-    def _update(self, bucket: Bucket) -> None:
-        bucket.adopt()
-        flats = (bucket.params, *bucket.shared.values())
-        kept = bucket.untouched(bucket.flight.present, *flats)
-        with self.channel.timer("apply"), kept:
-            self.update(bucket)
-        bucket.write_back()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """With ``overlap``: backward passes in here only accumulate gradients.
-
-        All but the last of several backward passes in a step run in it::
-
-            optimizer = DLion(model.parameters(), overlap=True, bucket_cap_mb=5)
-            *first, last = batches
-            with optimizer.no_sync():
-                for batch in first:
-                    loss_of(batch).backward()
-            loss_of(last).backward()  # messages leave during this one
-            optimizer.step()
-            optimizer.zero_grad()
-        """
-        before, self._synchronising = self._synchronising, False
-        try:
-            yield
-        finally:
-            self._synchronising = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
-
-        What had left of a pass that raised an exception stays sent: its gradients count for these
-        buckets.
-
-        Raises:
-            RuntimeError: if messages of a pass that went well have left; step() has to follow then.
-        """
-        if self._sent and not self._in_backward and not self._failed:
-            raise RuntimeError(
-                "zero_grad() after a backward pass whose messages have left, before step(): call"
-                " step(), or, where a pass is not to count (through another model's parameters, of"
-                " a batch to be skipped), run it in `with optimizer.no_sync():`, freeze them with"
-                " requires_grad_(False), or create the optimizer with overlap=False"
-            )
-        super().zero_grad(set_to_none)
-        self._in_backward = False
-        for bucket in self.buckets:
-            bucket.flight.waiting = None
-            bucket.flight.restarted = bucket.flight.sent
-
-    def set_participants(self, workers: Sequence[int] | None) -> None:
-        """Say which workers take part from the next step on, ascending; None: all.
-
-        Absent workers send nothing and keep their state; they still receive the update and still
-        combine the slice they own. (They also send 4 bytes a parameter tensor under TernGrad, and
-        a byte under DLionADM in the first step.) They are not to be collected. All processes must
-        name the same workers::
-
-            optimizer = DLion(model.parameters(), workers=Workers.current(local=4))
-            optimizer.set_participants([0, 2])
-            for local in (0, 2):
-                loss_of(batches[local]).backward()
-                optimizer.collect(local)
-            optimizer.step()
-
-        Raises:
-            ValueError: if there are none, or unknown ones.
-            RuntimeError: in the middle of a step.
-        """
-        known = None if workers is None else sorted(set(workers))
-        if known is not None and not (known and known[0] >= 0 and known[-1] < self.workers.count):
-            raise ValueError(
-                f"set_participants({list(workers or ())}): give at least one of the"
-                f" {self.workers.count} workers"
-            )
-        if self._collected or self._sent:
-            raise RuntimeError("set_participants() in the middle of a step")
-        self.channel.set_participants(known)
-
-    def _encode_unsent(self, local: int) -> None:
-        """Encode a local worker's messages of all buckets that have not left yet."""
-        if self.node is not None:
-            self._thread.finish()  # it writes the mean gradients
-        for bucket in self.buckets[: self._sent]:
-            bucket.check_unchanged()
-        if not self._collected:
-            self._include_unfrozen()
-        self._collected.add(local)
-        with self._whole():
-            self._encode(self.buckets[self._sent :], local)
-
-    @torch.no_grad()
-    def _gradient_is_ready(self, bucket: Bucket, _: Tensor) -> None:
-        """After a gradient has been accumulated: send what is complete, in the buckets' order."""
-        with self._ready:
-            self._note_ready(bucket)
-
-    def _note_ready(self, bucket: Bucket) -> None:
-        local, flight = self.channel.local_participants, bucket.flight
-        if not local or not self._synchronising or self._collected - {local[-1]} != set(local[:-1]):
-            return
-        if flight.sent and flight.restarted:
-            return
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_went_well)
-        if flight.waiting is None:
-            flight.waiting = sum(slot.tensor.requires_grad for slot in bucket.slots)
-        flight.waiting -= 1
-        if flight.waiting < 0:
-            raise RuntimeError(
-                "a second backward pass in one step, after messages have left: run all but the last"
-                " backward pass of a step in `with optimizer.no_sync():`, call zero_grad() first if"
-                " it is another try, give checkpoint() use_reentrant=False where a layer runs"
-                " twice, or create the optimizer with overlap=False"
-            )
-        while self._sent < len(self.buckets) and self.buckets[self._sent].flight.waiting == 0:
-            complete = self.buckets[self._sent]
-            with self._whole():
-                self._encode([complete], local[-1])
-                if complete.flight.prepare is None:
-                    complete.note_gradients()
-                self._send(complete)
-
-    def _backward_went_well(self) -> None:
-        self._in_backward = False
-
-    @torch.no_grad()
-    def _encode(self, buckets: Sequence[Bucket], local: int) -> None:
-        """Look at a local worker's gradients and write its messages about buckets.
-
-        Where a node averages gradients, and exchanges overlap, the exchange's thread does so: it
-        then starts all collectives, and communicators never meet in two orders.
-        """
-        self._look_at(buckets, local)
-        for bucket in buckets:
-            if self.node is None or not self.overlap:
-                self._encode_now(bucket, local, self.flag)
-            else:
-                bucket.flight.prepare = partial(self._encode_late, bucket, local, self.flag)
-
-    def _encode_now(self, bucket: Bucket, local: int, flag: bool) -> None:
-        if self.node is not None:
-            flag = self.node.average(bucket, self._header(bucket, bucket.present(), flag))
-        self._write_message(bucket, local, flag)
-
-    def _encode_late(self, bucket: Bucket, local: int, flag: bool) -> None:
-        self._encode_now(bucket, local, flag)
-        bucket.note_gradients()
-
-    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
-        if self._trained is None:
-            self._trained = self._count_trained()
-        return bucket.make_header(present, self._trained, flag)
-
-    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
-        """Write a local worker's message about a bucket, and its header."""
-        present = bucket.present()
-        if not self.skips_missing:
-            present = [slot.tensor.requires_grad for slot in bucket.slots]
-        kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
-        with self.channel.timer("encode"), kept:
-            self.encode(bucket, local)
-        bucket.write_header(local, self._header(bucket, present, flag))
-
-    def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
-        """Drop gradients that are not finite, or measure them for the headers."""
-        if self.nonfinite is None:
-            return
-        for bucket in buckets:
-            bucket.flight.norms[local] = bucket.norms()
-        if self.nonfinite == "stop":
-            return
-        for bucket, norms in self._norms_of(buckets, local):
-            del bucket.flight.norms[local]
-            for slot, finite in zip(bucket.slots, norms.isfinite().tolist(), strict=True):
-                if not finite:
-                    slot.tensor.grad = None
-                    self._skipping.add(local)
-
-    def _refuse_broken(self, buckets: Sequence[Bucket], local: int) -> None:
-        """Raise TrainingFailed for gradients that are not finite, if that is to end training."""
-        if self.nonfinite != "stop":
-            return
-        for bucket, norms in self._norms_of(buckets, local):
-            broken = (~norms.isfinite()).nonzero()
-            if len(broken):
-                bucket.refuse_gradient(int(broken[0]), f"worker {self.workers.ids[local]}")
-
-    @staticmethod
-    def _norms_of(buckets: Sequence[Bucket], local: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield the norms of a local worker's gradients in main memory; the host waits for them."""
-        norms = download([bucket.flight.norms[local] for bucket in buckets])
-        return zip(buckets, norms, strict=True)
-
-    def _send(self, bucket: Bucket) -> None:
-        """Let the messages of the next bucket leave."""
-        bucket.flight.sent = True
-        self._sent += 1
-        self._thread.submit(bucket)
 
     def _wait(self, buckets: Sequence[Bucket]) -> None:
         """Wait for the exchanges of buckets, and read the headers of their messages."""
         try:
-            self._thread.wait(buckets)
+            if self._overlap is None:
+                run_together([bucket.stages() for bucket in buckets])
+            else:
+                self._overlap.wait(buckets)
             headers = download([bucket.exchange.headers for bucket in buckets])
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -560,82 +588,128 @@ class DistributedOptimizer(BucketedOptimizer):
             bucket.read_headers(rows)
 
     def _end_step(self) -> None:
-        self.flagged = any(bucket.flight.flag for bucket in self.buckets)
-        if any(bucket.flight.present for bucket in self.buckets):  # messages have travelled
-            self.channel.settle(any(bucket.flight.slow for bucket in self.buckets))
+        flights = [bucket.flight for bucket in self.buckets]
+        self.flagged = any(flight.flag for flight in flights)
+        if any(flight.present for flight in flights):  # messages have travelled
+            self.channel.settle(any(flight.slow for flight in flights))
         self.skipped += len(self._skipping)
-        self._skipping.clear()
-        self._collected.clear()
-        self._sent = 0
-        self._stepped, self._in_backward, self._trained = True, False, None
+        self._stepped = True
+        self._forget_step()
         for group in self.param_groups:
             group["steps"] += 1
+
+    def _forget_step(self) -> None:
+        """Make ready for the next step."""
+        if self._overlap is not None:
+            self._overlap.end_step()
+        self._skipping.clear()
+        self._collected.clear()
+        self._late.clear()
         for bucket in self.buckets:
             bucket.flight = InFlight()
 
     def _overflowed(self) -> bool:
         """Whether a GradScaler found an overflow on any worker; if not, unscale the gradients."""
-        found = getattr(self, "found_inf", None)
-        if found is None:
-            return False
         if self.overlap or self.workers.local > 1:
             raise RuntimeError(
                 "under a GradScaler messages must not be made of scaled gradients: create the"
                 " optimizer with overlap=False and one worker a process"
             )
-        mine = found.view(1) != 0
+        mine = self.found_inf.view(1) != 0
         if self.node is not None:
             mine = self.node.any(mine)
         if self.channel.gather(mine[None]).any():
             return True
         if self.grad_scale is not None:
-            factor = self.grad_scale.double().reciprocal().float()
             grads = [tensor.grad for tensor in self.params if tensor.grad is not None]
-            for device in {grad.device for grad in grads}:
-                here = [grad for grad in grads if grad.device == device]
-                torch._foreach_mul_(here, factor.to(device))
+            nonfinite.unscale(grads, self.grad_scale)
         return False
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; all processes add the same group, between two steps.
+    # ------------------------------------------------------------------ state
+
+    def worker_state(self, local: int) -> dict[str, Tensor]:
+        """What belongs to one local worker alone, as views by name: the same for every spread."""
+        views = {}
+        for bucket in self.buckets:
+            for name, rows in (bucket.own | bucket.own_counters).items():
+                views[f"{bucket.index}.{name}"] = rows[local]
+            for name, rows in bucket.exchange.state.items():
+                views[f"{bucket.index}.exchange.{name}"] = rows[local]
+        return views
+
+    def common_state(self) -> dict[str, Tensor]:
+        """Parameters and state that are equal on all workers, as views by name."""
+        views = {}
+        for bucket in self.buckets:
+            views[f"{bucket.index}.parameters"] = bucket.params
+            for name, values in (bucket.shared | bucket.counters).items():
+                views[f"{bucket.index}.{name}"] = values
+        return views
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state that a worker keeps beside parameters and gradients, padding included."""
+        common = {k: v for k, v in self.common_state().items() if not k.endswith(".parameters")}
+        return sum(tensor.nbytes for tensor in (*self.worker_state(0).values(), *common.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with a leading dimension, the workers, for per-worker state.
+
+        With several processes, what differs from one to another is a DTensor: so
+        torch.distributed.checkpoint (``get_state_dict`` and ``set_state_dict``) saves it for every
+        worker and gives it back to that worker, in another number of processes too. To another
+        number of workers it raises CheckpointException before this optimizer hears of it: "Size
+        mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
+        where 4 workers have saved and 2 load; let processes host several, until there are as many.
+        With ``torch.save``, which writes the local part, save on every rank, and import
+        ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
+        must call this together.
+        """
+        state, (found, _) = super().state_dict(), self._spread_state()
+        params = enumerate(self.params)
+        state["state"] = {index: found[param] for index, param in params if param in found}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a saved state in; it must be of the same workers.
 
         Raises:
-            RuntimeError: in the middle of a step.
-            TrainingFailed: if processes add different ones.
+            ValueError: if it is of other workers, or of other parameters or settings.
         """
-        if self._collected or self._sent:
-            raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
-        super().add_param_group(param_group)
+        groups = state_dict["param_groups"]
+        self._members.include_unfrozen(self.param_groups)
+        self._members.check_sizes([len(group["params"]) for group in groups])
+        names = [name for group in groups for name in group["params"]]
+        param_of = dict(zip(names, self.params, strict=True))
+        saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
+        here, flats = self._spread_state()
+        saving.check_groups(groups, {*self._hyperparameters})
+        worker = saving.of_workers(self.workers)
+        for name, param in param_of.items():
+            saving.check_state(name, saved.get(param, {}), here.get(param, {}), worker)
+        if self._overlap is not None:
+            self._overlap.finish()
+        self._forget_step()
+        self._failed = False
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        for bucket in self.buckets:
+            first = bucket.slots[0].tensor
+            bucket.group = next(
+                group for group in self.param_groups if any(p is first for p in group["params"])
+            )
+            saving.publish(bucket, self.state, self.workers)
+        saving.put_back(self.buckets, here, flats, saved)
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the public attributes that say what this optimizer does."""
-        public = {name: value for name, value in vars(self).items() if name[0] != "_"}
-        return {"method": type(self).__name__, **plain_values(public)}
+    def _spread_state(self) -> tuple[saving.States, saving.Elementwise]:
+        return saving.spread_state(
+            self.state, self.params, self.buckets, self.workers, self.own_state
+        )
 
-    def _check_alike(self, facts: dict[str, Any]) -> None:
-        super()._check_alike(facts)
-        if self.node is not None:
-            self.node.check_alike(facts)
-
-    def _give(self, values: Tensor) -> None:
-        if self.node is not None:
-            self.node.hand_out(values)
-        super()._give(values)
-
-    def _watch(self, bucket: Bucket) -> None:
-        if self.node is not None:
-            if bucket.sharded or not bucket.exchange.can_follow:
-                what = "parameters that FSDP has sharded" if bucket.sharded else type(self).__name__
-                raise ValueError(
-                    f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
-                    " LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of the"
-                    " float32 wire) on a plain model"
-                )
-            bucket.run_led = self.node.run
-        if self.overlap:
-            ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
-            tensors = (slot.tensor for slot in bucket.slots)
-            self._hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, as it talks to other processes:"
+            " make another, and load this one's state_dict()"
+        )
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:
@@ -649,20 +723,9 @@ def _device_of(params: Iterable[Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def _call(method: weakref.WeakMethod, bucket: Bucket, tensor: Tensor) -> None:
-    """Call the method of an optimizer, if there still is one."""
-    alive = method()
-    if alive is not None:
-        alive(bucket, tensor)
-
-
-def _close(
-    thread: ExchangeThread, hooks: list[RemovableHandle], workers: Workers, node: Node | None
-) -> None:
+def _close(overlap: Overlap | None, workers: Workers, node: Node | None) -> None:
     """Give back the hooks, the thread and the groups of an optimizer that nobody uses any more."""
-    for hook in hooks:
-        hook.remove()
-    if thread.close():
+    if overlap is None or overlap.close():
         workers.give_back()
         if node is not None:
             node.close()

@@ -1,33 +1,185 @@
-"""Runs exchanges beside the backward pass, one after the other."""
+"""What exists for ``overlap=True`` alone: messages leave during the backward pass.
 
-from collections.abc import Sequence
+Autograd calls a hook after it has accumulated a gradient. Once all gradients of a bucket are there,
+and the buckets before it have left, its message is encoded and its exchange begins on a thread.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from dlion.engine.bucket import Bucket
-from dlion.exchange import run_together
+from dlion.engine.bucket import Bucket, Slot
+from dlion.engine.lockstep import hyperparameters
+from dlion.engine.shards import local_part
+
+Work = Callable[[], None]
 
 
-class ExchangeThread:
-    """Runs the exchanges of buckets in the order they are submitted.
+@dataclass
+class _Pass:
+    """A bucket in the backward pass of this step.
 
-    With ``overlap`` they run on a thread of its own, first in first out, as collectives must be
-    issued in the same order on every process. On CUDA that thread works on a stream of its own for
-    each device, which waits for the messages and which the update waits for. Without ``overlap`` an
-    exchange runs when it is waited for.
+    Attributes:
+        waiting: trained parameters whose gradient is not there yet; None before the first is.
+        sent: whether its message has left.
+        restarted: whether zero_grad() has given up the pass that the message was made in.
+        gradients: those that the message was made of, with their versions.
+        rates: the hyperparameters that it was made with.
     """
 
-    def __init__(self, overlap: bool):
-        self.overlap = overlap
+    waiting: int | None = None
+    sent: bool = False
+    restarted: bool = False
+    gradients: list[tuple[Slot, Tensor, int]] = field(default_factory=list)
+    rates: str = ""
+
+
+class Overlap:
+    """Sends buckets while the backward pass goes on, and runs their exchanges on a thread.
+
+    Exchanges begin in the order of the buckets, as collectives must have one order on all
+    processes. On CUDA the thread works on a stream of its own for each device: it waits for the
+    messages, and the update waits for it.
+
+    Args:
+        buckets: of the optimizer, in the order in which messages leave. It grows with parameter
+            groups.
+        encode: writes the last local worker's message about a bucket; returns work that the thread
+            is to do before the exchange, if any.
+        expects: whether the pass at hand is the last one of a step.
+
+    Attributes:
+        sent: how many buckets' messages have left in this step.
+        in_backward: whether a backward pass is going on, or has failed.
+        hooks: those of autograd, to be removed.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        encode: Callable[[Bucket], Work | None],
+        expects: Callable[[], bool],
+    ) -> None:
+        self._buckets = buckets
+        # of the optimizer, which is not to live as long as its parameters' hooks
+        self._encode, self._expects = weakref.WeakMethod(encode), weakref.WeakMethod(expects)
+        self.sent, self.in_backward = 0, False
+        self.hooks: list[RemovableHandle] = []
+        self._passes: dict[Bucket, _Pass] = {}
+        self._synchronising = True
+        self._ready = threading.RLock()  # autograd has a thread for every device
         self._executor: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: dict[Bucket, Future[torch.cuda.Event | None]] = {}
 
-    def submit(self, bucket: Bucket) -> None:
-        """Begin the exchange of a bucket whose messages are complete."""
-        if not self.overlap:
+    # ---- hooks
+
+    def watch(self, bucket: Bucket) -> None:
+        """Have autograd say when gradients of a bucket are there."""
+        self._passes[bucket] = _Pass()
+        ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
+        tensors = (slot.tensor for slot in bucket.slots)
+        self.hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
+
+    @torch.no_grad()
+    def _gradient_is_ready(self, bucket: Bucket) -> None:
+        with self._ready:
+            expects = self._expects()
+            if self._synchronising and expects is not None and expects():
+                self._note(bucket)
+
+    def _note(self, bucket: Bucket) -> None:
+        """Count a gradient; send all buckets that are complete, in their order."""
+        here = self._passes[bucket]
+        if here.sent and here.restarted:  # the pass is another try, and this bucket has left
             return
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_went_well)
+        if here.waiting is None:
+            here.waiting = sum(slot.tensor.requires_grad for slot in bucket.slots)
+        here.waiting -= 1
+        if here.waiting < 0:
+            raise RuntimeError(
+                "a second backward pass in one step, after messages have left: run all but the last"
+                " backward pass of a step in `with optimizer.no_sync():`, call zero_grad() first if"
+                " it is another try, give checkpoint() use_reentrant=False where a layer runs"
+                " twice, or create the optimizer with overlap=False"
+            )
+        # a later bucket may be complete before an earlier one, and then waits here for it
+        while self.sent < len(self._buckets):
+            complete = self._buckets[self.sent]
+            encode = self._encode()
+            if self._passes[complete].waiting != 0 or encode is None:
+                break
+            self.send(complete, encode(complete))
+
+    def _backward_went_well(self) -> None:
+        """Autograd calls it at the end of a pass, unless an exception ended that."""
+        self.in_backward = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes in here only accumulate gradients."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    # ---- changes between backward() and step()
+
+    def check_unchanged(self) -> None:
+        """Refuse gradients and hyperparameters that were changed after messages had left."""
+        for bucket in self._buckets[: self.sent]:
+            here = self._passes[bucket]
+            if here.rates != hyperparameters(bucket.group):
+                raise RuntimeError(
+                    "the learning rate or another hyperparameter was changed between backward() and"
+                    " step(), when messages had left: set it before backward(), or create the"
+                    " optimizer with overlap=False"
+                )
+            for slot, grad, version in [] if here.restarted else here.gradients:
+                if slot.tensor.grad is not grad or local_part(grad)._version != version:
+                    raise RuntimeError(
+                        f"the gradient of {slot.name or 'a parameter'} was changed between"
+                        " backward() and step(), when it had been sent: clip or scale gradients"
+                        " with overlap=False"
+                    )
+
+    def check_restart(self) -> None:
+        """Refuse zero_grad() after a pass that went well, and whose messages have left."""
+        if self.sent and not self.in_backward:
+            raise RuntimeError(
+                "zero_grad() after a backward pass whose messages have left, before step(): call"
+                " step(), or, where a pass is not to count (through another model's parameters, of"
+                " a batch to be skipped), run it in `with optimizer.no_sync():`, freeze them with"
+                " requires_grad_(False), or create the optimizer with overlap=False"
+            )
+
+    def restart(self) -> None:
+        """Count gradients anew, as they were dropped; what has left stays sent."""
+        self.in_backward = False
+        for here in self._passes.values():
+            here.waiting, here.restarted = None, here.sent
+
+    # ---- exchanges
+
+    def send(self, bucket: Bucket, work: Work | None = None) -> None:
+        """Begin the exchange of the next bucket; the thread does ``work`` before it."""
+        here = self._passes[bucket]
+        here.sent, here.rates = True, hyperparameters(bucket.group)
+        if work is None:
+            self._note_gradients(bucket)
+        self.sent += 1
         if self._executor is None:
             threads = torch.get_num_threads()
             self._executor = ThreadPoolExecutor(
@@ -36,13 +188,41 @@ class ExchangeThread:
         ready = torch.cuda.Event() if bucket.device.type == "cuda" else None
         if ready is not None:
             ready.record(torch.cuda.current_stream(bucket.device))
-        self._running[bucket] = self._executor.submit(self._run, bucket, ready)
+        self._running[bucket] = self._executor.submit(self._run, bucket, ready, work)
+
+    def _note_gradients(self, bucket: Bucket) -> None:
+        """Remember what a message was made of."""
+        for slot in bucket.slots:
+            grad = slot.tensor.grad
+            if grad is not None:
+                version = local_part(grad)._version
+                self._passes[bucket].gradients.append((slot, grad, version))
+
+    @torch.no_grad()
+    def _run(
+        self, bucket: Bucket, ready: torch.cuda.Event | None, work: Work | None
+    ) -> torch.cuda.Event | None:
+        if ready is None:
+            self._exchange(bucket, work)
+            return None
+        if bucket.device not in self._streams:
+            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
+        stream = self._streams[bucket.device]
+        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
+            ready.wait()
+            self._exchange(bucket, work)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    def _exchange(self, bucket: Bucket, work: Work | None) -> None:
+        if work is not None:
+            work()
+            self._note_gradients(bucket)
+        bucket.run_exchange()
 
     def wait(self, buckets: Sequence[Bucket]) -> None:
-        """Return when the exchanges of submitted buckets are over; raise what they raised."""
-        if not self.overlap:
-            run_together([bucket.stages() for bucket in buckets])
-            return
+        """Return when the exchanges of buckets that were sent are over; raise what they raised."""
         for bucket in buckets:
             done = self._running.pop(bucket).result()
             if done is not None:
@@ -56,30 +236,24 @@ class ExchangeThread:
         for future in self._running.values():
             future.exception()
 
-    def abandon(self) -> None:
-        """Wait for what is under way and forget it."""
-        self.finish()
+    def end_step(self) -> None:
+        """Forget the step at hand, when nothing is under way."""
         self._running.clear()
+        self.sent, self.in_backward = 0, False
+        for bucket in self._passes:
+            self._passes[bucket] = _Pass()
 
     def close(self) -> bool:
-        """End the thread; return whether nothing was under way."""
+        """Remove the hooks and end the thread; return whether nothing was under way."""
+        for hook in self.hooks:
+            hook.remove()
         if self._executor is not None:
             self._executor.shutdown(wait=False)
         return all(future.done() for future in self._running.values())
 
-    @torch.no_grad()
-    def _run(self, bucket: Bucket, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        if ready is None:
-            bucket.prepare()
-            bucket.run_exchange()
-            return None
-        if bucket.device not in self._streams:
-            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
-        stream = self._streams[bucket.device]
-        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
-            ready.wait()
-            bucket.prepare()
-            bucket.run_exchange()
-            done = torch.cuda.Event()
-            done.record()
-        return done
+
+def _call(method: weakref.WeakMethod, bucket: Bucket, _: Tensor) -> None:
+    """Call the method of an object, if there still is one."""
+    alive = method()
+    if alive is not None:
+        alive(bucket)

@@ -1,7 +1,8 @@
 """What is saved of an optimizer: tensors that know which part of them is on which process."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,12 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from dlion.engine.bucket import Bucket
 from dlion.engine.shards import EXCHANGE, local_part
 from dlion.exchange import Channel
 from dlion.workers import Workers
-
-if TYPE_CHECKING:
-    from dlion.engine.layout import BucketedOptimizer
 
 States = dict[torch.nn.Parameter, dict[str, Tensor]]  # of each parameter, by name
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
@@ -84,20 +83,56 @@ def _dtensor(
     )
 
 
+def of_workers(workers: Workers) -> Tensor:
+    """Say whose per-worker state is: ids and the number of workers, int64 ``[k, 2]``."""
+    rows = [[worker, workers.count] for worker in workers.ids]
+    return torch.tensor(rows, device="cpu")
+
+
+def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
+    """Show the flat state of a bucket as ``state[param][name]``, as views.
+
+    ``worker`` says whose the per-worker state is. What an exchange keeps for its bucket is with the
+    first parameter, ``exchange.NAME``.
+    """
+    worker = of_workers(workers)
+    for index, slot in enumerate(bucket.slots):
+        own = state[slot.tensor]
+        if bucket.own:
+            own["worker"] = worker
+        for name, flat in (bucket.own | bucket.shared).items():
+            own[name] = slot.view(flat)
+        for name, counts in bucket.counters.items():
+            own[name] = counts[index]
+        for name, counts in bucket.own_counters.items():
+            own[name] = counts[:, index]
+    if not bucket.sharded:
+        first = state[bucket.slots[0].tensor]
+        first |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
+
+
 @torch.no_grad()
-def spread_state(optimizer: "BucketedOptimizer") -> tuple[States, Elementwise]:
-    """Return the optimizer's state, which it shares, as DTensors where processes differ.
+def spread_state(
+    state: dict[Tensor, Any],
+    params: Sequence[torch.nn.Parameter],
+    buckets: Sequence[Bucket],
+    workers: Workers,
+    own_state: Sequence[str],
+) -> tuple[States, Elementwise]:
+    """Return an optimizer's state, sharing its memory, as DTensors where processes differ.
 
     Beside it, what exchanges keep of each parameter: the state shares that, and they do not.
+
+    Args:
+        own_state: names of per-worker state, for parameters of which this process has nothing.
     """
-    params = optimizer.params
-    spread = Spread(optimizer.workers, params[0])
+    spread = Spread(workers, params[0])
     found: States = {}
     flats: Elementwise = []
-    for bucket in optimizer.buckets:
+    for bucket in buckets:
         for slot in bucket.slots:
             param = slot.tensor
-            for name, value in optimizer.state[param].items():
+            for name, value in state[param].items():
                 if name in bucket.shared:
                     kept = spread.shared(value, param)
                 elif name in bucket.counters:
@@ -118,22 +153,71 @@ def spread_state(optimizer: "BucketedOptimizer") -> tuple[States, Elementwise]:
                     first[f"{EXCHANGE}{name}.{at}"] = spread.of_shard(rows)
     for param in params:  # of some parameters this process has an empty shard
         if isinstance(param, DTensor) and param.requires_grad and param not in found:
-            here, k = local_part(param), optimizer.workers.local
+            here, k = local_part(param), workers.local
             found[param] = {
                 name: spread.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
-                for name in optimizer.own_state
+                for name in own_state
             }
     return found, flats
 
 
 @torch.no_grad()
-def put_back(
-    optimizer: "BucketedOptimizer", here: States, flats: Elementwise, saved: States
-) -> None:
-    """Copy saved state into the optimizer; what :func:`spread_state` returned leads to its own."""
+def put_back(buckets: Sequence[Bucket], here: States, flats: Elementwise, saved: States) -> None:
+    """Copy saved state into an optimizer; what :func:`spread_state` returned leads to its own."""
     for param, tensors in saved.items():
         for name, value in tensors.items():
             local_part(here[param][name]).copy_(local_part(value))
-    sharded = (bucket.exchange for bucket in optimizer.buckets if bucket.sharded)
+    sharded = (bucket.exchange for bucket in buckets if bucket.sharded)
     for exchange, values in zip(sharded, flats, strict=True):
         exchange.set_elementwise(values)
+
+
+def check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
+    """Refuse saved parameter groups without some hyperparameters."""
+    for group in saved:
+        missing = sorted(hyperparameters - group.keys())
+        if missing:
+            raise ValueError(
+                f"the saved state has no {', '.join(missing)}: it is of another method"
+            )
+
+
+def check_state(
+    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
+) -> None:
+    """Refuse the saved state of other workers, and of another model or method.
+
+    Args:
+        parameter: its number or name.
+        saved, own: its tensors by name; ``worker`` says whose they are.
+        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
+    """
+    owner = local_part(saved.get("worker", worker)).cpu()
+    if not torch.equal(owner, worker):
+        raise ValueError(
+            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
+            " each process load what it has saved itself, with as many processes and virtual"
+            " workers; torch.distributed.checkpoint can give it to as many workers on other"
+            " processes"
+        )
+    if _shapes(saved) != _shapes(own):
+        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
+        if all(name.startswith(EXCHANGE) for name in differ):
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the bucket_cap_mb,"
+                " ties and shards that it was saved with"
+            )
+        raise ValueError(
+            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
+            f" {_shapes(own)}: load it into the same model and method"
+        )
+
+
+def _owner(rows: Tensor) -> str:
+    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
+    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
+    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(local_part(value).shape) for name, value in state.items()}

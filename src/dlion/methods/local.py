@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket
+from dlion.engine.nonfinite import refuse
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import DenseMean, Exchange, RoundedMean, ScaledInt8Mean, ScaledSignMean
 from dlion.methods.inner import INNER, Maker, OfTorch
@@ -126,7 +127,8 @@ class LocalUpdate(DistributedOptimizer):
 
     def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
         super()._look_at(buckets, local)
-        self._refuse_broken(buckets, local)  # before they move the worker
+        if self.nonfinite == "stop":  # before they move the worker
+            refuse(buckets, local)
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
         own = (rows[local] for rows in bucket.own.values())
@@ -153,17 +155,8 @@ class LocalUpdate(DistributedOptimizer):
         if waiting:
             self.host(waiting[0])
 
-    def _watch(self, bucket: Bucket) -> None:
-        super()._watch(bucket)
-        self._begin(bucket)
-
-    def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
-        super()._hand_out(groups, buckets)
-        for bucket in buckets:
-            self._begin(bucket)
-
     @torch.no_grad()
-    def _begin(self, bucket: Bucket) -> None:
+    def begin(self, bucket: Bucket) -> None:
         """Let all begin with the parameters in the model."""
         bucket.shared["outer"].copy_(bucket.params)
         bucket.own["local"].copy_(bucket.shared["outer"])

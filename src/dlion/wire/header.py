@@ -30,6 +30,12 @@ class Headers(NamedTuple):
     flag: bool
     slow: bool
 
+    @property
+    def agree(self) -> bool:
+        """Whether all senders are in one step, with one checksum and finite gradients."""
+        alike = len({*self.steps}) == len({*self.checksums}) == 1
+        return alike and self.broken[0] is None
+
 
 class Header:
     """The header of messages about so many parameters: ``nbytes`` bytes, whole 64-bit words.

@@ -1,0 +1,47 @@
+"""What becomes of gradients that are NaN or infinite."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlion.engine.bucket import Bucket
+from dlion.engine.lockstep import not_finite
+from dlion.transfer import download
+
+
+def measure(buckets: Sequence[Bucket], local: int) -> None:
+    """Take the norms of a local worker's gradients along, for the headers of its messages."""
+    for bucket in buckets:
+        bucket.flight.norms[local] = bucket.norms()
+
+
+def leave_out(buckets: Sequence[Bucket]) -> bool:
+    """Drop gradients that are not finite; return whether there were any. The host waits once."""
+    found = False
+    norms = download([bucket.norms() for bucket in buckets])
+    for bucket, here in zip(buckets, norms, strict=True):
+        for slot, finite in zip(bucket.slots, here.isfinite().tolist(), strict=True):
+            if not finite:
+                slot.tensor.grad = None
+                found = True
+    return found
+
+
+def refuse(buckets: Sequence[Bucket], local: int) -> None:
+    """Raise TrainingFailed for a measured gradient that is not finite. The host waits once."""
+    norms = download([bucket.flight.norms[local] for bucket in buckets])
+    for bucket, here in zip(buckets, norms, strict=True):
+        broken = (~here.isfinite()).nonzero()
+        if len(broken):
+            worker = bucket.exchange.channel.workers.ids[local]
+            raise not_finite(bucket.names[int(broken[0])], f"worker {worker}", bucket.step)
+
+
+@torch.no_grad()
+def unscale(grads: Sequence[Tensor], scale: Tensor) -> None:
+    """Divide gradients by the scale of a GradScaler, without the host knowing it."""
+    factor = scale.double().reciprocal().float()
+    for device in {grad.device for grad in grads}:
+        here = [grad for grad in grads if grad.device == device]
+        torch._foreach_mul_(here, factor.to(device))
