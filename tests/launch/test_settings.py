@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 import dlion
-from dlion import settings, values
-from dlion.config import settle
-from dlion.launch.arguments import Arguments
+from dlion import values
+from dlion.suite import settings
+from dlion.suite.config import settle
+from dlion.suite.launch.arguments import Arguments
 from tests.conftest import ROOT
 from tests.runs import TORCHRUN, python, train
 
@@ -185,7 +186,7 @@ WRONG = {
     "~optimizer": "type optimizer=NAME",
     "~logger": "type logger=NAME",
     "~seed": "type seed=VALUE",
-    "model._target_=dlion.models.vitt": "No module named 'dlion.models.vitt'",
+    "model._target_=dlion.suite.models.vitt": "No module named 'dlion.suite.models.vitt'",
     "model._target_=null": "model._target_=null is not possible",
     "optimizer._target_=dlion.optim": "optimizer._target_=dlion.optim is no class or function",
     "~model.name": "model has no name",

@@ -13,14 +13,14 @@ import pytest
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
-from dlion import training
-from dlion.config import settle
-from dlion.launch.check import check
-from dlion.launch.environment import detect
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.training import Job
-from dlion.training.checkpoint import find
+from dlion.suite import training
+from dlion.suite.config import settle
+from dlion.suite.launch.check import check
+from dlion.suite.launch.environment import detect
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.training import Job
+from dlion.suite.training.checkpoint import find
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.runs import latest_step, record, start, train, wait_for_step

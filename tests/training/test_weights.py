@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 import dlion
-from dlion import data as datasets
-from dlion import models
-from dlion.data import ImageData, TextData
 from dlion.errors import UserError
 from dlion.exchange import Channel
-from dlion.launch.arguments import Arguments
-from dlion.training.evaluation import evaluate
-from dlion.training.weights import check_pretrained, check_weights, load_weights, save_model
+from dlion.suite import data as datasets
+from dlion.suite import models
+from dlion.suite.data import ImageData, TextData
+from dlion.suite.launch.arguments import Arguments
+from dlion.suite.training.evaluation import evaluate
+from dlion.suite.training.weights import check_pretrained, check_weights, load_weights, save_model
 from dlion.workers import Workers
 from tests.data.formats import write_llama, write_tasks, write_tokenizer
 from tests.runs import record, train
@@ -244,7 +244,7 @@ def test_paths_that_are_there_need_no_quotes(tmp_path):
     ("group", "values", "sentence"),
     [
         ("model", {"_target_": "os.system"}, "type model._target_=os.system, or in Python"),
-        ("model", {"_target_": "dlion.models.factories.vit"}, "are not dlion's own"),
+        ("model", {"_target_": "dlion.suite.models.factories.vit"}, "are not dlion's own"),
         ("model", {"dim": {"_target_": "os.getpid"}}, "names more functions"),
         ("model", {"_target_": ["os"]}, "are not dlion's own"),
         ("model", {"dim": "${oc.env:HOME}"}, "looks values up"),
