@@ -235,6 +235,8 @@ WRONG = {
     "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
     "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
+    "--config-dir own model=moved": "No module named 'dlion.data', which is dlion.suite.data now",
+    "model._target_=dlion.models.vitt": "No module named 'dlion.suite.models.vitt'",
     "--config-dir own model=typed model.width=wide": "model.width=wide is not possible",
     "--config-dir own model=typed +model.widht=3": "(did you mean width?)",
     "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
@@ -253,10 +255,12 @@ def answers(tmp_path_factory):
         "def untyped(data, shape, size=2): return nn.Linear(size, shape)\n"
     )
     (folder / "broken_module.py").write_text("nohing\n")
+    (folder / "moved_module.py").write_text("from dlion.data import Images\n")
     models = folder / "own" / "model"
     models.mkdir(parents=True)
     for name, text in (
         ("broken", "_target_: broken_module.model"),
+        ("moved", "_target_: moved_module.model"),
         ("typed", "_target_: own_models.typed\nwidth: 4"),
         ("untyped", "_target_: own_models.untyped\nsize: 2"),
         ("nothing", "width: 4"),
