@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from hydra import compose, initialize_config_dir
 
-from dlion.launch.check import check
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.training.job import Job
-from dlion.training.loop import Trainer, train
-from dlion.training.signals import SignalNotice
+from dlion.suite.launch.check import check
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.training.job import Job
+from dlion.suite.training.loop import Trainer, train
+from dlion.suite.training.signals import SignalNotice
 from dlion.workers import Workers
 from tests.benchmarks.scripts import script
 from tests.conftest import ROOT
