@@ -32,8 +32,8 @@ from common import Parser, Row, run
 from gpu.kernels import VOTERS, arguments_of, bytes_moved
 
 from dlion.errors import RunFailed
-from dlion.files import write_atomically
-from dlion.record.provenance import commit
+from dlion.suite.files import write_atomically
+from dlion.suite.record.provenance import commit
 
 ELEMENTS = 1 << 20
 
