@@ -32,8 +32,8 @@ from common import Parser, Row, run
 from gpu.kernels import VOTERS, arguments_of, bytes_moved
 
 from dlion.errors import RunFailed
-from dlion.files import write_atomically
-from dlion.record.provenance import commit
+from dlion.suite.files import write_atomically
+from dlion.suite.record.provenance import commit
 
 ELEMENTS = 1 << 20
 
@@ -161,7 +161,7 @@ UNITS = {
     "imad": r"I(MAD|MUL|DP)",
     "xu": r"MUFU|I2F|F2I|I2FP|F2F|FRND|POPC|BREV|FLO",
     "fp64": r"D(ADD|MUL|FMA|SETP|MNMX)",
-    "memory": r"(LD|ST)[GSCL]M?|ATOM[GS]?|RED|SHFL",
+    "memory": r"(LD|ST)[GSCL]?M?|ATOM[GS]?|RED|SHFL",
 }
 
 
@@ -190,16 +190,18 @@ class Code:
                     break
                 labels[label[1]] = len(lines)
             elif found := re.match(_INSTRUCTION, line):
-                lines.append((found["name"], bool(found["guard"] or found["if"]), found["to"]))
+                to = found["to"] if found["name"].startswith(("BRA", "CALL")) else None
+                lines.append((found["name"], bool(found["guard"] or found["if"]), to))
         return [Instruction(name, guarded, labels.get(to)) for name, guarded, to in lines]
 
-    @property
-    def spills(self) -> int:
-        """How many instructions move registers to local memory or back.
+    def spilled(self, repeats: int) -> float:
+        """Return the share of instructions that access local memory, where registers lack.
 
-        ``stack`` may be more than 0 without any, in frames that nothing uses.
+        Kernels have no addresses of other kinds that a generic load or store could be of.
         """
-        return sum(i.name.startswith(("LDL", "STL")) for i in self.instructions)
+        counts = self.path(repeats)
+        local = re.compile(r"(LD|ST)(L|\.).*")
+        return sum(n for name, n in counts.items() if local.match(name)) / counts.total()
 
     def path(self, repeats: int) -> Counter[str]:
         """Count the instructions of a thread by name, loops counted ``repeats`` times.
@@ -210,10 +212,10 @@ class Code:
         code, times = self.instructions, self._times(repeats)
         best: list[tuple[float, float, int | None]] = [(0.0, 0.0, None)] * (len(code) + 1)
         for i in reversed(range(len(code))):
-            name, guarded, target = code[i].name, code[i].guarded, code[i].target
+            name, guarded, target = code[i]
             ways = [i + 1] if guarded or not name.startswith(("BRA", "EXIT", "RET")) else []
-            if target is not None and target > i:
-                ways.append(target)
+            if target is not None:
+                ways.append(max(target, i + 1))  # from the end of a loop on
             moved, rest, way = max(((*best[j][:2], j) for j in ways), default=(0.0, 0.0, None))
             best[i] = moved + times[i] * code[i].width, rest - times[i], way
         counts: Counter[str] = Counter()
@@ -285,7 +287,7 @@ def facts(launch: Launch, elements: int, moved: float, gpu: Gpu) -> Row:
     capacity = gpu.multiprocessors * gpu.clock * 32 * of_thread / busy[unit]
     return {
         "registers": code.registers,
-        "spills": code.spills,
+        "spilled": round(code.spilled(VOTERS), 4),
         "instructions": round(counts.total() / of_thread, 1),
         "over_hbm": round(capacity / (gpu.bandwidth / moved), 2),
         "limit": unit,

@@ -6,6 +6,10 @@
 
     optimizer = dlion.DLion(model.parameters(), lr=1e-4)
 
+The library is ``optim`` (the methods), ``exchange`` (messages and how they are combined), ``wire``
+(tensors as bytes), ``kernels`` (fused passes over memory) and the modules beside them.
+``dlion.suite`` is the experiment suite around it, for ``train.py`` and the command ``dlion``.
+
 Each name is imported when it is asked for. ``load_model`` needs ``pip install 'dlion[suite]'``.
 """
 
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
         SparseLoCo,
         TernGrad,
     )
-    from dlion.training.weights import load_model
+    from dlion.suite.training.weights import load_model
     from dlion.workers import Workers
 
 __version__ = "0.1.0"
@@ -75,7 +79,7 @@ _HOMES = {
     "TrainingFailed": "dlion.errors",
     "UserError": "dlion.errors",
     "Workers": "dlion.workers",
-    "load_model": "dlion.training.weights",
+    "load_model": "dlion.suite.training.weights",
 }  # of all others: dlion.methods
 
 

@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
 from dlion.optim import (
     DGC,
     DeMo,
@@ -27,6 +25,8 @@ from dlion.optim import (
     SparseLoCo,
     TernGrad,
 )
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 
 D = 200_000

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import torch
 import triton
-from gpu.kernels import MOVES, arguments_of, tensors_in
+from gpu.kernels import MOVES, VOTERS, arguments_of, tensors_in
 from kernel_cases import Compiled, Message, cases
 from kernel_code import Launch, compiling
 from torch import Tensor
@@ -100,7 +100,7 @@ def describe(call: Call, launch: Launch) -> dict[str, Any]:
     return {
         "registers": code.registers,
         "stack": code.stack,
-        "spills": code.spills,
+        "spilled": code.spilled(VOTERS),
         "shared": launch.compiled.metadata.shared,
         "accesses": Counter(i.name for i in code.instructions if i.width),
         "divisible": divisible,
@@ -121,8 +121,8 @@ def narrow(call: Call, launch: Launch) -> list[str]:
         for tensor in tensors
         if tensor.dtype == torch.float32 and tensor.numel() >= ALIGNED
     ]
-    path = launch.code.path(repeats=1)
-    found = [name for name in path if name.endswith(("U16", "S16"))]
+    path = launch.code.path(VOTERS)
+    found = [name for name in path if re.match(r"(LDG|STG)\b.*16$", name)]
     for act, how, name in (("reads", "r", "LDG.E.128"), ("writes", "w", "STG.E.128")):
         needed = sum(share for share, moves in vectors if how in moves)
         if (wide := 16 * sum(path[other] for other in path if other.startswith(name))) < needed:
@@ -130,11 +130,11 @@ def narrow(call: Call, launch: Launch) -> list[str]:
     return found
 
 
-def main(capability: int) -> None:
-    """Print the kernels of a capability."""
+def main(capability: int, some: bool = False) -> None:
+    """Print the kernels of a capability, or only ``some``: those that accelerator.py times."""
     known: set[bytes] = set()
     facts = {"capability": capability, "triton": triton.__version__}
-    for call in calls():
+    for call in benchmarked(ALIGNED, "cpu") if some else calls():
         row = {**facts, "kernel": call.name, "label": call.label}
         with compiling(capability) as launches:
             try:
@@ -150,4 +150,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "--some" in sys.argv)

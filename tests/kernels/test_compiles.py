@@ -30,11 +30,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlio
 Row = dict[str, Any]
 
 
-def compiled(capability: int, folder: Path | None = None) -> list[Row]:
-    """Compile all kernels, with the Triton of a folder or the installed one."""
+def compiled(capability: int, *options: str, folder: Path | None = None) -> list[Row]:
+    """Compile kernels, with the Triton of a folder or the installed one."""
     paths = [folder, os.environ.get("PYTHONPATH"), ROOT / "src"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
-    command = [sys.executable, Path(__file__).with_name("compiled.py"), str(capability)]
+    command = [sys.executable, Path(__file__).with_name("compiled.py"), str(capability), *options]
     run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
@@ -61,29 +61,36 @@ def triton_of(number: str) -> Path | None:
 
 
 def check(rows: list[Row], fusing: bool = False) -> None:
-    """Require code that gives the bits of the reference, without spills, with wide accesses.
+    """Require code with the bits of the reference, wide accesses, and hardly any spills.
 
     Args:
         fusing: whether the compiler is known to fuse products and sums; it still has to do so.
     """
     assert {row["kernel"]: row["error"] for row in rows if "error" in row} == {}
-    assert len(rows) > 50
+    assert len(rows) >= 20
     assert all(row["registers"] > 0 for row in rows)
-    for flaw in ("spills", "narrow", "inexact"):
-        flawed = {f"{row['kernel']}, {row['label']}": row[flaw] for row in rows if row[flaw]}
-        if flaw == "inexact" and fusing:
-            assert set().union(*flawed.values()) == {"FFMA"}
-        else:
-            assert flawed == {}
+    assert {name(row): row["spilled"] for row in rows if row["spilled"] > 0.01} == {}
+    assert {name(row): row["narrow"] for row in rows if row["narrow"]} == {}
+    inexact = {name(row): row["inexact"] for row in rows if row["inexact"]}
+    if fusing:
+        assert set().union(*inexact.values()) == {"FFMA"}
+    else:
+        assert inexact == {}
+
+
+def name(row: Row) -> str:
+    return f"{row['kernel']}, {row['label']}"
 
 
 def test_kernels_compile_for_an_h100():
-    check(compiled(90))
+    rows = compiled(90)
+    assert len(rows) > 50  # with all types, sizes and addresses
+    check(rows)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("number", "capability"), product(VERSIONS, CAPABILITIES))
 def test_kernels_compile_with_each_triton_for_each_gpu(number, capability):
-    rows = compiled(capability, triton_of(number))
+    rows = compiled(capability, "--some", folder=triton_of(number))
     assert {row["triton"] for row in rows} == {number}
     check(rows, fusing=(number, capability) in FUSING)

@@ -11,7 +11,6 @@ import torch
 from lion_pytorch import Lion
 from omegaconf import OmegaConf
 
-from dlion.config import instantiate
 from dlion.errors import TrainingFailed
 from dlion.methods.sync import MomentumSync
 from dlion.optim import (
@@ -34,6 +33,7 @@ from dlion.optim import (
     SparseLoCo,
     TernGrad,
 )
+from dlion.suite.config import instantiate
 from dlion.workers import Workers
 from tests.conftest import ROOT
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlion.methods import simple
 from dlion.optim import (
     DGC,
     DeMo,
@@ -27,7 +28,6 @@ from dlion.optim import (
     Signum,
     SparseLoCo,
     TernGrad,
-    simple,
 )
 from dlion.streams import stream, stream_seed
 from dlion.wire import packing
