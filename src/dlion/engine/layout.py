@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -123,47 +123,48 @@ def cut(
     return parts
 
 
+Part = tuple[list[torch.nn.Parameter], list[str], dict[str, Any]]  # of a bucket, names, its group
+
+
 class Members:
     """The parameters of an optimizer: those in buckets, and frozen ones, which are in none.
 
     Args:
-        add_bucket: makes a bucket of parameters of one group, dtype and device, with their names.
         bucket_cap_mb: as for :func:`cut`.
     """
 
-    def __init__(
-        self,
-        add_bucket: Callable[[list[torch.nn.Parameter], list[str], dict[str, Any]], None],
-        bucket_cap_mb: float | None,
-    ) -> None:
-        self._add_bucket, self._cap = add_bucket, bucket_cap_mb
+    def __init__(self, bucket_cap_mb: float | None) -> None:
+        self._cap = bucket_cap_mb
         self._frozen: list[Tensor] = []
         self._in_buckets = 0
         self._sizes: list[int] = []
         self._all: list[Tensor] = []
 
-    def add(self, group: dict[str, Any]) -> None:
-        """Put the trained parameters of a new group into buckets."""
-        self._put(group, [tensor for tensor in group["params"] if tensor.requires_grad])
+    def add(self, group: dict[str, Any]) -> Iterator[Part]:
+        """Yield the trained parameters of a new group, those of each bucket by themselves."""
+        trained = [tensor for tensor in group["params"] if tensor.requires_grad]
+        yield from self._parts(group, trained)
+        self._in_buckets += sum(local_part(tensor).numel() > 0 for tensor in trained)
         self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
         self._sizes.append(len(group["params"]))
         self._all += group["params"]
 
-    def _put(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> None:
+    def unfrozen(self, groups: list[dict[str, Any]]) -> Iterator[Part]:
+        """Yield parameters that were unfrozen since the last step, as :meth:`add`."""
+        if not any(tensor.requires_grad for tensor in self._frozen):
+            return
+        here = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
+        self._frozen = [tensor for tensor in self._frozen if id(tensor) not in here]
+        for group in groups:
+            tensors = [tensor for tensor in group["params"] if id(tensor) in here]
+            self._in_buckets += sum(local_part(tensor).numel() > 0 for tensor in tensors)
+            yield from self._parts(group, tensors)
+
+    def _parts(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> Iterator[Part]:
         named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
         for kind in by_kind(tensors):
             for part in cut(kind, self._cap):
-                self._add_bucket(part, [named.get(tensor, "") for tensor in part], group)
-                self._in_buckets += len(part)
-
-    def include_unfrozen(self, groups: list[dict[str, Any]]) -> None:
-        """Put parameters into buckets that were unfrozen since the last step."""
-        if not any(tensor.requires_grad for tensor in self._frozen):
-            return
-        unfrozen = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
-        for group in groups:
-            self._put(group, [tensor for tensor in group["params"] if id(tensor) in unfrozen])
-        self._frozen = [tensor for tensor in self._frozen if not tensor.requires_grad]
+                yield part, [named.get(tensor, "") for tensor in part], group
 
     @property
     def trained(self) -> int:

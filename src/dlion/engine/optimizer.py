@@ -174,7 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
         self._met_nobody = not (dist.is_initialized() or workers or process_group or mesh)
-        params = params if isinstance(params, Tensor) else list(params)
+        params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
@@ -192,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self._members = Members(self._add_bucket, bucket_cap_mb)
+        self._members = Members(bucket_cap_mb)
         self._overlap = None
         if overlap:
             self._overlap = Overlap(self.buckets, self._encode_last, self._is_last_pass)
@@ -281,7 +281,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             check_hyperparameters(type(self), group)
             check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
-            self._members.add(group)
+            for part in self._members.add(group):
+                self._add_bucket(*part)
         except Exception:
             self.param_groups.pop()
             for tensor in group["params"]:
@@ -303,6 +304,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.begin(bucket)
         if self._overlap is not None:
             self._overlap.watch(bucket)
+
+    def _include_unfrozen(self) -> None:
+        """Make buckets for parameters that were unfrozen since the last step."""
+        for part in self._members.unfrozen(self.param_groups):
+            self._add_bucket(*part)
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -453,7 +459,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             return loss
         local = self.channel.local_participants
         if not local:
-            self._members.include_unfrozen(self.param_groups)  # the others do so when they encode
+            self._include_unfrozen()  # the others do so when they encode
         elif self._collected == set(local[:-1]):
             self._encode_unsent(local[-1])
         if self._collected != set(local):
@@ -503,7 +509,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._overlap.check_unchanged()
             sent = self._overlap.sent
         if not self._collected:
-            self._members.include_unfrozen(self.param_groups)
+            self._include_unfrozen()
         self._collected.add(local)
         with self._halfway():
             self._encode(self.buckets[sent:], local)
@@ -517,10 +523,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """
         self._look_at(buckets, local)
         for bucket in buckets:
-            if self.node is not None and self._overlap is not None:
-                self._late[bucket] = partial(self._write_message, bucket, local, self.flag)
-            else:
+            if self.node is None:
                 self._write_message(bucket, local, self.flag)
+            elif self._overlap is None:
+                self._average(bucket, local, self.flag)
+            else:
+                self._late[bucket] = partial(self._average, bucket, local, self.flag)
 
     def _encode_last(self, bucket: Bucket) -> Work | None:
         """Write the last local worker's message, during its backward pass."""
@@ -535,11 +543,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         elif self.nonfinite == "skip" and nonfinite.leave_out(buckets):
             self._skipping.add(local)
 
+    def _average(self, bucket: Bucket, local: int, flag: bool) -> None:
+        """Let the node average its gradients, and write the message about their mean."""
+        assert self.node is not None
+        header = bucket.make_header(bucket.present(), self._members.trained, flag)
+        self._write_message(bucket, local, self.node.average(bucket, header))
+
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
         """Write a local worker's message about a bucket, and its header."""
-        if self.node is not None:
-            header = bucket.make_header(bucket.present(), self._members.trained, flag)
-            flag = self.node.average(bucket, header)
         present = bucket.present() if self.skips_missing else bucket.trained()
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
@@ -677,7 +688,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: if it is of other workers, or of other parameters or settings.
         """
         groups = state_dict["param_groups"]
-        self._members.include_unfrozen(self.param_groups)
+        self._include_unfrozen()
         self._members.check_sizes([len(group["params"]) for group in groups])
         names = [name for group in groups for name in group["params"]]
         param_of = dict(zip(names, self.params, strict=True))
@@ -710,6 +721,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             f"a {type(self).__name__} cannot be copied or pickled, as it talks to other processes:"
             " make another, and load this one's state_dict()"
         )
+
+
+def _listed(given: Any) -> Any:
+    """Let a parameter group have a list of parameters, which can be read twice, as torch does."""
+    if isinstance(given, dict) and isinstance(given.get("params"), Iterator):
+        given["params"] = list(given["params"])
+    return given
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:
