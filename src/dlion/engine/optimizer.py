@@ -730,6 +730,13 @@ def _listed(given: Any) -> Any:
     return given
 
 
+def _listed(given: Any) -> Any:
+    """Let a parameter group have a list of parameters, which can be read twice, as torch does."""
+    if isinstance(given, dict) and isinstance(given.get("params"), Iterator):
+        given["params"] = list(given["params"])
+    return given
+
+
 def _device_of(params: Iterable[Any]) -> torch.device:
     """Return the device of the first parameter, in whatever form parameters are given."""
     for given in [params] if isinstance(params, Tensor) else params:
