@@ -96,7 +96,8 @@ class LowRankMean(Exchange):
 
         That is ``P^ Q_i^T`` of each matrix, and all of what is no matrix.
         """
-        return self._expand(self._second.message(local), self._first.message(local))
+        second = self._second.message(local) if self.matrices else self._query[local]
+        return self._expand(second, self._first.message(local))
 
     def run(self, step: int) -> None:
         self._first.run(step)
