@@ -79,25 +79,29 @@ class ScaledSigns(ScaledCodec):
 
     kind = ScaledSign
 
-    def encode(self, values: Tensor, index: int, message: Tensor) -> Tensor:
+    def encode(
+        self, values: Tensor, index: int, message: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         """Write a message about the slice ``index``, and return what it says.
 
         Args:
             values: float32 ``[slice]``, 0 in padding.
             message: uint8, to be written.
+            out: where to put what it says, float32 ``[slice]``; None: a new tensor.
         """
         sums = self._reduce(sums_of_rows(values.view(-1, ROW)), index, "sum")
         scales, signs = (sums / self._sizes[index]).to(torch.float32), values >= 0
         message.copy_(self.wire.encode((scales, signs)))
-        return self._expand(scales, signs, index)
+        return self._expand(scales, signs, index, torch.empty_like(values) if out is None else out)
 
     def decode(self, message: Tensor, index: int) -> Tensor:
-        return self._expand(*self.wire.decode(message, self.slice), index)
+        scales, signs = self.wire.decode(message, self.slice)
+        return self._expand(scales, signs, index, torch.empty_like(signs, dtype=torch.float32))
 
-    def _expand(self, scales: Tensor, signs: Tensor, index: int) -> Tensor:
-        values = signs.view(-1, ROW).to(torch.float32).mul_(2).sub_(1)
-        values.mul_(self._by_row(scales, index))
-        return values.flatten().index_fill_(0, self._padding[index], 0)
+    def _expand(self, scales: Tensor, signs: Tensor, index: int, out: Tensor) -> Tensor:
+        out.copy_(signs).mul_(2).sub_(1)
+        out.view(-1, ROW).mul_(self._by_row(scales, index))
+        return out.index_fill_(0, self._padding[index], 0)
 
 
 class ScaledBytes(ScaledCodec):

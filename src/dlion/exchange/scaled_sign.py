@@ -43,7 +43,7 @@ class ScaledSignMean(DirectSend):
         said = torch.empty_like(values)
         rows = zip(values.view(-1, self.slice), said.view(-1, self.slice), strict=True)
         for index, (row, says) in enumerate(rows):
-            says.copy_(self._codec.encode(row, index, self._messages[local, index]))
+            self._codec.encode(row, index, self._messages[local, index], out=says)
         return said
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
