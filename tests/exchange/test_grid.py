@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlion.exchange import Channel, Costs, LevelExchange, LevelMean, Shape, Vote, Way, grid_shape
+from dlion.exchange import Channel, Costs, LevelMean, Shape, Vote, Way, grid_shape
 from dlion.exchange.grid import bits_up
 from dlion.optim import DLion
 from dlion.suite.launch.local import run_processes
@@ -23,7 +23,7 @@ TIES = ("zero", "plus", "alternate", "random", "previous")
 Steps = Sequence[list[int] | None]  # who takes part in each
 
 
-def seen(exchange: LevelExchange, steps: Steps) -> list[torch.Tensor]:
+def seen(exchange: LevelMean | Vote, steps: Steps) -> list[torch.Tensor]:
     """Return all answers and headers of steps with random messages, which the absent write, too."""
     found = []
     for step, participants in enumerate(steps):

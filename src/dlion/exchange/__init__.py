@@ -13,11 +13,13 @@ from dlion.exchange.direct_send import (
 from dlion.exchange.grid import Costs, Shape, Way, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
-from dlion.exchange.scaled_sign import ScaledSignMean, Spans, TrackingVote, WarmedUpSignMean
+from dlion.exchange.scaled import Spans
+from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
+from dlion.exchange.switch import Switch
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.exchange.topk import CosineTopKMean, TopKMean
-from dlion.exchange.vote import LevelExchange, LevelMean, Ties, Vote, WeightedVote
+from dlion.exchange.vote import LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
     "Buffers",
@@ -28,7 +30,6 @@ __all__ = [
     "DenseMean",
     "DirectSend",
     "Exchange",
-    "LevelExchange",
     "LevelMean",
     "LowRankMean",
     "Matrix",
@@ -40,13 +41,13 @@ __all__ = [
     "Spans",
     "SparseMean",
     "Stages",
+    "Switch",
     "TernaryMean",
     "Ties",
     "TopKMean",
     "TrackingVote",
     "Traffic",
     "Vote",
-    "WarmedUpSignMean",
     "Way",
     "WeightedVote",
     "grid_shape",

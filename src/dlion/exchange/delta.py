@@ -14,15 +14,16 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel, sums_of_rows
-from dlion.exchange.direct_send import Buffers
-from dlion.exchange.vote import AGREEMENT, Vote, learn, log_odds
+from dlion.exchange.direct_send import Buffers, DirectSend
+from dlion.exchange.vote import Competence, TieBreak, owned_parameters, signs_of
 from dlion.kernels import Coder
 from dlion.transfer import index_of
+from dlion.wire import Sign
 
 DORMANT = 64  # the level of what was zero at first: steps of 2**-24, ready to grow
 
 
-class DeltaVote(Vote):
+class DeltaVote(DirectSend):
     """The sign of the sum of the workers' estimates, in one bit; for exactly 0 the one before.
 
     Before the first messages every worker tells all others the level of the mean size of each
@@ -43,8 +44,6 @@ class DeltaVote(Vote):
         mask: bool ``[numel]``, False for padding, which is nobody's opinion; None: no padding.
     """
 
-    can_follow = False  # owners learn from messages, not from answers
-
     def __init__(
         self,
         channel: Channel,
@@ -57,10 +56,12 @@ class DeltaVote(Vote):
         mask: Tensor | None = None,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, ties="previous", **buffers)
+        super().__init__(channel, numel, Sign(), lambda _: Sign(), **buffers)
+        self._ties = TieBreak(self, "previous")
         k, n, device = channel.workers.local, channel.workers.count, self.device
         self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
         padding = self.numel - sum(sizes)
+        self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=device)
         self._sizes = torch.tensor([*sizes[:-1], sizes[-1] + padding], device=device)
         self._start_levels = torch.full((k, len(sizes)), DORMANT, dtype=torch.uint8, device=device)
         one_by_one = limit is not None or weighted  # or only the sum of the estimates
@@ -76,11 +77,9 @@ class DeltaVote(Vote):
             "begun": torch.zeros(k, dtype=torch.uint8),  # in main memory: it is asked at every step
         }
         if one_by_one:
-            self._counted = self._owned_parameters(numel, mask)
+            self._counted = owned_parameters(self, numel, mask)
         if weighted:
-            self.state["agreement"] = torch.full(
-                (k, n), AGREEMENT, dtype=torch.float32, device=device
-            )
+            self._competence = Competence(self, self._counted)
 
     @property
     def begun(self) -> bool:
@@ -112,7 +111,7 @@ class DeltaVote(Vote):
         rows = tuple(row_of.get(worker, -1) for worker in range(self.channel.workers.count))
         positive, tied = self._masks
         kernels.decode_deltas(
-            self._planes(messages),
+            self.up.view(messages),
             index_of(rows, self._masks.device),
             coders,
             self._weights(owner),
@@ -121,9 +120,15 @@ class DeltaVote(Vote):
             positive,
             tied,
         )
-        self._decide(positive | self._positive_ties(tied, owner, step), owner, answer)
+        words = answer.view(torch.int64)
+        words.copy_(positive | self._ties.positive(tied, owner, step))
+        self._ties.remember(words, owner)
         if self.weighted:
-            self._learn(owner, answer)
+            opinions = self._competence.of_senders(coders.estimate) > 0
+            self._competence.learn(owner, opinions == self.down.decode(answer, self.slice))
+
+    def decode(self) -> Tensor:
+        return signs_of(self)
 
     def _expand(self, levels: Tensor) -> Tensor:
         """One level a tensor -> one an element, ``[T]`` -> ``[numel]``."""
@@ -143,12 +148,7 @@ class DeltaVote(Vote):
             weights = weights.where(known.any(), 1.0)
         elif not self.weighted:
             return None
-        return weights * log_odds(self.state["agreement"][owner]) if self.weighted else weights
-
-    def _learn(self, owner: int, answer: Tensor) -> None:
-        opinions = self.of_senders(self.state["received_estimate"][owner]) > 0
-        agreed = opinions == (self.down.decode(answer, self.slice) == 1)
-        learn(self, owner, agreed, self._counted[owner])
+        return weights * self._competence.weights(owner) if self.weighted else weights
 
 
 def _sum(values: Tensor) -> Tensor:

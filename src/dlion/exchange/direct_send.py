@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from dlion.exchange.channel import Channel, sum_in_order
+from dlion.exchange.grid import Grid
 from dlion.transfer import download, index_of
-from dlion.wire import Float32, Wire
+from dlion.wire import Float32, Sign, Wire
 
 Stages = Generator[list[Tensor], list[Tensor], None]
 
@@ -45,6 +46,11 @@ def _advance(stages: Stages, known: list[Tensor] | None, asked: dict[Stages, lis
         asked[stages] = next(stages) if known is None else stages.send(known)
     except StopIteration:
         return
+
+
+def slice_size(numel: int, workers: int, group: int = 1) -> int:
+    """Return the parameters that each worker owns, padded to a multiple of ``group``."""
+    return -(-numel // (workers * group)) * group
 
 
 class Buffers(TypedDict, total=False):
@@ -129,26 +135,7 @@ class Exchange(ABC):
         """Put back what :meth:`elementwise` has returned."""
 
 
-class OwnedSlices(Exchange):
-    """An exchange in which each worker owns a slice of the parameters, and combines it for all.
-
-    Args:
-        numel: number of parameters; they are cut into n slices.
-        group: what the length of a slice must be a multiple of, by padding.
-
-    Attributes:
-        slice: parameters owned by one worker.
-    """
-
-    def __init__(
-        self, channel: Channel, numel: int, group: int = 1, **buffers: Unpack[Buffers]
-    ) -> None:
-        n = channel.workers.count
-        self.slice = -(-numel // (n * group)) * group
-        super().__init__(channel, n * self.slice, **buffers)
-
-
-class DirectSend(OwnedSlices):
+class DirectSend(Exchange):
     """The exchange of messages of one size; subclasses say how an owner combines them.
 
     Buffers are made once; those of the answers again whenever their wire changes.
@@ -156,13 +143,18 @@ class DirectSend(OwnedSlices):
     Args:
         up: the wire towards the owner of a slice.
         down: the wire back, for a number of senders.
+        grid: adds messages of levels on their way to the owners; answer, headers and state are the
+            same to the bit. None: messages go directly.
 
     Attributes:
+        slice: parameters owned by one worker.
         up, down: the wires, for the senders of the latest messages.
         senders: how many workers sent the latest messages, at first n.
+        bits: names of the ``state`` that is one bit for each parameter of a slice, packed.
     """
 
     answer: Tensor
+    bits: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -170,24 +162,37 @@ class DirectSend(OwnedSlices):
         numel: int,
         up: Wire,
         down: Callable[[int], Wire],
+        grid: Grid | None = None,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, up.group, **buffers)
-        self.senders = channel.workers.count
-        self.up, self.down, self._down = up, down(self.senders), down
+        self.senders = n = channel.workers.count
+        self.slice = slice_size(numel, n, up.group)
+        super().__init__(channel, n * self.slice, **buffers)
+        self.up, self.down, self._down, self.grid = up, down(n), down, grid
         w, size = channel.workers, up.nbytes(self.slice)
         row = size + self.header_bytes
         self._outbox = self._buffer(w.local, w.count, row)
         self._messages, self._message_headers = self._outbox.split(
             [size, self.header_bytes], dim=-1
         )
-        self._inbox = self._buffer(w.count, w.local, row) if w.processes > 1 else None
+        direct = w.processes > 1 and grid is None
+        self._inbox = self._buffer(w.count, w.local, row) if direct else None
         self._make_answers()
 
-    def encode(self, local: int, values: Any) -> None:
+    @property
+    def words(self) -> int:
+        """64-bit words with a bit for each parameter of a slice."""
+        return self.slice // 64
+
+    def message(self, local: int) -> Tensor:
+        """The message of a local worker, to be written: ``[n, ...]`` as :meth:`Wire.view` says."""
+        return self.up.view(self._messages[local])
+
+    def encode(self, local: int, values: Any) -> Tensor | None:
         """Write the message of a local worker, ``[numel]`` values of the up wire.
 
-        Override it for messages that are not one tensor of values.
+        Override it for messages that are not one tensor of values, and for those that say less than
+        they are given, to return what they say: float32 ``[numel]``.
         """
         self._messages[local] = self.up.encode(values.view(-1, self.slice))
 
@@ -195,17 +200,15 @@ class DirectSend(OwnedSlices):
         self._message_headers[local] = header
 
     def run(self, step: int) -> None:
-        channel, outbox = self.channel, self._outbox
-        self._resize(len(channel.participants))
-        if len(channel.local_participants) < len(outbox):
-            outbox = outbox[index_of(tuple(channel.local_participants), outbox.device)]
-        received = channel.scatter(outbox, self._inbox)
-        messages, headers = received.split([self._messages.shape[-1], self.header_bytes], dim=-1)
-        self.headers = headers[:, 0]
-        with channel.timer("vote", beside=True):
+        self._resize(len(self.channel.participants))
+        rows, self.headers = self._collect()
+        with self.channel.timer("vote", beside=True):
             for owner, answer in enumerate(self._answers):
-                self.combine(messages[:, owner], owner, step, answer)
-        self.answer = channel.gather(self._answers, self._everyones)
+                self.combine(rows[:, owner], owner, step, answer)
+        if self.grid is None:
+            self.answer = self.channel.gather(self._answers, self._everyones)
+        else:
+            self.answer = self.grid.spread(self._answers)
 
     def expect(self) -> None:
         senders = len(self.channel.participants)
@@ -218,11 +221,38 @@ class DirectSend(OwnedSlices):
         """Combine the messages about one slice into the packed answer.
 
         Args:
-            messages: uint8 ``[m, up bytes]``, in the order of the workers.
+            messages: uint8 ``[m, up bytes]``, in the order of the workers; on a grid sums of some
+                of them, see :meth:`Grid.collect`.
             owner: local index of the worker that owns the slice.
             step: counted from 0.
             answer: uint8 ``[down bytes]``, to be written.
         """
+
+    def elementwise(self) -> dict[str, Tensor]:
+        everyones = {name: self.channel.gather(self.state[name]) for name in self.bits}
+        return {
+            name: Sign().decode(packed.view(torch.uint8), self.slice).flatten()
+            for name, packed in everyones.items()
+        }
+
+    def set_elementwise(self, values: dict[str, Tensor]) -> None:
+        for name, flat in values.items():
+            packed = Sign().encode(flat.view(-1, self.slice)).view(torch.int64)
+            self.state[name].copy_(packed[self.channel.owned])
+
+    def _collect(self) -> tuple[Tensor, Tensor]:
+        """Send all messages; return the rows about each slice owned here, and the headers.
+
+        They are uint8 ``[m, k, up bytes]`` and ``[m, header_bytes]``; on a grid rows are sums.
+        """
+        if self.grid is not None:
+            return self.grid.collect(self.up.view(self._messages), self._message_headers[:, 0])
+        outbox, senders = self._outbox, self.channel.local_participants
+        if len(senders) < len(outbox):
+            outbox = outbox[index_of(tuple(senders), outbox.device)]
+        received = self.channel.scatter(outbox, self._inbox)
+        messages, headers = received.split([self._messages.shape[-1], self.header_bytes], dim=-1)
+        return messages, headers[:, 0]
 
     def _resize(self, senders: int) -> None:
         """Prepare for messages of so many workers: the answer's wire may depend on it."""
@@ -249,10 +279,6 @@ class DenseMean(DirectSend):
 
     def __init__(self, channel: Channel, numel: int, **buffers: Unpack[Buffers]) -> None:
         super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)
-
-    def message(self, local: int) -> Tensor:
-        """The values in the message of a local worker, to be written: float32 ``[n, slice]``."""
-        return self._messages[local].view(torch.float32)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         total = sum_in_order(messages.view(torch.float32), answer.view(torch.float32))

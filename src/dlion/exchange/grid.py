@@ -45,58 +45,52 @@ PROBE = 128 * 1024  # bytes that each worker sends to measure what a byte costs
 REPEATS = 5
 
 
-class Sums(NamedTuple):
-    """What an owner has to add to have the sums of all workers.
-
-    Attributes:
-        rows: int64 ``[k, m, planes, words]``, of the m workers in the line of each owner.
-        largest: the largest value in a row.
-        headers: those of all participants, uint8 ``[m', bytes]``.
-    """
-
-    rows: Tensor
-    largest: int
-    headers: Tensor
-
-
 class Grid:
     """The stages of an exchange of bit planes on a grid.
 
     Args:
         channel: to the other workers.
         shape: sizes of the dimensions; their product is n.
+        largest: the largest value in a message.
+
+    Attributes:
+        highest: the largest value in the rows that were collected last.
     """
 
-    def __init__(self, channel: Channel, shape: tuple[int, ...]) -> None:
-        self.channel, self.shape = channel, shape
+    def __init__(self, channel: Channel, shape: tuple[int, ...], largest: int = 1) -> None:
+        self.channel, self.shape, self.largest, self.highest = channel, shape, largest, largest
         self.lines: list[Line] = []  # the last dimension first
         stride = 1
         for size in reversed(shape):
             self.lines.append(Line(size, stride))
             stride *= size
 
-    def collect(self, messages: Tensor, headers: Tensor, largest: int) -> Sums:
+    def collect(self, messages: Tensor, headers: Tensor) -> tuple[Tensor, Tensor]:
         """Send the messages of the local workers on their way to the owners of their slices.
 
         Args:
             messages: int64 ``[k, n, planes, words]``; those of absent workers are not looked at.
             headers: uint8 ``[k, bytes]``, whole words.
-            largest: the largest value in a message.
+
+        Returns:
+            the rows that owners add to have the sums of all workers, planes as uint8 ``[m, k, s]``,
+            from the m workers in the line of each owner; and the headers of all participants.
         """
         participants = self.channel.participants
         held, headers = messages.transpose(1, 2), headers.unsqueeze(1)
-        rows, highest = messages, largest  # of the dimension before
+        rows, highest = messages, self.largest  # of the dimension before
         for line in self.lines:
             senders = Counter(worker // line.stride for worker in participants)
-            below, highest = highest, largest * max(senders.values())
+            below, highest = highest, self.largest * max(senders.values())
             if line.stride > 1:
                 with self.channel.timer("vote", beside=True):
                     held = _add(rows, below, highest).unflatten(2, (-1, messages.shape[3]))
             all_send = len(senders) == self.channel.workers.count // line.stride
             who = None if all_send else set(senders)
             rows, headers = self._send(held, headers, line, who)
-        senders = index_of(tuple(participants), headers.device)
-        return Sums(rows, highest, headers[0].index_select(0, senders))
+        self.highest, senders = highest, index_of(tuple(participants), headers.device)
+        rows = rows.flatten(2).view(torch.uint8).transpose(0, 1)
+        return rows, headers[0].index_select(0, senders)
 
     def spread(self, answers: Tensor) -> Tensor:
         """Send each local worker's answer to everyone: uint8 ``[k, s]`` -> ``[n, s]``."""
@@ -172,7 +166,7 @@ def measure_costs(workers: Workers, device: torch.device | str = "cpu") -> Costs
         return channel.gather(answer)
 
     def on_grid(grid: Grid) -> Tensor:
-        grid.collect(tiny, answer, largest=1)
+        grid.collect(tiny, answer)
         return grid.spread(answer)
 
     shapes = list(dict.fromkeys(grid_shape(n, dimensions) for dimensions in (1, 2, 3)))

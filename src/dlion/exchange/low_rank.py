@@ -1,5 +1,6 @@
 """The mean of matrices, of which a low-rank approximation travels."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import torch
@@ -66,81 +67,83 @@ class LowRankMean(Exchange):
         queries = sum(self._query_sizes)
         self.values = sum(self._first_sizes) + queries
         self._first = DenseMean(channel, sum(self._first_sizes), **buffers)
-        self._unsent: dict[int, Tensor] = {}
+        self._second = DenseMean(channel, queries, device=self.device)
+        self._values: dict[int, Tensor] = {}  # of local workers, between the rounds
         self._bases: list[Tensor] = []
+        # made in main memory: the same on every kind of device
+        draws = torch.randn(
+            queries, generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
+        )
+        self._query = draws.to(self.device).repeat(channel.workers.local, 1)
         if queries:
-            self._second = DenseMean(channel, queries, device=self.device)
-            # made in main memory: the same on every kind of device
-            draws = torch.randn(
-                queries, generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
-            )
-            self.state["query"] = draws.to(self.device).repeat(channel.workers.local, 1)
+            self.state["query"] = self._query
 
     def encode_header(self, local: int, header: Tensor) -> None:
         self._first.encode_header(local, header)
 
     def encode(self, local: int, values: Tensor) -> None:
-        """Send ``[numel]`` values of a local worker; ``run`` leaves in them what was not sent.
+        """Write the first message of a local worker about ``[numel]`` values.
 
-        They are kept until :meth:`unsent` asks for them.
+        They must stay as they are until :meth:`run` has written the second.
         """
-        self._unsent[local] = values
-        products = [
-            matrix.view(values) @ query
-            for matrix, query in zip(self.matrices, self._queries(), strict=True)
-        ]
+        self._values[local] = values
+        pairs = zip(self.matrices, self._split(self._query[0]), strict=True)
         vectors = [values[vector.start : vector.stop] for vector in self._vectors]
-        _encode(self._first, local, [*products, *vectors])
+        _encode(self._first, local, [*(m.view(values) @ query for m, query in pairs), *vectors])
 
-    def unsent(self, local: int) -> Tensor:
-        """Give back what the latest message of a local worker left out: M_i - P^ Q_i^T, flat."""
-        return self._unsent.pop(local)
+    def sent(self, local: int) -> Tensor:
+        """Return what the latest messages of a local worker say: float32 ``[numel]``.
+
+        That is ``P^ Q_i^T`` of each matrix, and all of what is no matrix.
+        """
+        second = self._second.message(local) if self.matrices else self._query[local]
+        return self._expand(second, self._first.message(local))
 
     def run(self, step: int) -> None:
         self._first.run(step)
         self.headers = self._first.headers
-        products = self._means()[: len(self.matrices)]
+        products, _ = self._parts(self._first.decode())
         # orthonormal for any P; of zeros, too, which have left a zero Q and must not stay there
         self._bases = [torch.linalg.qr(p.view(-1, self.rank)).Q for p in products]
         for local in self.channel.local_participants:
-            self._project(local)
+            self._write_second(local)
         if self.matrices:
             self._second.run(step)
-            self.state["query"].copy_(self._second.decode()[: sum(self._query_sizes)])
+            self._query.copy_(self._second.decode()[: self._query.shape[1]])
         self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
 
     def decode(self) -> Tensor:
-        mean = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
-        for matrix, basis, query in zip(self.matrices, self._bases, self._queries(), strict=True):
-            torch.mm(basis, query.T, out=matrix.view(mean))
-        for vector, part in zip(self._vectors, self._means()[len(self.matrices) :], strict=True):
-            mean[vector.start : vector.stop] = part
-        return mean
+        return self._expand(self._query[0], self._first.decode())
 
-    def _project(self, local: int) -> None:
-        """Write a message of the second round, and take from the values what both say."""
-        values, queries = self._unsent[local], []
+    def _write_second(self, local: int) -> None:
+        """Write the second message of a local worker: ``M_i^T P^``."""
+        values = self._values.pop(local)
         if values.is_cuda:  # it was made on the stream of the backward pass
             values.record_stream(torch.cuda.current_stream())
-        for matrix, basis in zip(self.matrices, self._bases, strict=True):
-            part = matrix.view(values)
-            queries.append(part.T @ basis)
-            part -= basis @ queries[-1].T
-        for vector in self._vectors:
-            values[vector.start : vector.stop] = 0
-        if queries:
-            _encode(self._second, local, queries)
+        pairs = zip(self.matrices, self._bases, strict=True)
+        if self.matrices:
+            _encode(self._second, local, [m.view(values).T @ basis for m, basis in pairs])
 
-    def _queries(self) -> list[Tensor]:
-        """The Q of each matrix, ``[columns, rank]``."""
-        if not self.matrices:
-            return []
-        parts = self.state["query"][0].split(self._query_sizes)
+    def _expand(self, second: Tensor, first: Tensor) -> Tensor:
+        """Return what messages or answers of both rounds stand for: float32 ``[numel]``."""
+        flat = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        for matrix, basis, query in zip(
+            self.matrices, self._bases, self._split(second), strict=True
+        ):
+            torch.mm(basis, query.T, out=matrix.view(flat))
+        for vector, part in zip(self._vectors, self._parts(first)[1], strict=True):
+            flat[vector.start : vector.stop] = part
+        return flat
+
+    def _parts(self, first: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Cut a message or the answer of the first round: P of each matrix, and the vectors."""
+        parts = first.flatten()[: sum(self._first_sizes)].split(self._first_sizes)
+        return parts[: len(self.matrices)], parts[len(self.matrices) :]
+
+    def _split(self, second: Tensor) -> list[Tensor]:
+        """Cut a message or the answer of the second round: Q of each matrix."""
+        parts = second.flatten()[: sum(self._query_sizes)].split(self._query_sizes)
         return [part.view(-1, self.rank) for part in parts]
-
-    def _means(self) -> tuple[Tensor, ...]:
-        """The answers of the first round: P of each matrix, and each vector."""
-        return self._first.decode()[: sum(self._first_sizes)].split(self._first_sizes)
 
 
 def _encode(exchange: DenseMean, local: int, parts: list[Tensor]) -> None:

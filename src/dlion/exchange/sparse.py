@@ -9,13 +9,13 @@ from torch import Tensor
 from dlion import kernels
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import Buffers, OwnedSlices, Stages, run_together
+from dlion.exchange.direct_send import Buffers, Exchange, Stages, run_together, slice_size
 from dlion.wire import Float32, Sparse
 
 COUNT_BYTES = 4  # before each message: its number of entries, int32
 
 
-class SparseMean(OwnedSlices):
+class SparseMean(Exchange):
     """The mean of messages of entries (index, value); absent entries count as zero.
 
     Sizes differ, so a header of 4 bytes per slice, the number of entries, travels before each
@@ -27,14 +27,16 @@ class SparseMean(OwnedSlices):
     answer: list[Tensor]
 
     def __init__(self, channel: Channel, numel: int, **buffers: Unpack[Buffers]) -> None:
-        super().__init__(channel, numel, **buffers)
+        n = channel.workers.count
+        self.slice = slice_size(numel, n)
+        super().__init__(channel, n * self.slice, **buffers)
         self.up, self.down, self.dense = Sparse(), Sparse(), Float32()
         self._total = torch.zeros(self.slice, dtype=torch.float32, device=self.device)
         self._values = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         self._messages: dict[int, tuple[Tensor, Tensor]] = {}
         headers = channel.workers.local, self.header_bytes
         self._headers = torch.zeros(headers, dtype=torch.uint8, device=self.device)
-        self._edges = torch.arange(channel.workers.count + 1, device=self.device) * self.slice
+        self._edges = torch.arange(n + 1, device=self.device) * self.slice
         self._counts: list[int] = []  # entries of each answer
 
     def encode(self, local: int, indices: Tensor, values: Tensor) -> None:

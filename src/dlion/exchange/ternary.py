@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.exchange.channel import Channel
-from dlion.exchange.direct_send import Buffers, DirectSend
+from dlion.exchange.direct_send import Buffers, DirectSend, Exchange
 from dlion.streams import stream
 from dlion.wire import Level, Ternary
 
@@ -36,7 +36,7 @@ class TernaryMean(DirectSend):
         return sums.sub_(n).to(torch.float32).div_(n).flatten()
 
 
-class ScaledTernaryMean(TernaryMean):
+class ScaledTernaryMean(Exchange):
     """The mean of float32 values, ternarised by a scale that all workers share.
 
     Before messages travel the workers agree on the largest scale of each parameter tensor, 4 bytes
@@ -57,7 +57,8 @@ class ScaledTernaryMean(TernaryMean):
         index: int = 0,
         **buffers: Unpack[Buffers],
     ) -> None:
-        super().__init__(channel, numel, **buffers)
+        self._trits = TernaryMean(channel, numel, **buffers)
+        super().__init__(channel, self._trits.numel, **buffers)
         self.seed, self.index = seed, index
         padding = self.numel - sum(sizes)
         self._sizes = [*sizes[:-1], sizes[-1] + padding]
@@ -66,6 +67,9 @@ class ScaledTernaryMean(TernaryMean):
     def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:
         """Keep what a local worker sends, ``[numel]``, and its scale of each tensor, ``[T]``."""
         self._unscaled[local] = values
+
+    def encode_header(self, local: int, header: Tensor) -> None:
+        self._trits.encode_header(local, header)
 
     def run(self, step: int) -> None:
         w = self.channel.workers
@@ -83,11 +87,12 @@ class ScaledTernaryMean(TernaryMean):
             coins = torch.rand(
                 values.shape, generator=draws, dtype=torch.float32, device=values.device
             )
-            super().encode(local, kernels.ternarise(values, self._scales, coins))
+            self._trits.encode(local, kernels.ternarise(values, self._scales, coins))
         self._unscaled.clear()
-        super().run(step)
+        self._trits.run(step)
+        self.headers, self.answer = self._trits.headers, self._trits.answer
 
     def decode(self) -> Tensor:
         if self._scales.is_cuda:  # they were made on the stream of the exchange
             self._scales.record_stream(torch.cuda.current_stream())
-        return super().decode().mul_(self._scales)
+        return self._trits.decode().mul_(self._scales)

@@ -99,15 +99,17 @@ class TopKMean(Exchange):
         self._messages, self._headers = self._outbox.split([end, self.header_bytes], dim=1)
         self._total = torch.zeros(numel, dtype=torch.float32, device=self.device)
 
-    def encode(self, local: int, values: Tensor) -> None:
-        """Write the message of a local worker, and leave in ``values`` what it does not say."""
+    def encode(self, local: int, values: Tensor) -> Tensor:
+        """Write the message of a local worker; return what it says: float32 ``[numel]``."""
+        said = torch.zeros_like(values)
         for group in self._groups:
             chunks = torch.cat([block.of(values) for block in group.blocks])
             largest = chunks.abs().topk(group.wire.k, sorted=False).indices.sort().values
             message = self._messages[local, group.part]
             message.copy_(group.wire.encode((largest, chunks.gather(1, largest))))
             places, sent = self._entries(message, group)
-            values[places] -= sent
+            said[places] = sent
+        return said
 
     def encode_header(self, local: int, header: Tensor) -> None:
         self._headers[local] = header

@@ -82,7 +82,7 @@ class DeMo(DistributedOptimizer):
     def encode(self, bucket: Bucket, local: int) -> None:
         found = bucket.exchange.transform(bucket.gradients())
         momentum = bucket.own["momentum"][local].mul_(bucket.group["momentum"]).add_(found)
-        bucket.exchange.encode(local, momentum)
+        momentum -= bucket.exchange.encode(local, momentum)
 
     def update(self, bucket: Bucket) -> None:
         group, signs = bucket.group, bucket.exchange.decode().sign_()

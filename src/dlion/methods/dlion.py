@@ -4,14 +4,11 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
-import torch
-
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import (
     Costs,
-    LevelExchange,
     LevelMean,
     Shape,
     Ties,
@@ -75,7 +72,7 @@ class SignedDescent(DistributedOptimizer):
         tied = self.ties == "zero" and largest % 2 == 0
         return math.ceil(up), math.log2(3) if tied else 1
 
-    def make_exchange(self, bucket: Bucket) -> LevelExchange:
+    def make_exchange(self, bucket: Bucket) -> LevelMean | Vote | WeightedVote:
         channel, numel = self.channel, bucket.numel
         seed = stream_seed(self.seed, "exchange", bucket.index)
         if self.weighted:
@@ -134,7 +131,7 @@ class SignedDescent(DistributedOptimizer):
         elif isinstance(exchange.down, Ternary):
             kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
         else:
-            sums = exchange.answer.view(torch.int64).unflatten(1, (-1, exchange.words))
+            sums = exchange.down.view(exchange.answer)
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:

@@ -63,8 +63,9 @@ class EFSignSGD(DistributedOptimizer):
         return ScaledSignMean(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        residual = bucket.own["residual"][local].add_(bucket.gradients())
-        bucket.exchange.encode(local, residual)
+        residual = bucket.own["residual"][local]
+        residual += bucket.gradients()
+        residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         momentum_descent(bucket, bucket.exchange.decode())

@@ -240,10 +240,13 @@ class DiLoCo(LocalUpdate):
         return scaled(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        message = self.displacement(bucket, local)
-        if self.wire == "sign":
-            message = bucket.own["residual"][local].add_(message)
-        bucket.exchange.encode(local, message)
+        displacement = self.displacement(bucket, local)
+        if self.wire != "sign":
+            bucket.exchange.encode(local, displacement)
+            return
+        residual = bucket.own["residual"][local]
+        residual += displacement
+        residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         group, state = bucket.group, bucket.shared

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Unpack
 
 import torch
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
-from dlion.exchange import WarmedUpSignMean
+from dlion.exchange import DenseMean, ScaledSignMean, Switch
 from dlion.methods.updates import adamw, wide
 from dlion.values import Betas, Count, NotNegative
 
@@ -72,25 +73,35 @@ class OneBitAdam(DistributedOptimizer):
         """After the warm-up."""
         return 1, 1
 
-    def make_exchange(self, bucket: Bucket) -> WarmedUpSignMean:
-        spans, warmup = bucket.spans, self.warmup_steps
-        return WarmedUpSignMean(self.channel, bucket.numel, spans, warmup, **bucket.buffers)
+    def make_exchange(self, bucket: Bucket) -> Switch:
+        channel, buffers = self.channel, bucket.buffers
+        signs = ScaledSignMean(channel, bucket.numel, bucket.spans, **buffers)
+        # the bucket's steps, saved with the exchange; in main memory, as every step asks
+        runs = torch.zeros(channel.workers.local, 1, dtype=torch.int64, device="cpu")
+        signs.state["runs"], warmup = runs, self.warmup_steps
+        means = partial(DenseMean, channel, signs.numel, **buffers)
+        return Switch(means, signs, lambda: int(runs[0]) < warmup)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        message, beta1 = bucket.gradients(), bucket.group["betas"][0]
-        if not bucket.exchange.warming_up:
-            momentum = beta1 * bucket.shared["exp_avg"] + (1 - beta1) * message
-            message = bucket.own["residual"][local].add_(momentum)
-        bucket.exchange.encode(local, message)
+        gradient, beta1 = bucket.gradients(), bucket.group["betas"][0]
+        warming_up = bucket.exchange.use_first()
+        if warming_up:
+            bucket.exchange.encode(local, gradient)
+            return
+        residual = bucket.own["residual"][local]
+        residual += beta1 * bucket.shared["exp_avg"] + (1 - beta1) * gradient
+        residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         group, answer = bucket.group, bucket.exchange.decode()
         m, v = bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"]
         rates = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        if bucket.exchange.exact:
+        warming_up = bucket.exchange.use_first()
+        if warming_up:
             adamw(bucket.params, m, v, answer, math.inf, **rates)
-            return
-        torch.mul(answer, v > 0, out=m)
-        with wide(bucket.params) as x:
-            x.mul_(1 - group["lr"] * group["weight_decay"])
-            x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])
+        else:
+            torch.mul(answer, v > 0, out=m)
+            with wide(bucket.params) as x:
+                x.mul_(1 - group["lr"] * group["weight_decay"])
+                x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])
+        bucket.exchange.state["runs"] += 1

@@ -80,11 +80,13 @@ class PowerSGD(DistributedOptimizer):
         return LowRankMean(self.channel, bucket.numel, tensors, self.rank, seed, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        bucket.exchange.encode(local, bucket.own["residual"][local] + bucket.gradients())
+        residual = bucket.own["residual"][local]
+        residual += bucket.gradients()
+        bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
         with bucket.untouched(bucket.flight.present, *residuals):
             for local in self.channel.local_participants:
-                residuals[local] = bucket.exchange.unsent(local)
+                residuals[local] -= bucket.exchange.sent(local)
         momentum_descent(bucket, bucket.exchange.decode())

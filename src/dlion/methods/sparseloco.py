@@ -96,7 +96,8 @@ class SparseLoCo(LocalUpdate):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local].mul_(bucket.group["decay"])
-        bucket.exchange.encode(local, residual.add_(self.displacement(bucket, local)))
+        residual += self.displacement(bucket, local)
+        residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         outer, answer = bucket.shared["outer"], bucket.exchange.decode()

@@ -40,6 +40,10 @@ class Wire(ABC):
     def decode(self, packed: Tensor, numel: int) -> Any:
         """uint8 ``[..., nbytes(numel)]`` -> values ``[..., numel]``."""
 
+    def view(self, packed: Tensor) -> Tensor:
+        """Return the words that kernels read and write, in the memory of a packed message."""
+        return packed
+
 
 class Float32(Wire):
     """IEEE single precision as it is: NaN payloads, infinities and -0.0 survive."""
@@ -54,6 +58,10 @@ class Float32(Wire):
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         return packed.contiguous().view(torch.float32)
+
+    def view(self, packed: Tensor) -> Tensor:
+        """uint8 ``[..., 4 m]`` -> float32 ``[..., m]``."""
+        return packed.view(torch.float32)
 
 
 class BFloat16(Wire):
@@ -91,6 +99,10 @@ class Level(Wire):
 
     def decode(self, packed: Tensor, numel: int) -> Tensor:
         return packing.unpack_planes(packed.unflatten(-1, (self.bits, -1)), numel)
+
+    def view(self, packed: Tensor) -> Tensor:
+        """uint8 ``[..., bits * 8 * words]`` -> planes, int64 ``[..., bits, words]``."""
+        return packed.view(torch.int64).unflatten(-1, (self.bits, -1))
 
 
 class Sign(Level):
