@@ -6,8 +6,9 @@
 
     optimizer = dlion.DLion(model.parameters(), lr=1e-4)
 
-The library is ``optim`` (the methods), ``exchange`` (messages and how they are combined), ``wire``
-(tensors as bytes), ``kernels`` (fused passes over memory) and the modules beside them.
+The library is ``methods`` (the optimizers; ``optim`` for short), ``engine`` (the step they share),
+``exchange`` (messages and how they are combined), ``wire`` (tensors as bytes), ``kernels`` (fused
+passes over memory) and the modules beside them.
 ``dlion.suite`` is the experiment suite around it, for ``train.py`` and the command ``dlion``.
 
 Each name is imported when it is asked for. ``load_model`` needs ``pip install 'dlion[suite]'``.
