@@ -15,6 +15,7 @@ COMMANDS = {
     "report": ("dlion.compare.report", "write an HTML page to look around in"),
     "table": ("dlion.compare.table", "print a Markdown table for a README"),
     "board": ("dlion.compare.board", "print where methods end, what they cost, what is noise"),
+    "methods": ("dlion.compare.methods", "print a Markdown table of the methods"),
     "publish": ("dlion.compare.publish", "pack finished runs, with figure and origin"),
     "export": ("dlion.record.export", "take the trained model out of a run"),
     "sync": ("dlion.record.sync", "send runs that were recorded offline to Weights & Biases"),

@@ -8,6 +8,7 @@ import numpy as np
 
 from dlion.compare.curves import Curve, is_accuracy, sort_key
 from dlion.errors import UserError
+from dlion.optim import METHODS
 from dlion.values import show
 
 
@@ -20,27 +21,16 @@ class Style(NamedTuple):
     fill: str
 
 
-# colour (Okabe and Ito's palette, which the colour-blind can read) and marker of each method
+# of methods, in the order of METHODS: colours of Okabe and Ito's palette and of Paul Tol's, which the
+# colour-blind can read, and markers; a second round pairs them otherwise
+_PALETTE = [
+    *("#555555", "#000000", "#D55E00", "#E69F00", "#CC79A7", "#9467BD", "#0072B2", "#56B4E9"),
+    *("#009E73", "#8B4513", "#117733", "#332288", "#999933", "#661100", "#44AA99", "#AA4499"),
+    *("#88CCEE", "#DDCC77", "#882255"),
+]
+_MARKERS = "sooDoD^vP*X<>sPdpHh"
 _METHODS = {
-    "g_adamw": ("#555555", "s"),
-    "g_lion": ("#000000", "o"),
-    "dlion_mavo": ("#D55E00", "o"),
-    "dlion_avg": ("#E69F00", "D"),
-    "signum_mavo": ("#CC79A7", "o"),
-    "signum_avg": ("#9467BD", "D"),
-    "terngrad": ("#0072B2", "^"),
-    "graddrop": ("#56B4E9", "v"),
-    "dgc": ("#009E73", "P"),
-    "lion_cub": ("#8B4513", "*"),
-    "dlion_adm": ("#117733", "X"),
-    "ef_signsgd": ("#332288", "<"),
-    "ef21_sign": ("#999933", ">"),
-    "g_muon": ("#661100", "s"),
-    "powersgd": ("#44AA99", "P"),
-    "onebit_adam": ("#AA4499", "d"),
-    "demo": ("#88CCEE", "p"),
-    "sparseloco": ("#DDCC77", "H"),
-    "diloco": ("#882255", "h"),
+    name: (_PALETTE[i % 19], _MARKERS[(i + 7 * (i // 19)) % 19]) for i, name in enumerate(METHODS)
 }
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
 _LINES = ["solid", "dashed", "dotted", "dashdot"]

@@ -49,7 +49,7 @@ class SparseMean(OwnedSlices):
         run_together([self.stages(step)])
 
     def stages(self, step: int) -> Stages:
-        """As :meth:`run`; the host has to know the sizes of messages, and those of answers."""
+        """As ``run``; the host has to know the sizes of messages, and those of answers."""
         channel = self.channel
         messages = [self._messages.pop(local) for local in channel.local_participants]
         received, *mine = yield [self._announce(messages), *(counts for _, counts in messages)]
