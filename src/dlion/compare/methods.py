@@ -1,8 +1,8 @@
 """Print a Markdown table of the methods: what each one does, its traffic and its memory.
 
-Bits are per parameter and step, to the owner of a slice and back, as the papers count them. State is
-bytes per parameter on a worker, beside the parameter and its gradient. Both are of a 512 x 512
-matrix and 8 workers with the defaults of the classes.
+Bits are per parameter and step, up and down, as the papers count them. State is bytes per parameter
+on a worker, beside the parameter and its gradient. Both are of a 512 x 512 matrix and 8 workers
+with default settings.
 """
 
 import argparse
