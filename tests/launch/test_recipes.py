@@ -26,6 +26,7 @@ from dlion.data.tokens import load_tokenizer
 from dlion.launch.check import check, check_settings
 from dlion.launch.environment import detect
 from dlion.workers import Workers
+from hydra_plugins.dlion_sweeper import methods_of
 from tests.conftest import ROOT
 from tests.data.formats import (
     write_cifar,
@@ -76,8 +77,13 @@ def runs(*typed: str, last: bool = False, step: int = 1) -> list[Run]:
     parser, composed, found = OverridesParser.create(), {}, []
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         recipe = [text for text in typed if text.startswith("experiment=")]
-        params = compose("config", recipe, return_hydra_config=True).hydra.sweeper.params
-        params = {key: values for key, values in params.items() if key != "seed"}
+        config = compose("config", recipe, return_hydra_config=True)
+        params = dict(config.hydra.sweeper.params or {})
+        params = {key: values for key, values in params.items() if values != ""}
+        varied = parser.parse_overrides([*(f"{k}={v}" for k, v in params.items()), *typed])
+        methods = methods_of(config, varied, lambda first: compose("config", list(first)))
+        params = {"optimizer": ",".join(methods), **params} if methods else params
+        params.pop("seed", None)
         sweep = {"sweeper": {"params": params}, "overrides": {"task": list(typed)}}
         for overrides in list(sweep_overrides(sweep))[-1 if last else 0 :: step]:
             values = {o.key_or_group: o.value() for o in parser.parse_overrides(overrides)}
