@@ -8,19 +8,19 @@
 `python train.py --help` lists the settings; conf/ holds them.
 """
 
-from dlion import terminal
+from dlion.suite import terminal
 
 terminal.prepare()
 
 from pathlib import Path  # noqa: E402
 
-from dlion.arguments import errors_end_the_command  # noqa: E402
+from dlion.suite.arguments import errors_end_the_command  # noqa: E402
 
 with errors_end_the_command():  # should only the library be installed
     import hydra  # this takes seconds
     from omegaconf import DictConfig
 
-    from dlion.launch import cli
+    from dlion.suite.launch import cli
 
 CONF = Path(__file__).resolve().parent / "conf"
 

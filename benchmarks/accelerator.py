@@ -35,11 +35,11 @@ from common import RESULTS, Parser, Points, Row, run
 from gpu import exchanges, kernels, steps, training
 
 from dlion import optim
-from dlion.arguments import whole
 from dlion.errors import RunFailed
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.machine import cores, machine
+from dlion.suite.arguments import whole
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.machine import cores, machine
 
 # of all points of a part; two parts, and 20 s for imports, are less than five minutes
 SECONDS = {"kernels": 155, "steps": 115, "train": 160, "nccl": 110}

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from dlion import arguments
 from dlion.errors import RunFailed, Stopped, UserError
-from dlion.files import write_atomically
-from dlion.launch.local import interruptible
-from dlion.launch.network import check_possible
-from dlion.machine import machine
-from dlion.record.provenance import commit
+from dlion.suite import arguments
+from dlion.suite.files import write_atomically
+from dlion.suite.launch.local import interruptible
+from dlion.suite.launch.network import check_possible
+from dlion.suite.machine import machine
+from dlion.suite.record.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"

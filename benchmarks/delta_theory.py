@@ -17,12 +17,12 @@ from common import ROOT, Parser, Row, run
 from torch import Tensor
 
 from dlion import kernels
-from dlion.arguments import whole
 from dlion.exchange.delta import DORMANT
-from dlion.files import write_atomically
 from dlion.kernels import Coder, nearest_level, step_size
-from dlion.machine import machine
-from dlion.record.provenance import commit
+from dlion.suite.arguments import whole
+from dlion.suite.files import write_atomically
+from dlion.suite.machine import machine
+from dlion.suite.record.provenance import commit
 
 RISES = (2, 3, 4)
 MANY = 1024  # coordinates

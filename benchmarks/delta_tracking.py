@@ -17,17 +17,17 @@ from common import ROOT, Parser, Points, Row, run
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from dlion.arguments import whole
-from dlion.data import Data, Sharding, mnist5k, stdlib_text
 from dlion.exchange import Channel
 from dlion.kernels import step_size
 from dlion.kernels.reference import lion_direction
-from dlion.models import gpt, vit
 from dlion.optim import DistributedOptimizer, DLion, DLionADM, GLion
 from dlion.optim.bucket import Bucket
 from dlion.streams import stream, stream_seed
-from dlion.training.evaluation import evaluate
-from dlion.training.schedule import make_schedule
+from dlion.suite.arguments import whole
+from dlion.suite.data import Data, Sharding, mnist5k, stdlib_text
+from dlion.suite.models import gpt, vit
+from dlion.suite.training.evaluation import evaluate
+from dlion.suite.training.schedule import make_schedule
 from dlion.wire.packing import unpack_bits
 from dlion.workers import Workers
 

@@ -30,11 +30,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion import optim
-from dlion.arguments import link, whole
-from dlion.compare.style import log_ticks
-from dlion.data import ImageData, TextData
-from dlion.models import gpt2, vit
-from dlion.units import show_rate
+from dlion.suite.arguments import link, whole
+from dlion.suite.compare.style import log_ticks
+from dlion.suite.data import ImageData, TextData
+from dlion.suite.models import gpt2, vit
+from dlion.suite.units import show_rate
 from dlion.workers import Workers
 
 N, LR = 4, 1e-4

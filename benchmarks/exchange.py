@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from spmd import Measured, time_together
 
-from dlion.arguments import link, whole
 from dlion.exchange import Channel, LevelMean, Vote, grid_shape, measure_costs
 from dlion.exchange.grid import bits_up
-from dlion.units import show_rate
+from dlion.suite.arguments import link, whole
+from dlion.suite.units import show_rate
 from dlion.workers import Workers
 
 CUB_BITS = (2, 4, 8)  # p; with 1 bit it is the vote

@@ -17,8 +17,8 @@ from common import ROOT, Parser, Points, Row, run
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from dlion.arguments import number, whole
 from dlion.optim import DistributedOptimizer, DLion, GLion
+from dlion.suite.arguments import number, whole
 from dlion.workers import Workers
 
 BETAS, NOISE, COURSE = (0.9, 0.99), 6.0, 16  # COURSE: the workers of the left panel

@@ -17,8 +17,8 @@ import torch
 from common import Parser, Points, Row, interleaved, ratios, run, spread
 
 from dlion import kernels
-from dlion.arguments import whole
 from dlion.kernels import reference
+from dlion.suite.arguments import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # accelerator.py takes cases from here without matplotlib

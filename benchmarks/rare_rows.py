@@ -19,11 +19,11 @@ from common import ROOT, Parser, run
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from dlion.arguments import whole
-from dlion.files import write_atomically
-from dlion.machine import machine
 from dlion.optim import DistributedOptimizer, DLion, GLion, LionCub
-from dlion.record.provenance import commit
+from dlion.suite.arguments import whole
+from dlion.suite.files import write_atomically
+from dlion.suite.machine import machine
+from dlion.suite.record.provenance import commit
 from dlion.workers import Workers
 
 ROWS, WIDTH, WORKERS, TOKENS, LR = 2000, 8, 8, 16, 1e-3

@@ -253,8 +253,6 @@ def drive() -> None:
     if plan["train"]:
         import torch._dynamo
 
-        import dlion.launch
-
         if any("model=llama_tiny" in case["overrides"] for case in plan["train"]):
             _import_models()
     for number, case in enumerate(TrainCase(**case) for case in plan["train"]):
@@ -283,9 +281,9 @@ def _set_participants(optimizer: Any, participants: list[int]) -> None:
 
 def _import_models() -> None:
     """What takes seconds to import, once for all runs."""
-    for name in ("dlion.data.torchvision_ops", "dlion.torchvision_ops"):
+    for room in ("suite.data.", "data.", ""):
         with suppress(ImportError):
-            importlib.import_module(name).declare_missing_operators()
+            importlib.import_module(f"dlion.{room}torchvision_ops").declare_missing_operators()
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 

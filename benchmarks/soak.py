@@ -26,11 +26,11 @@ from typing import Any
 from common import ROOT, Parser, run, show_seconds
 from matplotlib.figure import Figure
 
-from dlion.arguments import link, number, whole
 from dlion.errors import RunFailed
-from dlion.files import write_atomically
-from dlion.machine import machine
-from dlion.record.provenance import commit
+from dlion.suite.arguments import link, number, whole
+from dlion.suite.files import write_atomically
+from dlion.suite.machine import machine
+from dlion.suite.record.provenance import commit
 
 SETTINGS = ["optimizer=dlion_mavo", "workers=4", "logger=none", "log_every=5"]
 FAULTS = ("worker killed", "launcher killed", "told to leave", "worker stopped")

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from common import Parser, in_random_order, show_seconds
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.launch.network import Network
-from dlion.training.meter import interface_bytes
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.launch.network import Network
+from dlion.suite.training.meter import interface_bytes
 
 Cases = dict[str, Callable[[], Any]]
 Measured = dict[str, dict[str, list[float]]]

@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from dlion.arguments import link, number, whole
-from dlion.data import Data, Sharding, mnist5k
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.launch.network import Network
 from dlion.optim import DLion, LionCub
 from dlion.streams import stream
-from dlion.units import show_rate
+from dlion.suite.arguments import link, number, whole
+from dlion.suite.data import Data, Sharding, mnist5k
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.launch.network import Network
+from dlion.suite.units import show_rate
 
 N, BATCH, BETAS, DECAY, WARMUP = 4, 32, (0.9, 0.99), 5e-3, 20
 EVALUATE_EVERY = 10  # steps

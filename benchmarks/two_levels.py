@@ -16,9 +16,9 @@ from common import Parser, Points, Row, run, spread
 from spmd import Measured, time_together
 from torch.distributed.device_mesh import init_device_mesh
 
-from dlion.arguments import link, whole
 from dlion.optim import DLion
-from dlion.units import show_rate
+from dlion.suite.arguments import link, whole
+from dlion.suite.units import show_rate
 
 
 def make_cases(d: int, nodes: int, per_node: int) -> dict[str, Callable[[], object]]:

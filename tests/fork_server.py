@@ -25,8 +25,8 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE = 1 << 20  # bytes, at most, of a request
 IMPORTED = (  # what commands import sooner or later
-    *("dlion.launch.cli", "dlion.launch.runner"),
-    *("dlion.compare.plot", "dlion.compare.publish", "dlion.compare.report"),
+    *("dlion.suite.launch.cli", "dlion.suite.launch.runner"),
+    *("dlion.suite.compare.plot", "dlion.suite.compare.publish", "dlion.suite.compare.report"),
     *("datasets", "mlxtend.data", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
 )
@@ -83,7 +83,7 @@ def warm_up() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from dlion.data.torchvision_ops import declare_missing_operators
+    from dlion.suite.data.torchvision_ops import declare_missing_operators
 
     declare_missing_operators()
     for name in IMPORTED:
@@ -91,7 +91,7 @@ def warm_up() -> None:
     from hydra import compose, initialize_config_dir
     from hydra.core.plugins import Plugins
 
-    from dlion.launch.check import check
+    from dlion.suite.launch.check import check
 
     Plugins.instance()  # looks through all of Hydra's plugins
     with torch.device("meta"):  # which imports much of torch's compiler

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-NOT_QUICK = ("slow", "netns", "slurm", "browser")
+NOT_QUICK = ("slow", "netns", "slurm", "browser", "triton")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlion.files import whole_folder
+from dlion.suite.files import whole_folder
 
 
 def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):

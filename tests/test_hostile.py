@@ -24,13 +24,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from dlion.data import cifar10, prepared_text
 from dlion.errors import RunFailed, UserError
 from dlion.exchange import Channel
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.settings import check_values
-from dlion.training.checkpoint import Checkpoint, find
+from dlion.suite.data import cifar10, prepared_text
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.settings import check_values
+from dlion.suite.training.checkpoint import Checkpoint, find
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_cifar

@@ -24,9 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dlion.__main__ import COMMANDS
-from dlion.config import settle
-from dlion.data.prepare import Texts, prepare
-from dlion.launch.check import check_settings
+from dlion.suite.config import settle
+from dlion.suite.data.prepare import Texts, prepare
+from dlion.suite.launch.check import check_settings
 from tests.conftest import ROOT
 from tests.readmes import Command, commands, pages, words
 from tests.runs import Run
@@ -198,7 +198,7 @@ class Place:
 
 def write_data(root: Path) -> None:
     """Write small data sets and a model, each in a folder of its name."""
-    from dlion.data.tokens import load_tokenizer
+    from dlion.suite.data.tokens import load_tokenizer
     from tests.data import formats
 
     root.mkdir()
@@ -282,7 +282,7 @@ def compare(place: Place, typed: list[str]) -> None:
 
 def write_tables(place: Place, typed: list[str]) -> None:
     """Check that there are pages whose tables would be written: test_readme.py writes some."""
-    place.run("-m", "dlion.compare.readme", "--help")
+    place.run("-m", "dlion.suite.compare.readme", "--help")
     assert all(list(ROOT.glob(word)) for word in typed if word.endswith(".md"))
 
 
@@ -290,7 +290,7 @@ def only_options(place: Place, typed: list[str]) -> None:
     """Check that a command has the options that are typed: it needs more than there is here."""
     module, _ = COMMANDS[typed[1]]
     place.run("-m", *typed[:2], "--help")
-    source = Path(importlib.util.find_spec(module).origin).read_text()
+    source = Path(importlib.util.find_spec(f"dlion.suite.{module}").origin).read_text()
     for word in typed:
         assert not word.startswith("--") or f'"{word}"' in source, f"{typed[1]} has no {word}"
 
@@ -367,7 +367,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"python results/pictures/draw\.py": draw_pictures,
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
-    r"python -m dlion\.compare\.readme": write_tables,
+    r"python -m dlion\.suite\.compare\.readme": write_tables,
     r"dlion (board|dashboard|export|sync)": only_options,
     r"dlion prepare": prepare_text,
     r"dlion": compare,

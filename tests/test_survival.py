@@ -21,16 +21,16 @@ import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from dlion import terminal
 from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.launch.resume import alone_in, checkpoint_to_resume, finished_run
-from dlion.locks import acquire, holding
-from dlion.record.runs import RunRecord, load_run, record_failure
-from dlion.training.checkpoint import find
-from dlion.training.console import RunConsole
-from dlion.training.signals import SignalNotice
+from dlion.suite import terminal
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.launch.resume import alone_in, checkpoint_to_resume, finished_run
+from dlion.suite.locks import acquire, holding
+from dlion.suite.record.runs import RunRecord, load_run, record_failure
+from dlion.suite.training.checkpoint import find
+from dlion.suite.training.console import RunConsole
+from dlion.suite.training.signals import SignalNotice
 from tests.conftest import ROOT
 from tests.runs import Run, latest_step, record, start, train
 

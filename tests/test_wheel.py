@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
@@ -17,17 +18,6 @@ pytestmark = pytest.mark.slow
 
 # what pip install dlion brings along, apart from what that needs itself
 ASKED_FOR = {"torch", "numpy", "numba"}
-LIBRARY = {
-    "errors",
-    "exchange",
-    "kernels",
-    "optim",
-    "streams",
-    "timer",
-    "values",
-    "wire",
-    "workers",
-}
 TRAINING = """
 import sys
 
@@ -51,9 +41,29 @@ for _ in range(60):
     optimizer.step()
 assert losses[-1] < losses[0] / 2, losses
 print(dlion.__file__)
-print(" ".join({name.split(".")[1] for name in sys.modules if name.startswith("dlion.")}))
+print(*(name for name in sys.modules if name.startswith("dlion.suite")))
 print(sum(parameter.sum() for parameter in model.parameters()).item())
 dist.destroy_process_group()
+"""
+EVERY_OPTIMIZER = """
+import inspect
+import sys
+
+import torch
+
+import dlion
+
+for name in dlion.__all__:
+    if name == "load_model":
+        continue
+    kind = getattr(dlion, name)
+    if issubclass(kind, torch.optim.Optimizer) and not inspect.isabstract(kind):
+        parameter = torch.nn.Parameter(torch.ones(8, 8))
+        optimizer = kind([parameter], lr=0.01)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        print(name)
+print(*(name for name in sys.modules if name.startswith("dlion.suite")), file=sys.stderr, end="")
 """
 EVERY_COMMAND = """
 import sys
@@ -140,11 +150,19 @@ def test_two_processes_train_with_the_wheel_alone(place):
     for process in processes:
         stdout, stderr = process.communicate(timeout=120)
         assert process.returncode == 0, stderr
-        file, rooms, parameters = stdout.splitlines()
+        file, suite, parameters = stdout.splitlines()
         assert Path(file).is_relative_to(place)
-        assert set(rooms.split()) <= LIBRARY
+        assert not suite
         printed.append(parameters)
     assert printed[0] == printed[1]
+
+
+def test_no_optimizer_needs_the_suite(place):
+    run = start(place, "-c", EVERY_OPTIMIZER, DLION_KERNELS="reference")
+    stdout, suite = run.communicate(timeout=120)
+    assert run.returncode == 0 and not suite, suite
+    methods = [yaml.safe_load(file.read_text()) for file in (ROOT / "conf/optimizer").glob("*")]
+    assert {f"dlion.optim.{name}" for name in stdout.split()} == {m["_target_"] for m in methods}
 
 
 def test_the_wheel_asks_for_little_and_has_types(place):

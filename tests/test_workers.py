@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers, backends, check_different, check_gpus
 from tests.optim.refusals import refused
 

@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from dlion.data.torchvision_ops import declare_missing_operators
+from dlion.suite.data.torchvision_ops import declare_missing_operators
 
 declare_missing_operators()
 sys.path.insert(0, str(Path(sys.argv[1]).parent))

@@ -206,20 +206,19 @@ def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]
     def trits(*shape: int) -> Tensor:
         return torch.randint(243, shape, dtype=torch.uint8, device=device)
 
+    def levels(bits: int) -> tuple[Any, ...]:
+        vectors = sent(bits), normal(), Gradients.of(normal())
+        return *vectors, *BETAS, factor, 2 ** (bits - 1) - 1
+
     everyone = torch.arange(VOTERS, device=device)
     factor, half = torch.ones(1, device=device), torch.bfloat16
     return {
         "encode_signs": lambda: signs(sent(), normal(), normal()),
         "encode_signs, bfloat16": lambda: signs(sent(), normal(), normal(half)),
         "measure": lambda: (normal(), Gradients.of(normal()), BETAS[0], "l1"),
-        "encode_levels, 4 bits": lambda: (
-            sent(4),
-            normal(),
-            Gradients.of(normal()),
-            *BETAS,
-            factor,
-            7,
-        ),
+        "encode_levels, 2 bits": lambda: levels(2),
+        "encode_levels, 4 bits": lambda: levels(4),
+        "encode_levels, 8 bits": lambda: levels(8),
         "sum_planes, 1 bit": lambda: (random(VOTERS, 1, words), 1, random(4, words)),
         "compare_sum, 1 bit": lambda: (random(VOTERS, 1, words), 1, VOTERS // 2, *masks()),
         "compare_sum, 4 bits": lambda: (random(VOTERS, 4, words), 14, 7 * VOTERS, *masks()),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dlion import optim
-from dlion.training.precision import in_precision
+from dlion.suite.training.precision import in_precision
 from gpu.timing import Call, timed_in_turn
 
 LR, DECAY = 1e-4, 0.1
@@ -24,7 +24,7 @@ LR, DECAY = 1e-4, 0.1
 def prepare() -> None:
     """Import what takes seconds, once for all processes."""
     with suppress(ModuleNotFoundError):  # without the suite, torchvision has to fit torch
-        from dlion.data.torchvision_ops import declare_missing_operators
+        from dlion.suite.data.torchvision_ops import declare_missing_operators
 
         declare_missing_operators()
     import timm  # noqa: F401

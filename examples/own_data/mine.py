@@ -7,14 +7,14 @@ PYTHONPATH=examples/own_data python train.py \\
 import torch
 from torch import nn
 
-from dlion.data import ImageData, Images
+from dlion.suite.data import ImageData, Images
 
 
 def stripes(size: int = 16, count: int = 2000) -> ImageData:
     """Draw stripes that lie, stand or slope either way, in the place of pictures of one's own.
 
-    What comes back may be any dlion.data.Data: ImageData and ImageFiles have pictures, TextData
-    tokens.
+    What comes back may be any dlion.suite.data.Data: ImageData and ImageFiles have pictures,
+    TextData tokens.
     """
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(4, (count,), generator=generator)

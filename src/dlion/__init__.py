@@ -6,6 +6,10 @@
 
     optimizer = dlion.DLion(model.parameters(), lr=1e-4)
 
+The library is ``optim`` (the methods), ``exchange`` (messages and how they are combined), ``wire``
+(tensors as bytes), ``kernels`` (fused passes over memory) and the modules beside them.
+``dlion.suite`` is the experiment suite around it, for ``train.py`` and the command ``dlion``.
+
 Each name is imported when it is asked for. ``load_model`` needs ``pip install 'dlion[suite]'``.
 """
 
@@ -18,14 +22,14 @@ if TYPE_CHECKING:
     from dlion.errors import TrainingFailed as TrainingFailed
     from dlion.errors import UserError as UserError
     from dlion.optim import *  # noqa: F403
-    from dlion.training.weights import load_model as load_model
+    from dlion.suite.training.weights import load_model as load_model
     from dlion.workers import Workers as Workers
 
 __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(dlion.optim.__all__, "dlion.optim"),
     "Workers": "dlion.workers",
-    "load_model": "dlion.training.weights",
+    "load_model": "dlion.suite.training.weights",
     "TrainingFailed": "dlion.errors",
     "UserError": "dlion.errors",
 }

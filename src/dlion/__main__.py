@@ -5,23 +5,23 @@ import importlib
 import sys
 
 import dlion
-from dlion.arguments import Parser, errors_end_the_command
+from dlion.suite.arguments import Parser, errors_end_the_command
 from dlion.values import did_you_mean
 
-# where the function ``main`` of a command is, and what it does; nothing is imported before its use
+# the module of dlion.suite with the function ``main``, and what it does; imported when it is used
 COMMANDS = {
-    "collect": ("dlion.compare.collect", "print a CSV table: what became of each run"),
-    "plot": ("dlion.compare.plot", "draw accuracy against bandwidth, or against a setting"),
-    "report": ("dlion.compare.report", "write an HTML page to look around in"),
-    "table": ("dlion.compare.table", "print a Markdown table for a README"),
-    "board": ("dlion.compare.board", "print where methods end, what they cost, what is noise"),
-    "methods": ("dlion.compare.methods", "print a Markdown table of the methods"),
-    "publish": ("dlion.compare.publish", "pack finished runs, with figure and origin"),
-    "export": ("dlion.record.export", "take the trained model out of a run"),
-    "sync": ("dlion.record.sync", "send runs that were recorded offline to Weights & Biases"),
-    "dashboard": ("dlion.compare.dashboard", "make a workspace and a report in Weights & Biases"),
-    "prepare": ("dlion.data.prepare", "turn text into tokens to train on"),
-    "predict": ("dlion.exchange.predict", "predict the time of a step on your machines"),
+    "collect": ("compare.collect", "print a CSV table: what became of each run"),
+    "plot": ("compare.plot", "draw accuracy against bandwidth, or against a setting"),
+    "report": ("compare.report", "write an HTML page to look around in"),
+    "table": ("compare.table", "print a Markdown table for a README"),
+    "board": ("compare.board", "print where methods end, what they cost, what is noise"),
+    "methods": ("compare.methods", "print a Markdown table of the methods"),
+    "publish": ("compare.publish", "pack finished runs, with figure and origin"),
+    "export": ("record.export", "take the trained model out of a run"),
+    "sync": ("record.sync", "send runs that were recorded offline to Weights & Biases"),
+    "dashboard": ("compare.dashboard", "make a workspace and a report in Weights & Biases"),
+    "prepare": ("data.prepare", "turn text into tokens to train on"),
+    "predict": ("predict", "predict the time of a step on your machines"),
 }
 
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     if name not in COMMANDS:
         parser.error(_no_command(name))
     with errors_end_the_command():
-        importlib.import_module(COMMANDS[name][0]).main(typed[1:])
+        importlib.import_module(f"dlion.suite.{COMMANDS[name][0]}").main(typed[1:])
 
 
 def _no_command(name: str | None) -> str:

@@ -102,7 +102,7 @@ def test_every_kernel_that_is_timed_runs_on_its_arguments():
 
 @pytest.mark.slow
 def test_shapes_are_those_of_gpt2():
-    from dlion.data.torchvision_ops import declare_missing_operators
+    from dlion.suite.data.torchvision_ops import declare_missing_operators
 
     declare_missing_operators()
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 LEAVES = {  # by the first word of a command that is a key, else by its script
     "local_step": {"local_step.json", "local_step.png"},
+    "kernel_code": {"kernel_code.json"},
     "exchange": {"exchange.json", "exchange.png"},
     "two_levels": {"two_levels.json"},
     "grid": {"grid.json", "grid.png"},

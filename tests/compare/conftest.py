@@ -1,11 +1,11 @@
-"""Commands of dlion.compare, run in this process."""
+"""Commands of dlion.suite.compare, run in this process."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
-from dlion.arguments import errors_end_the_command
+from dlion.suite.arguments import errors_end_the_command
 
 
 class Ended(NamedTuple):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dlion.compare.board import main, read_task
-from dlion.compare.style import end_values
-from dlion.record.studies import PACKED, add_to_packed, find_runs
+from dlion.suite.compare.board import main, read_task
+from dlion.suite.compare.style import end_values
+from dlion.suite.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import reconfigure, write_run
 from tests.conftest import ROOT
 

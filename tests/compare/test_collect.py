@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlion.compare.collect import main
-from dlion.record.runs import record_failure
-from dlion.record.studies import PACKED, add_to_packed, find_runs
+from dlion.suite.compare.collect import main
+from dlion.suite.record.runs import record_failure
+from dlion.suite.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import write_run
 
 

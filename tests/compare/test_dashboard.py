@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import wandb
 
-from dlion.compare.dashboard import main, specification
+from dlion.suite.compare.dashboard import main, specification
 
 GROUPS = ["dataset", "model", "optimizer", "workers"]
 

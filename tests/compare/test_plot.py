@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import yaml
 
-from dlion.compare.curves import make_curves
-from dlion.compare.plot import main
-from dlion.compare.style import styles_of
-from dlion.record.studies import find_runs
+from dlion.suite.compare.curves import make_curves
+from dlion.suite.compare.plot import main
+from dlion.suite.compare.style import styles_of
+from dlion.suite.record.studies import find_runs
 from tests.compare.runs import write_run
 
 

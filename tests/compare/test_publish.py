@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import yaml
 
-from dlion.compare.publish import main
-from dlion.record.studies import find_runs
+from dlion.suite.compare.publish import main
+from dlion.suite.record.studies import find_runs
 from tests.compare.runs import write_run
 
 

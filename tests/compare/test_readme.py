@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from dlion.compare import table
-from dlion.compare.readme import main
+from dlion.suite.compare import table
+from dlion.suite.compare.readme import main
 from tests.compare.runs import write_run
 from tests.conftest import ROOT
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlion.compare.report import main
-from dlion.record.studies import PACKED, add_to_packed, find_runs
+from dlion.suite.compare.report import main
+from dlion.suite.record.studies import PACKED, add_to_packed, find_runs
 from tests.compare.runs import write_run
 from tests.conftest import ROOT
 

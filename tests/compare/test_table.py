@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlion.compare.table import main
+from dlion.suite.compare.table import main
 from tests.compare.runs import reconfigure, write_run
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dlion import optim
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 from tests.cuda.device import Device, Sync
 from tests.cuda.pretend import pretended_cuda

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from hydra import compose, initialize_config_dir
 
-from dlion.launch.check import check
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.training.job import Job
-from dlion.training.loop import Trainer, train
-from dlion.training.signals import SignalNotice
+from dlion.suite.launch.check import check
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.training.job import Job
+from dlion.suite.training.loop import Trainer, train
+from dlion.suite.training.signals import SignalNotice
 from dlion.workers import Workers
 from tests.benchmarks.scripts import script
 from tests.conftest import ROOT
@@ -42,21 +43,18 @@ def on_cpu(method: str, partial: bool) -> str:
     return same_bits.run_case(case, Workers(local=same_bits.WORKERS), overlap=False)
 
 
-@pytest.mark.parametrize("travelling", [False, True], ids=["alone", "nccl"])
-@pytest.mark.parametrize("partial", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize(
-    ("method", "overlap"),
-    [
-        pytest.param(
-            method,
-            overlap,
-            id=f"{method}{'-overlap' * overlap}",
-            marks=[] if (method, overlap) in QUICK else pytest.mark.slow,
-        )
-        for method in same_bits.METHODS
-        for overlap in (False, True)
-    ],
-)
+def cases() -> Iterator[Any]:
+    """Yield each method through NCCL in every way, and in one way without it."""
+    ways = [(overlap, partial, True) for overlap in (False, True) for partial in (False, True)]
+    for method in same_bits.METHODS:
+        for overlap, partial, travelling in [*ways, (True, False, False)]:
+            name = f"{method}{'-overlap' * overlap}{'-some' * partial}{'-nccl' * travelling}"
+            quick = (method, overlap) in QUICK and travelling
+            marks = [] if quick else pytest.mark.slow
+            yield pytest.param(method, overlap, partial, travelling, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("method", "overlap", "partial", "travelling"), cases())
 def test_the_bits_are_those_of_the_cpu(alone, method, overlap, partial, travelling):
     case = same_bits.Case(method, method, partial=partial, steps=STEPS)
     workers = Workers.current(local=same_bits.WORKERS)

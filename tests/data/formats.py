@@ -12,7 +12,7 @@ from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from PIL import Image
 
-from dlion.data.torchvision_ops import declare_missing_operators
+from dlion.suite.data.torchvision_ops import declare_missing_operators
 
 WORDS = "the cat sat on a mat and saw that dog run far away from big red barn yes no".split()  # noqa: SIM905
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dlion.data import choices, next_line
-from dlion.data.choices import TASKS
-from dlion.data.multiple_choice import IGNORED, MultipleChoice, Question
-from dlion.data.next_line import ByteTokenizer
 from dlion.errors import UserError
+from dlion.suite.data import choices, next_line
+from dlion.suite.data.choices import TASKS
+from dlion.suite.data.multiple_choice import IGNORED, MultipleChoice, Question
+from dlion.suite.data.next_line import ByteTokenizer
 from tests.data.formats import ROWS, as_the_hub_converts, write_tasks, write_tokenizer
 
 RIGHT = {  # what lm-eval 0.4.13 makes of the same rows

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dlion.data import (
+from dlion.errors import UserError
+from dlion.suite.data import (
     ImageData,
     Sharding,
     TextData,
@@ -19,7 +20,6 @@ from dlion.data import (
     mnist5k,
     stdlib_text,
 )
-from dlion.errors import UserError
 from tests.data.formats import (
     as_the_hub_converts,
     picture,

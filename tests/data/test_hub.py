@@ -12,7 +12,9 @@ from tests.runs import train
 
 pytestmark = pytest.mark.slow
 
-SIZES = "from dlion.data import cifar10; data = cifar10(); print(data.train_size, data.test_size)"
+SIZES = (
+    "from dlion.suite.data import cifar10; data = cifar10(); print(data.train_size, data.test_size)"
+)
 
 
 def test_a_data_set_is_downloaded_and_then_in_the_cache(tmp_path):

@@ -11,8 +11,8 @@ from datasets import Dataset
 from omegaconf import OmegaConf
 from PIL import Image
 
-from dlion.data import ImageData, imagenet, images, load
 from dlion.errors import TrainingFailed, UserError
+from dlion.suite.data import ImageData, imagenet, images, load
 from tests.data.formats import (
     picture,
     write_cifar,
@@ -252,7 +252,7 @@ def test_too_few_pictures_to_hold_some_out_are_refused(tmp_path):
     write_classes(tmp_path)
     for file in tmp_path.glob("train/*/[2-9].PNG"):
         file.unlink()
-    node = {"_target_": "dlion.data.images", "path": str(tmp_path), "validation": True}
+    node = {"_target_": "dlion.suite.data.images", "path": str(tmp_path), "validation": True}
     with pytest.raises(UserError, match="holds out a tenth of the 4 training samples"):
         load(OmegaConf.create(node))
 

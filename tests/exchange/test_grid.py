@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dlion.exchange import Channel, Costs, LevelExchange, LevelMean, Shape, Vote, Way, grid_shape
 from dlion.exchange.grid import bits_up
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
 from dlion.optim import DLion
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 
 D = 1000

@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
 from dlion.optim import (
     METHODS,
     DiLoCo,
@@ -18,6 +16,8 @@ from dlion.optim import (
     OneBitAdam,
     PowerSGD,
 )
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 
 D = 200_000

@@ -1,5 +1,6 @@
 """Which kernels a GPU gets: Triton's, if the machine can build what launches them."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -7,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
+from dlion import kernels
+
+pytestmark = [
+    pytest.mark.slow,
+    # not importorskip: tests of the kernels choose the interpreter before Triton is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton"),
+]
 
 CHOOSE = """
 import sysconfig, sys, torch
@@ -63,3 +69,9 @@ def test_without_a_compiler_the_reference_runs_after_one_warning(tmp_path):
 def test_so_it_does_without_the_headers_of_python(tmp_path):
     module, errors = chosen(tmp_path, "gcc")
     assert module == "reference" and "install the headers of this Python (python3-dev)" in errors
+
+
+def test_a_triton_that_fuses_products_and_sums_is_not_used():
+    assert kernels._inexact("3.6.0", (9, 0)) is None
+    assert kernels._inexact("3.7.1", (12, 0)) is None
+    assert "3.7 or newer for this GPU, not 3.6.0" in (kernels._inexact("3.6.0", (12, 0)) or "")

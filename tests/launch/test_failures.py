@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
-from dlion.launch.environment import LOOPBACK
-from dlion.launch.local import lost_peer, run_processes
-from dlion.launch.meeting import process_group
 from dlion.optim import DLion
+from dlion.suite.launch.environment import LOOPBACK
+from dlion.suite.launch.local import lost_peer, run_processes
+from dlion.suite.launch.meeting import process_group
 from tests.conftest import ROOT
 from tests.launch.test_meeting import free_port
 from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
@@ -384,7 +384,7 @@ def test_a_process_that_fails_waits_for_nobody(tmp_path, where):
 LEAVES = """
 import threading, time
 from dlion.errors import RunFailed
-from dlion.launch import cli
+from dlion.suite.launch import cli
 
 def main():
     threading.Thread(target=time.sleep, args=(600,)).start()

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import RunFailed, UserError
-from dlion.launch.environment import detect
-from dlion.launch.meeting import claim_gpu, join_process_group
+from dlion.suite.launch.environment import detect
+from dlion.suite.launch.meeting import claim_gpu, join_process_group
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from dlion.errors import UserError
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.launch.network import Network, check_possible
 from dlion.optim import DLion
-from dlion.training.meter import interface_bytes
-from dlion.units import parse_rate
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.launch.network import Network, check_possible
+from dlion.suite.training.meter import interface_bytes
+from dlion.suite.units import parse_rate
 from tests.runs import assert_all_gone, start, train
 
 able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None

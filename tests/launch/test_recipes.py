@@ -16,16 +16,16 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from dlion import models
-from dlion.compare.commands import sweep_overrides
-from dlion.compare.trials import to_search_table
-from dlion.config import instantiate, settle
-from dlion.data import ImageData, TextData
-from dlion.data.prepare import prepare
-from dlion.data.tokens import load_tokenizer
 from dlion.errors import UserError
-from dlion.launch.check import check, check_settings
-from dlion.launch.environment import detect
+from dlion.suite import models
+from dlion.suite.compare.commands import sweep_overrides
+from dlion.suite.compare.trials import to_search_table
+from dlion.suite.config import instantiate, settle
+from dlion.suite.data import ImageData, TextData
+from dlion.suite.data.prepare import prepare
+from dlion.suite.data.tokens import load_tokenizer
+from dlion.suite.launch.check import check, check_settings
+from dlion.suite.launch.environment import detect
 from dlion.workers import Workers
 from hydra_plugins.dlion_sweeper import methods_of
 from tests.conftest import ROOT

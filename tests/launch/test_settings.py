@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 import dlion
-from dlion import settings, values
-from dlion.config import settle
-from dlion.launch.arguments import Arguments
+from dlion import values
+from dlion.suite import settings
+from dlion.suite.config import settle
+from dlion.suite.launch.arguments import Arguments
 from tests.conftest import ROOT
 from tests.runs import TORCHRUN, python, train
 
@@ -185,7 +186,7 @@ WRONG = {
     "~optimizer": "type optimizer=NAME",
     "~logger": "type logger=NAME",
     "~seed": "type seed=VALUE",
-    "model._target_=dlion.models.vitt": "No module named 'dlion.models.vitt'",
+    "model._target_=dlion.suite.models.vitt": "No module named 'dlion.suite.models.vitt'",
     "model._target_=null": "model._target_=null is not possible",
     "optimizer._target_=dlion.optim": "optimizer._target_=dlion.optim is no class or function",
     "~model.name": "model has no name",
@@ -234,6 +235,8 @@ WRONG = {
     "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
     "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
+    "--config-dir own model=moved": "No module named 'dlion.data', which is dlion.suite.data now",
+    "model._target_=dlion.models.vitt": "No module named 'dlion.suite.models.vitt'",
     "--config-dir own model=typed model.width=wide": "model.width=wide is not possible",
     "--config-dir own model=typed +model.widht=3": "(did you mean width?)",
     "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
@@ -252,10 +255,12 @@ def answers(tmp_path_factory):
         "def untyped(data, shape, size=2): return nn.Linear(size, shape)\n"
     )
     (folder / "broken_module.py").write_text("nohing\n")
+    (folder / "moved_module.py").write_text("from dlion.data import Images\n")
     models = folder / "own" / "model"
     models.mkdir(parents=True)
     for name, text in (
         ("broken", "_target_: broken_module.model"),
+        ("moved", "_target_: moved_module.model"),
         ("typed", "_target_: own_models.typed\nwidth: 4"),
         ("untyped", "_target_: own_models.untyped\nsize: 2"),
         ("nothing", "width: 4"),

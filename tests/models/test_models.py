@@ -8,9 +8,9 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-from dlion import models
-from dlion.data import ImageData, TextData
 from dlion.errors import UserError
+from dlion.suite import models
+from dlion.suite.data import ImageData, TextData
 from tests.conftest import ROOT
 from tests.data.formats import write_llama
 
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_explained(name, data, options, sentence):
 
 @pytest.mark.slow
 def test_nothing_heavy_is_imported_before_it_is_used():
-    code = "import sys, dlion.training, dlion.launch; print(*sys.modules)"
+    code = "import sys, dlion.suite.training, dlion.suite.launch; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     heavy = {"timm", "torchvision", "transformers", "datasets", "wandb", "matplotlib", "plotly"}
     assert loaded and not heavy & set(loaded.split())
@@ -132,7 +132,7 @@ def test_a_pretrained_model_that_does_not_fit_is_named(tmp_path):
 
 
 def test_constants_keep_their_precision_in_bfloat16():
-    from dlion.training.precision import in_precision
+    from dlion.suite.training.precision import in_precision
 
     model = in_precision(models.build(node("llama_tiny"), text()), "bf16", "cpu")
     frequencies = dict(model.named_buffers())["model.model.rotary_emb.inv_freq"]

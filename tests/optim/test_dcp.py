@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
 from dlion.optim import DLion, GAdamW
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 from tests.methods import ALL
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
 from dlion.optim import DGC, DiLoCo, DLion, GAdamW, GMuon, LionCub, simple
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 from tests.optim.refusals import refused
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from dlion.compare.style import looks
 from dlion.optim import METHODS
+from dlion.suite.compare.style import looks
 from tests.conftest import ROOT
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
 from dlion.optim import DGC, DiLoCo, DLion, DLionADM, GAdamW, GMuon, LionCub, Signum
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 from tests.optim.refusals import refused
 

@@ -9,7 +9,6 @@ import torch
 from lion_pytorch import Lion
 from omegaconf import OmegaConf
 
-from dlion.config import instantiate
 from dlion.errors import TrainingFailed
 from dlion.optim import (
     DGC,
@@ -31,6 +30,7 @@ from dlion.optim import (
     TernGrad,
 )
 from dlion.optim.sync import MomentumSync
+from dlion.suite.config import instantiate
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.methods import ALL, IDS, OF_PIECES

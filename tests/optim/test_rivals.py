@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlion.models.transformer import GPT, ViT
 from dlion.optim import GAdamW, GMuon, OneBitAdam, PowerSGD
+from dlion.suite.models.transformer import GPT, ViT
 from dlion.workers import Workers
 
 

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from dlion.record.configs import resolve
+from dlion.suite.record.configs import resolve
 
 
 def test_values_that_are_looked_up_in_the_configuration_are_filled_in():

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlion.errors import UserError
-from dlion.models import gpt
-from dlion.models.shapes import TextShape
-from dlion.record.export import main
-from dlion.training.weights import save_model
+from dlion.suite.models import gpt
+from dlion.suite.models.shapes import TextShape
+from dlion.suite.record.export import main
+from dlion.suite.training.weights import save_model
 from tests.compare.runs import write_run
 
 TENSORS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.zeros(2)}

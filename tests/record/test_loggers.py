@@ -13,9 +13,9 @@ import wandb
 from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 
-from dlion.compare.dashboard import specification
 from dlion.errors import UserError
-from dlion.record.loggers import (
+from dlion.suite.compare.dashboard import specification
+from dlion.suite.record.loggers import (
     Logger,
     Recording,
     check_logger,

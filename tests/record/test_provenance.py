@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dlion.record.provenance import commit, provenance
+from dlion.suite.record.provenance import commit, provenance
 from tests.conftest import ROOT
 
 

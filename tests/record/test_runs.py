@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dlion.errors import UserError
-from dlion.record.runs import RunRecord, holds_run, load_run, record_failure
-from dlion.record.studies import find_runs
+from dlion.suite.record.runs import RunRecord, holds_run, load_run, record_failure
+from dlion.suite.record.studies import find_runs
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from dlion.errors import UserError
-from dlion.record.runs import Run, RunRecord
-from dlion.record.studies import PACKED, add_to_packed, find_runs, pack, read_packed
+from dlion.suite.record.runs import Run, RunRecord
+from dlion.suite.record.studies import PACKED, add_to_packed, find_runs, pack, read_packed
 
 PARTS = ("metrics", "summary", "config", "overrides", "status")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlion.optim import DLion, DLionADM, LionCub, Signum
-from dlion.training.agreement import Agreement
+from dlion.suite.training.agreement import Agreement
 from dlion.workers import Workers
 
 N, LR = 5, 0.01

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dlion.data import TextData, next_line
 from dlion.exchange import Channel
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.training.console import RunConsole
-from dlion.training.evaluation import box_state, evaluate
+from dlion.suite.data import TextData, next_line
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.training.console import RunConsole
+from dlion.suite.training.evaluation import box_state, evaluate
 from dlion.workers import Workers
 
 
@@ -64,7 +64,7 @@ def test_a_limited_evaluation_of_choices_counts_the_questions_it_asked():
 
 
 def test_a_long_evaluation_shows_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr("dlion.training.console.QUIET_INTERVAL", -1.0)
+    monkeypatch.setattr("dlion.suite.training.console.QUIET_INTERVAL", -1.0)
     console = RunConsole(steps=1, active=True)
     evaluate(model(), text(), Channel(Workers(local=2)), "cpu", watch=console.watch)
     shown = capsys.readouterr().out.splitlines()

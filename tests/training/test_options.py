@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlion.training.faults import Participation
-from dlion.training.local_steps import InnerSteps, SGDSteps
+from dlion.suite.training.faults import Participation
+from dlion.suite.training.local_steps import InnerSteps, SGDSteps
 from dlion.workers import Workers
 from tests.runs import record, train
 

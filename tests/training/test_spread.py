@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from dlion.config import instantiate
-from dlion.data import Sharding, TextData
-from dlion.data.digits import digits
-from dlion.launch.local import run_processes
-from dlion.launch.meeting import join_process_group
-from dlion.launch.runner import work
-from dlion.training import Job, train
+from dlion.suite.config import instantiate
+from dlion.suite.data import Sharding, TextData
+from dlion.suite.data.digits import digits
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from dlion.suite.launch.runner import work
+from dlion.suite.training import Job, train
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.runs import record
@@ -85,7 +85,7 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
             "model": {"name": "net", "_target_": "tests.training.test_spread.net"},
             "dataset": {"name": "digits"},
             "schedule": {"warmup_steps": 2, "final": 0.0},
-            "logger": {"name": "none", "_target_": "dlion.record.loggers.Logger"},
+            "logger": {"name": "none", "_target_": "dlion.suite.record.loggers.Logger"},
             "batch_size": 16,
             "accumulate": 2,  # all but the last backward pass wait
             "seed": 3,
@@ -172,7 +172,7 @@ def test_text_runs_report_a_loss_only(tmp_path):
     text = torch.frombuffer(bytearray(b"to be or not to be " * 400), dtype=torch.uint8)
     data = TextData(text, text[:1000], 256, 16)
     job = _job("g_lion", 1, data, tmp_path)
-    job.config.model = {"name": "gpt", "_target_": "dlion.models.gpt", "dim": 16, "depth": 1}
+    job.config.model = {"name": "gpt", "_target_": "dlion.suite.models.gpt", "dim": 16, "depth": 1}
     run_processes(1, work, job)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["test_accuracy"] is None

@@ -11,15 +11,16 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 import dlion
-from dlion import data as datasets
-from dlion import models
-from dlion.data import ImageData, TextData
 from dlion.errors import UserError
 from dlion.exchange import Channel
-from dlion.launch.arguments import Arguments
-from dlion.training.evaluation import evaluate
-from dlion.training.weights import check_pretrained, check_weights, load_weights, save_model
+from dlion.suite import data as datasets
+from dlion.suite import models
+from dlion.suite.data import ImageData, TextData
+from dlion.suite.launch.arguments import Arguments
+from dlion.suite.training.evaluation import evaluate
+from dlion.suite.training.weights import check_pretrained, check_weights, load_weights, save_model
 from dlion.workers import Workers
+from tests.conftest import ROOT
 from tests.data.formats import write_llama, write_tasks, write_tokenizer
 from tests.runs import record, train
 from tests.training.test_spread import net
@@ -80,6 +81,19 @@ def test_load_model_gives_it_back(root, name):
     data = datasets.load(OmegaConf.load(root / name / ".hydra" / "config.yaml").dataset)
     results = evaluate(model, data, Channel(Workers()), "cpu")
     assert results.items() <= record(root / name)[1][-1].items()
+
+
+def test_a_run_whose_components_had_other_names_is_read(root, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(root / "vit", run)
+    shutil.copy(ROOT / "tests" / "training" / "earlier_config.yaml", run / ".hydra" / "config.yaml")
+    now, before = (dlion.load_model(path).state_dict() for path in (root / "vit", run))
+    assert all(torch.equal(now[name], before[name]) for name in now.keys() | before.keys())
+    done = train(f"evaluate={run}", "processes=1", code=0)
+    row = record(run)[1][0]
+    assert f"test_loss {row['test_loss']} (recorded {row['test_loss']})" in done.stdout
+    typed = [*DIGITS, *TINY, "processes=1", f"output_dir={run}", "resume=auto"]
+    assert "is finished; nothing is left to do" in train(*typed, code=0).stdout
 
 
 def test_transformers_reads_what_a_run_leaves(root):
@@ -244,6 +258,7 @@ def test_paths_that_are_there_need_no_quotes(tmp_path):
     ("group", "values", "sentence"),
     [
         ("model", {"_target_": "os.system"}, "type model._target_=os.system, or in Python"),
+        ("model", {"_target_": "dlion.suite.models.factories.vit"}, "are not dlion's own"),
         ("model", {"_target_": "dlion.models.factories.vit"}, "are not dlion's own"),
         ("model", {"dim": {"_target_": "os.getpid"}}, "names more functions"),
         ("model", {"_target_": ["os"]}, "are not dlion's own"),

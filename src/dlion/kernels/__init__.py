@@ -21,6 +21,7 @@ import shutil
 import sysconfig
 import warnings
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -353,6 +354,8 @@ def _compiled(device: str) -> ModuleType:
     if device != "cuda":
         return reference
     missing = _missing_for_triton()
+    if missing is None and torch.cuda.is_available():
+        missing = _inexact(version("triton"), torch.cuda.get_device_capability())
     if missing is not None:
         text = f"kernels run in plain torch, which is much slower: Triton needs {missing}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -372,4 +375,14 @@ def _missing_for_triton() -> str | None:
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # of Debian
     if not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
         return "Python.h: install the headers of this Python (python3-dev)"
+    return None
+
+
+def _inexact(triton: str, capability: tuple[int, int]) -> str | None:
+    """Return what is missing for kernels that round each product and each sum by itself.
+
+    On Blackwell the assembler of Triton 3.6 fuses them, although it is told not to.
+    """
+    if capability >= (10, 0) and tuple(map(int, triton.split(".")[:2])) < (3, 7):
+        return f"to be 3.7 or newer for this GPU, not {triton}: install torch 2.12 or newer"
     return None

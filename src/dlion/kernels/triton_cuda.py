@@ -635,8 +635,8 @@ def _adapt(fours, rises, falls, rise):
 @triton.jit
 def _pack_fours(flags):
     """Pack booleans ``[H, 8, 4]`` into halves ``[H]``."""
-    lane, four = tl.arange(0, 4)[None, None, :], 4 * tl.arange(0, 8)[None, :]
-    return tl.sum(tl.sum(flags.to(tl.int32) << lane, axis=2) << four, axis=1)
+    place = 4 * tl.arange(0, 8)[None, :, None] + tl.arange(0, 4)[None, None, :]
+    return tl.sum(tl.sum(flags.to(tl.int32) << place, axis=2), axis=1)
 
 
 @triton.jit(do_not_specialize=_PLACE)

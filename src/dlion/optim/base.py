@@ -160,7 +160,7 @@ class DistributedOptimizer(BucketedOptimizer):
         check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
         self._met_nobody = not (dist.is_initialized() or workers or process_group or mesh)
-        params = params if isinstance(params, Tensor) else list(params)
+        params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_spread(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
@@ -636,6 +636,13 @@ class DistributedOptimizer(BucketedOptimizer):
             ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
             tensors = (slot.tensor for slot in bucket.slots)
             self._hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
+
+
+def _listed(given: Any) -> Any:
+    """Let a parameter group have a list of parameters, which can be read twice, as torch does."""
+    if isinstance(given, dict) and isinstance(given.get("params"), Iterator):
+        given["params"] = list(given["params"])
+    return given
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:

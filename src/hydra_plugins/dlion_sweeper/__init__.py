@@ -30,8 +30,8 @@ class QuickSweeper(BasicSweeper):
         """
         # imported here, as Hydra loads this module whenever it starts
         from dlion.errors import UserError
-        from dlion.launch.environment import detect
-        from dlion.launch.resume import make_sweep_dir
+        from dlion.suite.launch.environment import detect
+        from dlion.suite.launch.resume import make_sweep_dir
 
         assert self.hydra_context is not None and self.config is not None
         if (started := detect()) is not None:
@@ -79,10 +79,10 @@ class QuickSweeper(BasicSweeper):
 
     def _check(self, batch: Sequence[Sequence[str]]) -> None:
         """Check every value of the sweep, each in a combination that will be run."""
-        from dlion.config import settle
         from dlion.errors import UserError
-        from dlion.launch.check import check_settings, load_data
-        from dlion.launch.stored import settings_of_run
+        from dlion.suite.config import settle
+        from dlion.suite.launch.check import check_settings, load_data
+        from dlion.suite.launch.stored import settings_of_run
 
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader

@@ -1,0 +1,170 @@
+"""Command lines in one style: how they are parsed, and what wrong ones and failures end with."""
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from dlion.errors import RunFailed, UserError
+from dlion.suite.files import write_atomically
+from dlion.suite.units import parse_rate
+
+DEFAULT_RUNS = Path("outputs")  # where train.py writes
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses wrong arguments in one sentence, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def make_parser(name: str, description: str | None, example: str) -> Parser:
+    """Return the parser of ``dlion NAME``."""
+    return Parser(
+        prog=f"dlion {name}",
+        description=description,
+        epilog=f"example: dlion {name} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add RUNS, which all commands that read runs name alike."""
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        default=[DEFAULT_RUNS],
+        metavar="RUNS",
+        help="a directory of a run or above many, or a packed runs.jsonl; default: outputs",
+    )
+
+
+def beside(runs: list[Path], name: str) -> Path:
+    """Return the path of that name in the first folder of RUNS, or beside its packed file."""
+    return (runs[0].parent if runs[0].is_file() else runs[0]) / name
+
+
+@contextlib.contextmanager
+def errors_end_the_command() -> Iterator[None]:
+    """Print an error as one line and exit: 2 if the input was wrong, 1 otherwise, 130 at Ctrl-C."""
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        _leave(f"error: {error}", 2)
+    except RunFailed as error:
+        _leave(f"error: {error}", 1)
+    except ModuleNotFoundError as error:
+        _leave(f"error: {error.name} is not installed: type pip install 'dlion[suite]'", 1)
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        if place := error.filename2 or error.filename:
+            place = str(place).removesuffix(".part")
+            _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would write what is left at its end
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough
+            sys.exit(1)
+        _leave(f"error: {reason}", 1)
+    except KeyboardInterrupt as interrupt:
+        _leave(": ".join(["error: interrupted", *map(str, interrupt.args)]), 130)
+
+
+def _leave(sentence: str, code: int) -> NoReturn:
+    print(sentence, file=sys.stderr)
+    sys.exit(code)
+
+
+def output_file(typed: Path | None, default: Path) -> Path:
+    """Return the file that a command writes, in a folder that is there then.
+
+    Args:
+        typed: with ``-o``.
+        default: where nothing was.
+
+    Raises:
+        UserError: if it is a folder.
+    """
+    file = typed or default
+    if file.is_dir():
+        raise UserError(f"-o {file} is a folder: type -o {file / default.name}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+def picture(text: str) -> Path:
+    """Parse the name of a picture, PNG if it has no suffix."""
+    file = Path(text)
+    if file.suffix in PICTURES:
+        return file
+    if file.suffix[1:].isalpha():  # and not the .1 of lr0.1
+        raise argparse.ArgumentTypeError(f"{text} is no picture: choose {', '.join(PICTURES)}")
+    return file.with_name(f"{file.name}.png")
+
+
+def add_printed_output(parser: argparse.ArgumentParser) -> None:
+    """Add ``-o`` of a command whose result is printed without it."""
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write it there instead of printing it"
+    )
+
+
+def print_or_write(text: str, file: Path | None, name: str) -> None:
+    """Print a result, or write it to a file and print the file's name.
+
+    Args:
+        file: as typed behind ``-o``.
+        name: of the file that is proposed where a folder was typed.
+    """
+    if file is None:
+        print(text, end="")
+    else:
+        write_atomically(output_file(file, Path(name)), text)
+        print(file)
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers, ``1e7`` among them, that are not below ``least``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value == int(value) >= least):
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(value)
+
+    return parse
+
+
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of finite numbers from ``least`` to ``most``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not a number {limits}")
+        return value
+
+    return parse
+
+
+def link(text: str) -> int | None:
+    """Parse the rate of a link, bits per second; None for ``loopback``, which is not shaped."""
+    if text == "loopback":
+        return None
+    try:
+        return parse_rate(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or loopback") from None

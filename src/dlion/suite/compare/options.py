@@ -1,0 +1,68 @@
+"""What the commands that read runs have in common on the command line."""
+
+import argparse
+
+from dlion.errors import UserError
+from dlion.suite.arguments import add_runs
+from dlion.suite.compare.curves import Conditions, Curve, choose_metric, make_curves, select_runs
+from dlion.suite.compare.reading import read_runs
+from dlion.suite.compare.style import AXES, setting_values
+
+
+def add_curve_options(parser: argparse.ArgumentParser) -> None:
+    """Add RUNS, the options of :func:`curves_of`, and ``--best``."""
+    add_runs(parser)
+    parser.add_argument("--metric", help="accuracy, loss, or a key of metrics.jsonl")
+    add_only(parser)
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="each run's best evaluation, of those that all its seeds have, instead of its last, as"
+        " in arXiv 2404.00438",
+    )
+
+
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """Add ``--only``, which leaves out runs."""
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="leave out runs with another value of a setting, such as workers=32; may be repeated,"
+        " for another setting or for another value of it",
+    )
+
+
+def conditions_of(options: argparse.Namespace) -> Conditions:
+    """Return the settings that ``--only`` asks for, with their values.
+
+    Raises:
+        UserError: if one has no value.
+    """
+    conditions: Conditions = {}
+    for condition in options.only:
+        key, equals, value = condition.partition("=")
+        if not equals:
+            raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
+        conditions.setdefault(key, []).append(value)
+    return conditions
+
+
+def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[Curve], str]:
+    """Return the curves that a command line is about, and their metric.
+
+    Args:
+        options: as parsed with :func:`add_curve_options`.
+        settings: those that the command line names, by which curves are distinguished first.
+
+    Raises:
+        UserError: if there are no such runs, or they cannot be compared so.
+    """
+    runs = select_runs(read_runs(options.runs), conditions_of(options))
+    metric = choose_metric(runs, options.metric)
+    first = [setting for setting in settings if setting and setting not in AXES]
+    curves = make_curves(runs, metric, first)
+    for setting in first:
+        setting_values(curves, setting)  # it is an error if no run has it
+    return curves, metric

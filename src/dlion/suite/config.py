@@ -1,0 +1,221 @@
+"""The settings of a run, from what Hydra composed, and the objects that they describe."""
+
+import inspect
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import (
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+import dlion.suite.search  # noqa: F401 - its resolvers are those of recipes
+from dlion.errors import UserError
+from dlion.suite.settings import Settings, check_complete, root_cause, with_present_names
+from dlion.values import did_you_mean, parameters
+
+_PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
+_OF_A_RESOLVER = "UserError raised while resolving interpolation: "
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "gpus": "processes",
+    "output": "output_dir",
+}
+
+
+def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the ``_target_`` of a node with its other values, but without ``name``.
+
+    Unlike with hydra.utils.instantiate alone, errors of the target arrive as they are.
+
+    Raises:
+        UserError: if the target takes no such arguments, or needs others.
+    """
+    options = {key: value for key, value in node.items() if key != "name"}
+    call = hydra.utils.instantiate(options, _partial_=True)
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # it is written in C
+        return call(*args, **kwargs)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{node['_target_']} cannot be called with its settings: {error}"
+        ) from error
+    return call(*args, **kwargs)
+
+
+def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
+    """Return the settings of a run as plain values, without interpolations.
+
+    The recipe's table ``methods.NAME`` replaces settings of ``optimizer=NAME``, and typed or swept
+    values replace both. A method that the recipe does not list keeps its own settings.
+
+    Args:
+        config: what Hydra composed; it is not changed.
+        hydra_node: its ``hydra`` node, which lists the chosen files and the typed values.
+
+    Raises:
+        UserError: if the table names an unknown setting, or a setting refers to another that does
+            not exist.
+    """
+    settings = OmegaConf.masked_copy(config, [k for k in config if k not in ("hydra", "methods")])
+    typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
+    check_complete(settings.keys())
+    _check_added(settings, hydra_node.overrides.task)
+    method = hydra_node.runtime.choices.optimizer
+    try:
+        tables = OmegaConf.select(config, "methods")  # None after ~methods
+        own = OmegaConf.select(config, f"methods.{method}")
+        if not all(isinstance(table, DictConfig | None) for table in (tables, own)):
+            raise UserError(
+                f"methods.{method} is a table of settings: type methods.{method}.KEY=VALUE"
+            )
+        for key, value in (own or {}).items():
+            if key not in settings.optimizer:
+                raise UserError(
+                    f"methods.{method}.{key} is not a setting of optimizer={method}"
+                    f"{did_you_mean(key, settings.optimizer)}"
+                )
+            if f"optimizer.{key}" not in typed:
+                settings.optimizer[key] = value
+        plain = OmegaConf.to_container(settings, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    if str(plain["output_dir"]).startswith("~"):
+        plain["output_dir"] = expand_home("output_dir", plain["output_dir"])
+    return OmegaConf.create(with_present_names(plain), flags={"struct": True})
+
+
+def expand_home(key: str, value: str) -> str:
+    """Return a path that begins with ~ by its whole name, as not all shells do.
+
+    Raises:
+        UserError: if it is the home of nobody.
+    """
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError:
+        raise UserError(
+            f"{key}={value} is below the home of nobody here: type the whole path"
+        ) from None
+
+
+def _check_added(settings: DictConfig, typed: list[str]) -> None:
+    """Refuse keys that were added with a plus and that nothing reads.
+
+    A recipe may have tables of its own, which its settings look values up in, and which may be
+    added to.
+    """
+    added = [override.lstrip("+").partition("=")[0] for override in typed if override[0] == "+"]
+    for key in added:
+        first = key.partition(".")[0]
+        table = settings.get(first)
+        entries = {f"{first}.{name}" for name in table} if isinstance(table, DictConfig) else set()
+        if first not in (*parameters(Settings), "methods") and entries <= set(added):
+            known = _keys(OmegaConf.to_container(settings), "") - {first, key}
+            raise UserError(_not_a_setting(key, known))
+
+
+def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
+    """Return the chosen method's name if the recipe has a table of methods without it."""
+    method, table = hydra_node.runtime.choices.optimizer, config.get("methods")
+    return method if table is None or (table and method not in table) else None
+
+
+def explain(error: Exception) -> str:
+    """Say in one sentence what Hydra or OmegaConf refused, and what is allowed."""
+    reason = _first_line(error)
+    if (said := reason.removeprefix(_OF_A_RESOLVER)) != reason:
+        return said
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error.missing_cfg_file, error.options or ())
+    if isinstance(error, InstantiationException):
+        return _first_line(root_cause(error))
+    if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
+        return f"{several[1]} names several values: add -m to run them all"
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
+        return _unknown(cause)
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key} is not known ({reason}): type {error.full_key}=VALUE"
+    return (
+        f"{reason}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else reason
+    )
+
+
+def _unreadable(override: str) -> str:
+    """Say what to type instead of a word that Hydra cannot read."""
+    key, _, value = override.partition("=")
+    if value.endswith(","):
+        return f"{override} ends with a comma: type {override.rstrip(',')}, or a value behind it"
+    if re.search(r"""["'\[\](){}]""", value) or not value:
+        return f"cannot read {override}: write KEY=VALUE; a list is [A,B], and ( or ' are quoted"
+    return f"cannot read {override}: type '{key}=\"{value}\"', with both kinds of quotes"
+
+
+def _unknown_choice(file: str, options: Collection[str]) -> str:
+    """Say that a group has no such file, and which one was probably meant."""
+    group, _, name = file.rpartition("/")
+    if group == "hydra/launcher":
+        options = {*options, "basic"}
+    beginnings = sorted(option for option in options if option.startswith(name))
+    preferred = _PREFERRED.get(f"{group}={name}")
+    guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
+    if not name:
+        return f"{group}= names nothing: type a name behind it, or leave it out"
+    if not group:
+        return f"--config-name {name} is not a file of conf/: leave it out"
+    few = len(options) <= 20
+    choices = (
+        f"choose one of {', '.join(sorted(options))}" if few else "see `python train.py --help`"
+    )
+    return f"{group}={name} is unknown{guess or did_you_mean(name, options)}: {choices}"
+
+
+def _unknown(error: ConfigAttributeError | ConfigKeyError) -> str:
+    """Say that a typed key does not exist, and which one was probably meant."""
+    key = error.full_key
+    if key == "scale":
+        return (
+            "scale= is not a setting: experiment=NAME is the small form of a recipe,"
+            " experiment=NAME_full the paper's"
+        )
+    parent, prefix = error.parent_node, key.rpartition(".")[0]
+    node = OmegaConf.to_container(parent) if isinstance(parent, DictConfig) else {}
+    return _not_a_setting(key, _keys(node, f"{prefix}." if prefix else ""))
+
+
+def _not_a_setting(key: str, known: Iterable[str]) -> str:
+    """Say that a key does not exist, and which of the known ones was probably meant."""
+    known = [name for name in known if not name.startswith("hydra.")]
+    group, _, last = key.rpartition(".")
+    last = _OTHER_NAMES.get(last, last)
+    meant = f"{group}.{last}" if group else last
+    same_end = sorted(name for name in known if name == meant or name.endswith(f".{meant}"))
+    guess = f" (did you mean {same_end[0]}?)" if same_end else did_you_mean(key, known)
+    return f"{key} is not a setting{guess}: see `python train.py --help`"
+
+
+def _keys(node: Any, prefix: str) -> set[str]:
+    """Return the dotted names of all keys at or below a node."""
+    if not isinstance(node, dict):
+        return set()
+    inner = {f"{prefix}{key}": value for key, value in node.items()}
+    return set(inner).union(*(_keys(value, f"{key}.") for key, value in inner.items()))
+
+
+def _first_line(error: BaseException | None) -> str:
+    """Return the first line of a message, or of its cause's if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else _first_line(error.__cause__) if error else ""

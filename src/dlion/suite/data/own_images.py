@@ -1,0 +1,249 @@
+"""Anybody's pictures, in the layouts that are usual: folders of classes, parquet, IDX files."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlion.errors import UserError
+from dlion.suite.data.idx import find_idx, read_idx
+from dlion.suite.data.image_data import ImageData
+from dlion.suite.data.layouts import folder_with
+from dlion.suite.data.parquet import keep_encoded, load_files, named_pictures, split_files
+from dlion.suite.data.pictures import SUFFIXES, Source, decode
+from dlion.values import Count, Folder, Name
+
+_TRAIN_NAMES = ("train", "training")
+_TEST_NAMES = ("test", "testing", "val", "valid", "validation")
+_LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
+_FEWEST = 10  # pictures that a tenth can be taken of
+
+
+class Part(NamedTuple):
+    """Training or test pictures before they are decoded.
+
+    Attributes:
+        pictures: a name for messages and the source of each.
+        labels: numbers or names.
+    """
+
+    pictures: Iterable[tuple[str, Source]]
+    labels: Sequence[int] | Sequence[str]
+
+
+def images(
+    path: Folder,
+    image_size: Count | None = None,
+    augment: bool = True,
+    flip: bool = False,
+    image_column: Name | None = None,
+    label_column: Name | None = None,
+) -> ImageData:
+    """Load square pictures into memory, grey or in colour.
+
+    Args:
+        path: a folder with ``train/CLASS/*`` and ``test/CLASS/*`` (or ``val``), with ``CLASS/*``
+            alone, with parquet files (``train-*`` and ``test-*``, or others), or with MNIST's IDX
+            files. Where no part is for the test, a random tenth is taken.
+        image_size: pixels to which pictures are cut and scaled; None: they are alike already.
+        augment: shift training pictures by up to an eighth of their size.
+        flip: mirror every other training picture.
+        image_column, label_column: of parquet files; None: found by type and name.
+
+    Raises:
+        UserError: if the folder holds none of these, or a picture or a label is not one.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise UserError(f"dataset.path={path} is not a folder: give {folder_with('images')}")
+    parts = _find_idx(root) or _find_folders(root)
+    parts = parts or _find_tables(root, image_column, label_column)
+    if parts is None:
+        lacking = "folders of classes" if any(_pictures_in(root)) else "pictures"
+        raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
+    numbers = {label: i for i, label in enumerate(sorted(set(parts[0].labels)))}
+    if len(numbers) < 2:
+        raise UserError(
+            f"dataset.path={path} has the class {next(iter(numbers), None)} only: give pictures of"
+            " two classes or more"
+        )
+    tensors = [_load(part, numbers, image_size, path) for part in parts]
+    if len(tensors) == 2:
+        (train_x, train_y), (test_x, test_y) = _alike(*tensors)
+        return ImageData(train_x, train_y, test_x, test_y, len(numbers), crop=augment, flip=flip)
+    ((x, y),) = tensors
+    if len(x) < _FEWEST:
+        raise UserError(
+            f"dataset.path={path} holds {len(x)} pictures, of which no tenth can be held out: give"
+            f" {_FEWEST} or more, or a part for the test"
+        )
+    return ImageData(x, y, x[:0], y[:0], len(numbers), crop=augment, flip=flip).hold_out()
+
+
+def _load(
+    part: Part, numbers: dict[Any, int], image_size: int | None, path: str
+) -> tuple[Tensor, Tensor]:
+    """Return the pixels and labels of a part."""
+    unknown = set(part.labels) - numbers.keys()
+    if unknown:
+        raise UserError(
+            f"dataset.path={path}: the test has the class {min(unknown)}, which the training"
+            " pictures do not have"
+        )
+    x = decode(part.pictures, len(part.labels), image_size, keep_grey=True)
+    return x, torch.tensor([numbers[label] for label in part.labels])
+
+
+def _alike(
+    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return both parts with the same number of channels."""
+    (train_x, train_y), (test_x, test_y) = train, test
+    if train_x.shape[-1] != test_x.shape[-1]:
+        side = train_x.shape[-1]
+        raise UserError(
+            f"pictures for training have {side} pixels a side, those for the test"
+            f" {test_x.shape[-1]}: type dataset.image_size={side} to scale them"
+        )
+    channels = max(train_x.shape[1], test_x.shape[1])
+    train_x, test_x = (x.expand(-1, channels, -1, -1) for x in (train_x, test_x))
+    return (train_x.contiguous(), train_y), (test_x.contiguous(), test_y)
+
+
+def _find_idx(root: Path) -> list[Part] | None:
+    """Return the parts that lie in MNIST's IDX files, if there are any."""
+    parts: list[Part] = []
+    for names in (("train",), ("t10k", "test")):
+        for name in names:
+            pictures, labels = (find_idx(root, name, kind) for kind in ("idx3", "idx1"))
+            if pictures and labels:
+                if names != ("train",) and not parts:
+                    raise UserError(f"{pictures} lies there without files to train on: add them")
+                parts.append(_read_part(pictures, labels))
+                break
+            if pictures or labels:
+                raise UserError(
+                    f"{pictures or labels} lies there without the"
+                    f" {'labels' if pictures else 'images'} that belong to it"
+                )
+    return parts or None
+
+
+def _read_part(pictures: Path, labels: Path) -> Part:
+    pixels, numbers = read_idx(pictures), read_idx(labels)
+    if pixels.ndim != 3 or numbers.ndim != 1 or len(pixels) != len(numbers):
+        raise UserError(
+            f"{pictures} and {labels} do not belong together: their shapes are"
+            f" {pixels.shape} and {numbers.shape}"
+        )
+    if not pixels.size:
+        raise UserError(f"{pictures} holds no pictures: copy it again")
+    return Part([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
+
+
+def _find_folders(root: Path) -> list[Part] | None:
+    """Return the parts that lie in folders of classes, if there are any."""
+    folders = {p.name.lower(): p for p in root.iterdir() if p.is_dir() and p.name[0] != "."}
+    train_folder, test_folder = (
+        next((folders[name] for name in names if name in folders), None)
+        for names in (_TRAIN_NAMES, _TEST_NAMES)
+    )
+    train = _read_classes(train_folder) if train_folder else None
+    if train is None:  # a class may be called train
+        if folders.keys() <= {*_TRAIN_NAMES, *_TEST_NAMES}:
+            return None
+        train, test_folder = _read_classes(root), None
+    test = _read_classes(test_folder) if test_folder else None
+    if test_folder and not test and any(_pictures_in(test_folder)):
+        raise UserError(
+            f"{test_folder} holds pictures, but no folders of classes: sort them into such, or move"
+            " it away to test on a tenth of the training pictures"
+        )
+    return [part for part in (train, test) if part] or None
+
+
+def _pictures_in(folder: Path) -> Iterator[Path]:
+    """Yield the pictures below a folder."""
+    for file in folder.rglob("*"):
+        if file.suffix.lower() in SUFFIXES and file.name[0] != ".":
+            yield file
+
+
+def _read_classes(folder: Path) -> Part | None:
+    """Return the pictures below a folder by class, if there are any."""
+    classes = sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
+    files = {each.name: sorted(_pictures_in(each)) for each in classes}
+    if not any(files.values()):
+        return None
+    for name, found in files.items():
+        if not found:
+            raise UserError(
+                f"{folder / name} holds no pictures ({', '.join(SUFFIXES)}): add some, or remove"
+                " the folder"
+            )
+    return Part(
+        [(str(file), file) for found in files.values() for file in found],
+        [name for name, found in files.items() for _ in found],
+    )
+
+
+def _find_tables(
+    root: Path, image_column: str | None, label_column: str | None
+) -> list[Part] | None:
+    """Return the parts that lie in parquet files, if there are any."""
+    train, test = split_files(root, "train"), []
+    for name in _TEST_NAMES:
+        test = test or split_files(root, name)
+    train = train or sorted(set(root.rglob("*.parquet")) - set(test))
+    if not train:
+        return None
+    files = {"train": train, "test": test} if test else {"train": train}
+    tables = load_files(files, root)
+    where = f"dataset.path={root}"
+    features = tables["train"].features
+    image = _column("image_column", image_column, features, _may_be_pictures, (), where)
+    label = _column("label_column", label_column, features, _may_be_labels, _LABEL_NAMES, where)
+    return [_read_table(table, split, image, label, where) for split, table in tables.items()]
+
+
+def _column(
+    setting: str,
+    typed: str | None,
+    features: Any,
+    fits: Callable[[Any], bool],
+    names: Sequence[str],
+    where: str,
+) -> str:
+    """Return the column that was typed, or the only one that fits, by name if several do."""
+    found = [typed] if typed else [name for name, kind in features.items() if fits(kind)]
+    found = [name for name in found if name in names] or found
+    if len(found) == 1 and found[0] in features:
+        return found[0]
+    raise UserError(
+        f"{where} has the columns {', '.join(features)}: type dataset.{setting}=NAME with that of"
+        f" the {setting.removesuffix('_column')}s"
+    )
+
+
+def _may_be_pictures(kind: Any) -> bool:
+    """Tell whether a column's type can hold encoded pictures."""
+    struct = isinstance(kind, dict) and "bytes" in kind
+    return struct or type(kind).__name__ == "Image" or getattr(kind, "dtype", "") == "binary"
+
+
+def _may_be_labels(kind: Any) -> bool:
+    """Tell whether a column's type can hold numbers or names of classes."""
+    return str(getattr(kind, "dtype", "")).startswith(("int", "uint", "string", "large_string"))
+
+
+def _read_table(table: Any, split: str, image: str, label: str, where: str) -> Part:
+    labels = table[label][:]
+    if {type(value) for value in labels} not in ({int}, {str}):
+        raise UserError(
+            f"{where}: the column {label} of {split} does not hold whole numbers or names alone:"
+            " type dataset.label_column=NAME with that of the labels"
+        )
+    table = keep_encoded(table, image, where)
+    return Part(named_pictures(table, image, f"{split} in {where}"), labels)

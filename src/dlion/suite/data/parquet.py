@@ -1,0 +1,171 @@
+"""Tables in the parquet layout of the Hugging Face hub: from a folder, or from the hub itself.
+
+``datasets`` is imported inside the functions, as it takes seconds that most runs can do without.
+"""
+
+from collections.abc import Iterator, Mapping
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from dlion.errors import UserError
+from dlion.suite.data.hub import use_the_cache_if_offline
+
+
+def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:
+    """Load the files ``SPLIT-*.parquet`` or ``SPLIT/*.parquet`` below a folder, at any depth.
+
+    The first is the hub's layout, the second that of its own parquet copies (the branch
+    ``refs/convert/parquet``). ``SPLIT_*.parquet`` and ``SPLIT.parquet`` will do, too.
+
+    Args:
+        path: the folder.
+        splits: the split of the hub for each name that a table shall have.
+        columns: those that each table must have.
+
+    Returns:
+        The tables, by the names in ``splits``.
+
+    Raises:
+        UserError: if there is no such folder, file or column, or if a split lies in several
+            folders, as it does where a data set has several configurations.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"dataset.path={path} is not a folder: give that of the parquet files")
+    files: dict[str, list[Path]] = {}
+    for name, split in splits.items():
+        matches = split_files(folder, split)
+        parents = sorted({str(file.parent.relative_to(folder)) for file in matches})
+        if not matches:
+            raise UserError(
+                f"dataset.path={path} holds no {split}-*.parquet and no {split}/*.parquet: give a"
+                " folder in the layout of the hub"
+            )
+        if len(parents) > 1:
+            raise UserError(
+                f"dataset.path={path} holds parquet files of {split} in {' and in '.join(parents)}:"
+                " leave one of these folders there"
+            )
+        files[name] = matches
+    tables = load_files(files, path)
+    check_columns(tables, columns, f"dataset.path={path}")
+    return tables
+
+
+def split_files(folder: Path, split: str) -> list[Path]:
+    """Return the parquet files of a split below a folder."""
+    names = (f"{split}-*.parquet", f"{split}/*.parquet", f"{split}_*.parquet", f"{split}.parquet")
+    return sorted({file for name in names for file in folder.rglob(name)})
+
+
+def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, Any]:
+    """Load the parquet files of each table.
+
+    Raises:
+        UserError: naming the folder ``path`` if one cannot be read.
+    """
+    from datasets import load_dataset
+
+    be_quiet()
+    names = {table: [escape(str(file)) for file in parts] for table, parts in files.items()}
+    try:
+        return load_dataset("parquet", data_files=names)
+    except Exception as error:  # pyarrow and datasets have many, all about the files
+        first, *_, last = 2 * str(error.__cause__ or error).strip().splitlines()
+        reason = first if first == last else f"{first} ... {last}"
+        raise UserError(
+            f"dataset.path={path} holds parquet files that cannot be read together ({reason}): copy"
+            " them again, or leave those of one kind there"
+        ) from error
+
+
+def be_quiet() -> None:
+    """Let ``datasets`` show no progress, and log nothing that its errors say anyhow."""
+    from datasets import disable_progress_bars, logging
+
+    disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)
+
+
+def open_hub(name: str, config: str | None = None, **options: Any) -> Any:
+    """Call ``datasets.load_dataset``; read the hub's own parquet copy of data sets with scripts."""
+    from datasets import load_dataset
+
+    use_the_cache_if_offline()
+    try:
+        return load_dataset(name, config, **options)
+    except RuntimeError as error:  # datasets has no class of its own for this one
+        if "scripts are no longer supported" not in str(error):
+            raise
+        return load_dataset(name, revision="refs/convert/parquet", **options)
+
+
+def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[str, Any]:
+    """Load the tables of a data set on the hub, or of its copy in the cache.
+
+    Returns:
+        The tables by split.
+
+    Raises:
+        UserError: if it is in neither, or lacks a column.
+    """
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        tables = open_hub(name, config)
+    except (ConnectionError, FileNotFoundError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if isinstance(error, ConnectionError):
+            reason = "no connection, and no copy in the cache"
+        raise UserError(
+            f"the hub's {name} cannot be had ({reason}): type dataset.path=DIR with a folder of its"
+            " parquet files"
+        ) from error
+    check_columns(tables, columns, f"the hub's {name}")
+    return tables
+
+
+def check_columns(tables: Mapping[str, Any], columns: set[str], where: str) -> None:
+    """Refuse tables that lack a column; ``where`` names them in the message."""
+    for table in tables.values():
+        present = set(table.column_names)
+        if not present >= columns:
+            raise UserError(
+                f"{where} has the columns {', '.join(sorted(present))}:"
+                f" {' and '.join(sorted(columns))} are needed"
+            )
+
+
+def keep_encoded(table: Any, column: str, where: str) -> Any:
+    """Return a table that gives its pictures as they are stored, for :func:`content`.
+
+    Raises:
+        UserError: naming the table's place if the column holds something else.
+    """
+    from datasets import Image
+
+    try:
+        return table.cast_column(column, Image(decode=False))
+    except Exception as error:  # pyarrow and datasets have many
+        raise UserError(
+            f"{where}: the column {column} holds {table.features[column]}, not pictures: store"
+            ' {"bytes": ...} of each file there'
+        ) from error
+
+
+def content(cell: Any) -> bytes:
+    """Return the file of a picture as it is stored, empty where there is none."""
+    return (cell and cell["bytes"]) or b""
+
+
+def named_pictures(table: Any, column: str, part: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the pictures of :func:`keep_encoded`'s table with names for messages.
+
+    Args:
+        table, column: where they are.
+        part: how a message calls the table.
+    """
+    for row, cell in enumerate(table[column]):
+        yield f"row {row} of {part}", content(cell)

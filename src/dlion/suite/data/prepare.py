@@ -1,0 +1,372 @@
+"""Turn text into tokens once and for all: a file of one's own, OpenWebText and its like.
+
+    dlion prepare book.txt -o DIR                    # bytes, nothing is downloaded
+    dlion prepare a.jsonl b.jsonl -o DIR             # from files of one kind
+    dlion prepare Skylion007/openwebtext -o DIR      # from the hub, GPT-2's tokens
+
+writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,536) and
+``tokens.json``, and says what to type to train on them. After an interruption the same command
+continues.
+"""
+
+import json
+import os
+import shlex
+from contextlib import ExitStack, suppress
+from glob import escape
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dlion.errors import UserError
+from dlion.suite.arguments import make_parser, whole
+from dlion.suite.data.parquet import be_quiet, open_hub
+from dlion.suite.data.tokens import (
+    BYTES,
+    FACTS,
+    PARTS,
+    Bytes,
+    dtype_of,
+    load_tokenizer,
+    prepared_text,
+    read_facts,
+    stored_tokens,
+)
+from dlion.suite.files import write_atomically
+
+_BATCH = 1000  # documents
+_FEW = 20  # documents, of which whole ones would be too much or too little to test on
+_LEAST_TEST = 1025  # tokens that the end of few documents shall hold together: a context of 1,024
+_SAMPLES = 256  # the fewest to train on: a batch of each worker, unless others are typed
+_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # other files are text
+
+
+class Texts:
+    """Documents in memory, which are asked for like those of a table of ``datasets``."""
+
+    column_names = ["text"]
+
+    def __init__(self, texts: list[str]):
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, part: slice) -> dict[str, list[str]]:
+        return {"text": self.texts[part]}
+
+
+def prepare(
+    table: Any,
+    tokenizer: Any,
+    folder: Path,
+    column: str = "text",
+    held_out: int | None = None,
+    origin: str = "",
+    size: int = 0,
+) -> None:
+    """Write the tokens of all documents, each followed by the end-of-text token.
+
+    Args:
+        table: a table of ``datasets``, or anything that gives ``table[start:stop][column]``.
+        tokenizer: one of ``transformers``.
+        folder: where the files go; those of an earlier call are continued.
+        column: the one that holds the documents.
+        held_out: every ``held_out``-th document is for the test; 0: the last tenth of each, or more
+            of a short text; None: 0 for few documents, else 10 to 2000, which makes about a
+            thousand for the test.
+        origin: the typed names of table, column and tokenizer; only the same can continue a folder.
+        size: bytes of the source files, which must still be the same, too; 0: of the hub.
+
+    Raises:
+        UserError: if the tokenizer has no such token, a document is not text, or the folder was
+            begun with something else, is damaged, or holds files of these names from elsewhere.
+    """
+    from rich.progress import Progress
+
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "--tokenizer has no end-of-text token (eos_token) to put after documents: give another"
+        )
+    if held_out is None:
+        held_out = 0 if len(table) < _FEW else min(max(len(table) // 1000, 10), 2000)
+    facts: dict[str, Any] = {
+        "documents": 0,
+        "of": len(table),
+        "tokens": dict.fromkeys(PARTS, 0),
+        "vocabulary": len(tokenizer),
+        "dtype": dtype_of(len(tokenizer)),
+        "held_out": held_out,
+        "origin": origin,
+        "size": size,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / FACTS).exists():
+        facts = _continued(read_facts(folder), facts, folder)
+    else:
+        _check_not_foreign(folder)
+        _write_facts(folder, facts)
+    with Progress() as progress, ExitStack() as stack:
+        bar = progress.add_task("documents", total=facts["of"], completed=facts["documents"])
+        files = {part: stack.enter_context(_open_part(folder, part, facts)) for part in PARTS}
+        while facts["documents"] < facts["of"]:
+            start = facts["documents"]
+            texts = table[start : start + _BATCH][column]
+            try:
+                _check_texts(texts, start, column)
+            except UserError:
+                if not start:
+                    _remove(folder)
+                raise
+            _append(tokenizer(texts)["input_ids"], tokenizer.eos_token_id, files, facts)
+            _write_facts(folder, facts)
+            progress.update(bar, completed=facts["documents"])
+
+
+def _write_facts(folder: Path, facts: dict[str, Any]) -> None:
+    write_atomically(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+
+
+def _check_not_foreign(folder: Path) -> None:
+    """Refuse to replace files of the same names that others wrote; ours never lack their facts."""
+    for part in PARTS:
+        file = folder / f"{part}.bin"
+        if file.exists() and file.stat().st_size:
+            raise UserError(f"{file} is there already, without {FACTS}: choose another folder")
+
+
+def _remove(folder: Path) -> None:
+    """Delete what was written into a folder, and the folder if it holds nothing else."""
+    for name in (FACTS, *(f"{part}.bin" for part in PARTS)):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
+    """Open the file of a part, without what was written after the last count."""
+    file = (folder / f"{part}.bin").open("ab")
+    file.truncate(facts["tokens"][part] * np.dtype(facts["dtype"]).itemsize)
+    return file
+
+
+def _append(
+    documents: list[Any], end: int, files: dict[str, BinaryIO], facts: dict[str, Any]
+) -> None:
+    """Write documents to the files of their parts, on the disk for sure, and count them.
+
+    Args:
+        documents: the tokens of each.
+        end: the token that follows each.
+        files, facts: of the folder; what was added is counted.
+    """
+    for number, ids in enumerate(documents, facts["documents"]):
+        tokens = np.array(ids, facts["dtype"])
+        for part, stretch in _parts_of(tokens, number, facts).items():
+            files[part].write(stretch.tobytes() + np.array(end, facts["dtype"]).tobytes())
+            facts["tokens"][part] += len(stretch) + 1
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    facts["documents"] += len(documents)
+
+
+def _parts_of(tokens: np.ndarray, number: int, facts: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return what of a document goes into which part."""
+    if facts["held_out"]:
+        return {"train" if number % facts["held_out"] else "val": tokens}
+    least = min(_LEAST_TEST // facts["of"], len(tokens) // 2)
+    cut = len(tokens) - max(len(tokens) // 10, least)
+    return {"train": tokens[:cut], "val": tokens[cut:]}
+
+
+def _continued(old: dict[str, Any], new: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the facts of a folder that was begun with the settings of this call.
+
+    Raises:
+        UserError: if it was begun with others, or lacks tokens that were counted.
+    """
+    if not old["documents"]:
+        return new
+    if old.get("size", new["size"]) != new["size"]:
+        raise UserError(
+            f"{folder} was made of {old['size']} bytes of text, of which there are {new['size']}"
+            " now: delete it, or choose another folder"
+        )
+    for key in ("origin", "of", "vocabulary", "dtype", "held_out"):
+        if old[key] != new[key]:
+            raise UserError(
+                f"{folder} was begun with {key}={old[key]}, now it is {new[key]}: repeat what began"
+                f" it, or choose another folder"
+            )
+    for part, count in old["tokens"].items():
+        stored = stored_tokens(folder, part, old)
+        if stored < count:
+            raise UserError(
+                f"{folder / part}.bin holds {stored:,} tokens, but {FACTS} says {count:,}: delete"
+                " the folder and begin again"
+            )
+    return old
+
+
+def _check_texts(texts: list[Any], start: int, column: str) -> None:
+    """Refuse a document that is not text; the first of ``texts`` is document ``start``, from 0."""
+    for number, text in enumerate(texts, start + 1):
+        if not isinstance(text, str):
+            kind = "null" if text is None else type(text).__name__
+            raise UserError(
+                f"document {number:,}, counted from 1, has no text in the column {column} but"
+                f" {kind}: leave it out of the source"
+            )
+
+
+def _load_documents(sources: list[str], split: str, separator: str | None) -> Any:
+    """Return the table of files of one kind, or of a split of one data set on the hub."""
+    from datasets import load_dataset
+
+    if len(sources) == 1 and not Path(sources[0]).exists():
+        try:
+            return open_hub(sources[0], split=split)
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
+            raise UserError(
+                f"{sources[0]} is neither a file nor a data set of the hub that can be reached"
+            ) from error
+    for source in sources:
+        if not Path(source).is_file():
+            raise UserError(f"{source} is not a file")
+    kinds = {_TABLES.get(Path(source).suffix.lower(), "text") for source in sources}
+    if len(kinds) != 1:
+        raise UserError(
+            f"{', '.join(sources)}: give files of one kind, {', '.join(_TABLES)} or text, or one"
+            " name of the hub"
+        )
+    (kind,) = kinds
+    if kind == "text":
+        texts = [text for source in sources for text in _read_text(source, separator)]
+        if separator and len(texts) == len(sources):
+            raise UserError(
+                f"--separator={separator} stands between no documents of {', '.join(sources)}:"
+                " look how they are written there, or leave it out"
+            )
+        return Texts(texts)
+    if separator:
+        raise UserError(f"--separator={separator} cuts text files only: leave it out")
+    be_quiet()
+    try:
+        return load_dataset(kind, data_files=[*map(escape, sources)], split="train")
+    except Exception as error:  # pyarrow and datasets have many, all about the files
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise UserError(
+            f"{', '.join(sources)} cannot be read ({reason or 'no documents'}): give whole files"
+            " with the same columns"
+        ) from error
+
+
+def _read_text(source: str, separator: str | None) -> list[str]:
+    """Return the documents of a text file as they are, with their newlines."""
+    try:
+        text = Path(source).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
+            f" `iconv -f {'utf-16' if error.start == 0 else 'latin1'} -t utf-8` for instance"
+        ) from error
+    marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
+    documents = text.split(marker) if marker else [text]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise UserError(f"{source} holds no text")
+    return documents
+
+
+def how_to_train(folder: Path) -> str:
+    """Return the command that trains on a prepared folder, after a look at what it will train on.
+
+    Its context is the longest power of two, at most 256 bytes or 1,024 other tokens, that the test
+    has and that cuts the text into enough samples.
+
+    Raises:
+        UserError: if there is too little text for any.
+    """
+    facts = read_facts(folder)
+    train, test = (facts["tokens"][part] for part in PARTS)
+    most = 256 if facts["vocabulary"] == len(Bytes()) else 1024
+    fitting = [2**k for k in range(3, 11) if 2**k <= most and 2**k < min(train // 4, test)]
+    if not fitting:
+        raise UserError(
+            f"{folder} holds {train:,} tokens to train on and {test:,} to test on, which is too"
+            " little: prepare more text"
+        )
+    context = max([c for c in fitting if train // c > _SAMPLES] + [min(32, fitting[-1])])
+    data = prepared_text(str(folder), context)
+    data.test_batch(0, _SAMPLES)  # refuses tokens that the vocabulary does not have
+    typed = f"python train.py dataset=prepared_text dataset.path={shlex.quote(str(folder))}"
+    typed += f" dataset.context={context}"
+    if data.train_size < _SAMPLES:
+        typed += f" workers=2 batch_size={data.train_size // 4}"
+    return typed
+
+
+def _resolved(name: str) -> str:
+    """Return the same text for every way to type a path; a name of the hub stays as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def main(arguments: list[str]) -> None:
+    """Prepare what the command line names."""
+    parser = make_parser("prepare", __doc__, "book.txt -o DIR")
+    parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--tokenizer",
+        help="bytes, a folder, or a name of the hub; default: bytes for files, gpt2 for the hub",
+    )
+    parser.add_argument("--column", default="text", help="that holds the documents")
+    parser.add_argument("--split", default="train", help="of a data set of the hub")
+    parser.add_argument(
+        "--separator",
+        help="what stands between documents in text files (\\n: newline); default: a file is one",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=whole(0),
+        metavar="N",
+        help="every so many documents one is for the test; 0: the last tenth of each; default: by"
+        " the number of documents",
+    )
+    options = parser.parse_args(arguments)
+    options.output = options.output.expanduser()
+    if options.held_out == 1:
+        raise UserError("--held-out 1 leaves nothing to train on: give 2 or more, or 0")
+    if options.output.exists() and not options.output.is_dir():
+        raise UserError(f"--output={options.output} is a file: give a folder")
+    table = _load_documents(options.sources, options.split, options.separator)
+    tokenizer = options.tokenizer or (BYTES if Path(options.sources[0]).exists() else "gpt2")
+    if options.column not in table.column_names:
+        raise UserError(
+            f"--column={options.column}: there are {', '.join(table.column_names)} only"
+        )
+    origin = [*map(_resolved, options.sources), "--split", options.split]
+    origin += ["--column", options.column, "--tokenizer", _resolved(tokenizer)]
+    origin += ["--separator", options.separator] if options.separator else []
+    try:
+        prepare(
+            table,
+            load_tokenizer(tokenizer, "--tokenizer"),
+            options.output,
+            options.column,
+            options.held_out,
+            origin=shlex.join(origin),
+            size=sum(p.stat().st_size for p in map(Path, options.sources) if p.is_file()),
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("type the same command again to go on") from None
+    try:
+        command = how_to_train(options.output)
+    except UserError:
+        _remove(options.output)
+        raise
+    facts = read_facts(options.output)
+    counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
+    print(f"{options.output}: {counts} tokens; train on them with\n{command}")

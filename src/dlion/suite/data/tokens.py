@@ -1,0 +1,147 @@
+"""Text as tokens in memory-mapped files, as ``dlion prepare`` writes them."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlion.errors import UserError
+from dlion.suite.data.hub import use_the_cache_if_offline
+from dlion.suite.data.text import TextData
+from dlion.suite.data.torchvision_ops import declare_missing_operators
+from dlion.values import Count, Folder
+
+FACTS = "tokens.json"
+PARTS = ("train", "val")
+DTYPES = ("uint16", "int32")
+BYTES = "bytes"  # the name of the tokenizer that needs no files
+_COUNTS = ("vocabulary", "documents", "of", "held_out")
+_MOST_TOKENS = 2**22  # of a vocabulary; a model would fill the memory with more
+
+
+class Bytes:
+    """A tokenizer for documents: a token is a byte of UTF-8, and 256 is the end of a document."""
+
+    eos_token_id = 256
+
+    def __len__(self) -> int:
+        return 257
+
+    def __call__(self, texts: list[str]) -> dict[str, list[np.ndarray]]:
+        return {"input_ids": [np.frombuffer(text.encode(), np.uint8) for text in texts]}
+
+
+def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
+    """Map tokens that ``dlion prepare`` has written into memory.
+
+    Args:
+        path: the folder that was prepared.
+        context: tokens a model sees at once.
+
+    Raises:
+        UserError: if there is no such folder, or it is not finished, or it holds too few tokens.
+    """
+    if path is None:
+        raise UserError(
+            "the text must be prepared: type `dlion prepare FILE -o DIR`, then dataset.path=DIR"
+        )
+    folder = Path(path).expanduser()
+    if folder.is_file() and (folder.parent / FACTS).exists():
+        raise UserError(f"dataset.path={path} is a file: type dataset.path={folder.parent}")
+    if folder.is_file():
+        raise UserError(
+            f"dataset.path={path} is a file: type `dlion prepare {path} -o DIR`,"
+            " then dataset.path=DIR"
+        )
+    if not (folder / FACTS).exists():
+        raise UserError(
+            f"dataset.path={path} has no {FACTS}: prepare it with `dlion prepare SOURCE -o {path}`"
+        )
+    facts = read_facts(folder)
+    if facts["documents"] != facts["of"]:
+        raise UserError(
+            f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
+            f" with `dlion prepare {facts['origin']} --held-out {facts['held_out']}"
+            f" -o {shlex.quote(str(path))}`"
+        )
+    tensors = []
+    for part in PARTS:
+        size = stored_tokens(folder, part, facts)
+        if size != facts["tokens"][part]:
+            raise UserError(
+                f"{folder / part}.bin holds {size:,} tokens, but {FACTS} says"
+                f" {facts['tokens'][part]:,}: copy it again, or prepare it again"
+            )
+        if size <= context:
+            raise UserError(
+                f"{folder / part}.bin holds {size} tokens, not more than dataset.context="
+                f"{context}: "
+                + (f"type dataset.context={size - 1} or less" if size > 1 else "prepare more text")
+            )
+        stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
+        tensors.append(torch.from_numpy(stored))
+    return TextData(*tensors, vocabulary=facts["vocabulary"], context=context)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return what a prepared folder says about itself.
+
+    Raises:
+        UserError: if the file that says it is damaged.
+    """
+    try:
+        facts = json.loads((folder / FACTS).read_text())
+        if _are_valid(facts):
+            return facts
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise UserError(
+        f"{folder / FACTS} is damaged: copy it again, or delete {folder} and prepare it again"
+    )
+
+
+def _are_valid(facts: Any) -> bool:
+    """Whether facts have the right types; those that lack a key or are no dict raise an error."""
+    counts = [facts[name] for name in _COUNTS] + [facts["tokens"][part] for part in PARTS]
+    return (
+        all(type(count) is int and count >= 0 for count in counts)  # True is no count
+        and 0 < facts["vocabulary"] <= _MOST_TOKENS
+        and facts["dtype"] == dtype_of(facts["vocabulary"])
+        and isinstance(facts["origin"], str)
+    )
+
+
+def dtype_of(vocabulary: int) -> str:
+    """Return the type of integers that tokens are stored in."""
+    return DTYPES[vocabulary > 2**16]
+
+
+def stored_tokens(folder: Path, part: str, facts: dict[str, Any]) -> int:
+    """Return how many tokens the file of a part holds: 0 if it does not exist."""
+    file = folder / f"{part}.bin"
+    return file.stat().st_size // np.dtype(facts["dtype"]).itemsize if file.exists() else 0
+
+
+def load_tokenizer(name: str, setting: str) -> Any:
+    """Load a tokenizer of transformers from a folder, the cache, or the hub; or :class:`Bytes`.
+
+    Raises:
+        UserError: if none has that name; the message says that ``setting`` is wrong.
+    """
+    if name == BYTES:
+        return Bytes()
+    declare_missing_operators()
+    from transformers import AutoTokenizer
+
+    if not Path(name).is_dir():
+        use_the_cache_if_offline()
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{setting}={name} is neither a folder with a tokenizer of transformers nor one of the"
+            " hub that can be reached: give the folder"
+        ) from error

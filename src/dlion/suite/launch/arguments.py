@@ -1,0 +1,103 @@
+"""The words of the command line, before Hydra reads them."""
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from dlion.errors import UserError
+from dlion.suite.config import expand_home
+from dlion.suite.settings import Settings, component_of
+from dlion.values import parameters
+
+
+class Arguments:
+    """What was typed: Hydra's options, and settings on both sides of them.
+
+    Attributes:
+        options: Hydra's, as it reads them.
+        settings: words of the form KEY=VALUE or ~KEY; with ``--help`` any words.
+    """
+
+    def __init__(self, words: list[str]):
+        """Tell options from settings.
+
+        Raises:
+            UserError: what to type instead of a word that is neither.
+        """
+        words = [_with_quotes(_with_home(word)) for word in words]
+        parser = get_args_parser()
+        parser.error = _refuse  # type: ignore[method-assign]
+        self._words = words
+        self.options, unknown = parser.parse_known_args([w for w in words if w != "--version"])
+        self.options.version = "--version" in words
+        if self.options.experimental_rerun is not None:
+            raise UserError("--experimental-rerun is not supported: type the command again")
+        folder = self.options.config_dir
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"--config-dir {folder} is not a folder: give one with files of groups")
+        rest = {*self.options.overrides, *unknown}
+        self.settings = [word for word in words if word in rest]
+        if not self.options.help:
+            for word, following in zip(words, [*words[1:], ""], strict=True):
+                if word in rest:
+                    _check_word(word, following)
+
+    def ordered(self) -> list[str]:
+        """Return the words with all settings before the options, as argparse needs them.
+
+        Hydra composes the settings of a default run, but those of ``evaluate=RUN`` are the run's:
+        settings of groups may be added where the groups of a default run lack them.
+        """
+        settings, options = self.settings, [w for w in self._words if w not in self.settings]
+        if any(word.startswith("evaluate=") for word in settings):
+            in_group = re.compile(r"(?!hydra\.)\w+\.[\w.]+=")
+            settings = [f"++{word}" if in_group.match(word) else word for word in settings]
+        return [*settings, *options]
+
+
+def _with_home(word: str) -> str:
+    key, _, value = word.partition("=")
+    return f"{key}={expand_home(key, value)}" if value.startswith("~") else word
+
+
+def _with_quotes(word: str) -> str:
+    """Quote a value that is a path which is there, and that Hydra would read as something else."""
+    key, _, value = word.partition("=")
+    is_plain = re.fullmatch(r"[\w/.:+$%*@?|\\ -]*", value, re.ASCII)
+    if is_plain or "/" not in value or "${" in value or not re.fullmatch(r"\+*[\w.]+", key):
+        return word
+    if not os.path.exists(value):  # noqa: PTH110 - raises nothing, whatever the value
+        return word
+    escaped = value.replace('"', '\\"')
+    return f'{key}="{escaped}"'
+
+
+def _check_word(word: str, following: str) -> None:
+    """Refuse a word that is no setting, and say what to type."""
+    key = word.lstrip("-")
+    if ("=" in key.lstrip("=") and key == word) or word.startswith("~"):
+        group, _, name = word.partition("=")
+        if group == "hydra.run.dir":  # Hydra would make it
+            raise UserError(f"hydra.run.dir is not used: type output_dir={name}")
+        hint = parameters(Settings).get(group)
+        if name in ("", "null") and component_of(hint) is not None:
+            raise UserError(f"{group} cannot be left out: type {group}=NAME")
+        return
+    value = "VALUE" if "=" in following or following[:1] in ("", "-") else following
+    name, equals, given = key.partition("=")
+    name = name.replace("-", "_")
+    if key == word:
+        similar = difflib.get_close_matches(word, parameters(Settings), n=1)
+        hint = f"type {similar[0]}={value}" if similar else "see `python train.py --help`"
+        if "=" in following or word == "=":
+            hint = "leave out the spaces around ="
+        raise UserError(f"{word} is not a setting of the form KEY=VALUE: {hint}")
+    raise UserError(f"{word} is not an option: type {name}={given if equals else value}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}: see `python train.py --help`")

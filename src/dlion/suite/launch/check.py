@@ -1,0 +1,316 @@
+"""Checks all settings of a run before any process starts."""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dlion.errors import UserError
+from dlion.optim import LocalUpdate
+from dlion.optim.inner import INNER
+from dlion.suite import data as datasets
+from dlion.suite import models
+from dlion.suite.config import instantiate
+from dlion.suite.data import Data, Images, Sharding
+from dlion.suite.data.layouts import folder_with
+from dlion.suite.launch.environment import RankInfo, is_first
+from dlion.suite.launch.network import check_possible
+from dlion.suite.launch.resume import check_output, checkpoint_to_resume
+from dlion.suite.machine import cores
+from dlion.suite.record.loggers import check_logger
+from dlion.suite.settings import check as check_types
+from dlion.suite.training.agreement import VOTES
+from dlion.suite.training.job import Job
+from dlion.suite.training.weights import check_pretrained, check_weights
+from dlion.suite.units import parse_rate
+from dlion.workers import Workers
+
+
+def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job:
+    """Check a whole configuration and make a job of it.
+
+    Args:
+        config: the settings.
+        output_dir: where the run will be recorded.
+        started: this process's number, if torchrun or SLURM started it.
+
+    Raises:
+        UserError: one sentence about the first thing that is wrong.
+    """
+    check_settings(config)
+    check_output(config, output_dir)
+    device = _device(config.device)
+    processes = _processes(config, device, started)
+    backend = config.backend or ("nccl" if device == "cuda" else "gloo")
+    if backend == "nccl":
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        local_processes = started.local_processes if started else processes
+        one_each = started is not None and gpus == 1  # as SLURM may bind them: meeting.py looks
+        if local_processes > gpus and not one_each:
+            raise UserError(
+                f"backend=nccl needs a GPU for each process, but {local_processes} processes share"
+                f" {gpus}: type processes={gpus} (virtual workers share a GPU) or backend=gloo"
+                if gpus
+                else "backend=nccl needs device=cuda: type backend=gloo"
+            )
+    data = load_data(config.dataset)
+    sharding = Sharding(
+        data.train_size,
+        config.workers,
+        config.batch_size,
+        config.seed,
+        config.dataset.sharding,
+        labels=data.labels if config.dataset.sharding == "dirichlet" else None,
+        alpha=config.dataset.get("alpha"),
+    )
+    if config.accumulate > sharding.smallest_batch:
+        raise UserError(
+            f"accumulate={config.accumulate} cuts batches of {sharding.smallest_batch} samples into"
+            f" more parts: type accumulate={sharding.smallest_batch} or less"
+        )
+    epochs = config.epochs * sharding.steps_per_epoch
+    steps = config.steps or -(-epochs // config.local_steps)
+    if config.schedule.warmup_steps >= steps and is_first():
+        print(
+            f"note: the learning rate rises to the end, as schedule.warmup_steps="
+            f"{config.schedule.warmup_steps} are not fewer than the {steps} steps of the run",
+            file=sys.stderr,
+        )
+    _check_method(config, data, sharding.smallest_batch // config.accumulate, device)
+    if config.local_optimizer in ("adamw", "lion") and config.local_lr >= 0.05 and is_first():
+        print(
+            f"note: local_lr={config.local_lr} is a rate for sgd; local_optimizer="
+            f"{config.local_optimizer} moves every parameter by about that much in a local step",
+            file=sys.stderr,
+        )
+    resume = checkpoint_to_resume(config, output_dir, steps)
+    samples = data.train_size, data.test_size
+    if resume is not None and resume.samples != samples:
+        before, now = (f"{train:,} and {test:,}" for train, test in (resume.samples, samples))
+        raise UserError(
+            f"{resume.directory} is of a run with {before} samples to train and to test on, the"
+            f" data set has {now} now: restore it, or start anew in another output_dir"
+        )
+    return Job(
+        config=config,
+        workers=Workers(processes=processes, local=config.workers // processes),
+        device=device,
+        backend=backend,
+        steps=steps,
+        data=data,
+        sharding=sharding,
+        output_dir=output_dir,
+        rate=_rate(config, backend, started),
+        resume=resume,
+    )
+
+
+def load_data(dataset: DictConfig) -> Data:
+    """Load a data set.
+
+    Raises:
+        UserError: one sentence about why it cannot be had.
+    """
+    with _one_line(f"dataset={dataset.name}"):
+        return datasets.load(dataset)
+
+
+def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
+    """Check what the settings alone can show, without loading data or a model.
+
+    Args:
+        settings: of a run.
+        data_is_here: whether this machine is the one that will load the data.
+
+    Raises:
+        UserError: one sentence about the first setting that is wrong.
+    """
+    _check_data_path(settings.dataset, data_is_here)
+    check_types(settings)
+    workers, faults = settings.workers, settings.faults
+    if settings.processes is not None and workers % settings.processes:
+        fitting = [p for p in range(1, workers + 1) if workers % p == 0]
+        raise UserError(
+            f"workers={workers} cannot be spread evenly over processes={settings.processes}:"
+            f" processes may be {', '.join(map(str, fitting))}"
+        )
+    if faults.byzantine > workers:
+        raise UserError(
+            f"faults.byzantine={faults.byzantine} of workers={workers} cannot lie: type"
+            f" faults.byzantine={workers} or less"
+        )
+    if settings.box and not settings.optimizer.get("weight_decay"):
+        raise UserError(
+            "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
+        )
+    check_logger(settings.logger)
+
+
+def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
+    if OmegaConf.is_missing(dataset, "path"):
+        raise UserError(
+            f"dataset={dataset.name} must be on a disk: type dataset.path=DIR,"
+            f" {folder_with(dataset.name)}"
+        )
+    path = dataset.get("path")
+    if data_is_here and path and not Path(str(path)).expanduser().exists():
+        raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
+
+
+def _device(setting: str | None) -> str:
+    """Return the device of a run: by default a GPU if this machine has one."""
+    # torch asks the driver without starting CUDA, which must not happen before a fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    has_gpu = torch.cuda.is_available()
+    if setting is None:
+        return "cuda" if has_gpu else "cpu"
+    if setting == "cuda" and not has_gpu:
+        raise UserError("device=cuda, but torch finds no GPU on this machine: type device=cpu")
+    return setting
+
+
+def _rate(config: DictConfig, backend: str, started: RankInfo | None) -> int | None:
+    """Return the bits per second of the emulated links, None for the machine's own network."""
+    if config.network.rate is None:
+        return None
+    try:
+        rate = parse_rate(config.network.rate)
+    except UserError as error:
+        raise UserError(f"network.rate={error}") from None
+    if started is not None:
+        raise UserError(
+            f"network={config.network.name} needs train.py to start its own processes, but"
+            f" {started.source} started them: type network=none"
+        )
+    if backend != "gloo":
+        raise UserError(
+            "an emulated network carries gloo only, as GPUs of one machine would talk past it: type"
+            " backend=gloo, or network=none"
+        )
+    check_possible()
+    return rate
+
+
+def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int:
+    """Return the number of processes: by default as many as this machine has room for."""
+    if started is None:
+        if config.processes is not None:
+            return config.processes
+        most = torch.cuda.device_count() if device == "cuda" else cores()
+        return max(p for p in range(1, most + 1) if config.workers % p == 0)
+    if config.processes not in (None, started.processes):
+        raise UserError(
+            f"processes={config.processes}, but {started.source} started {started.processes}: leave"
+            " processes out"
+        )
+    if config.workers % started.processes:
+        raise UserError(
+            f"workers={config.workers} cannot be spread evenly over {started.processes} processes"
+            f" that {started.source} started: give a multiple of {started.processes}"
+        )
+    return started.processes
+
+
+@contextmanager
+def _one_line(choice: str) -> Iterator[None]:
+    """Turn whatever goes wrong in a component, which may be anybody's, into one line.
+
+    Raises:
+        UserError: the error, and the line of code that raised it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{choice} cannot be had: {type(error).__name__}: {reason} ({frame.filename}, line"
+            f" {frame.lineno})"
+        ) from error
+
+
+def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> None:
+    """Build model and optimizer without memory, so that they refuse wrong settings here.
+
+    Args:
+        config: the settings.
+        data: the data set.
+        samples: fewest that go through the model at once.
+        device: of the run.
+    """
+    with torch.device("meta"), _one_line(f"model={config.model.name}"):
+        model = models.build(config.model, data)
+    if samples == 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
+        _check_single_sample(model, config, data)
+    path = config.model.get("path")
+    if isinstance(model, models.CausalLM) and path and Path(path).is_dir():
+        check_pretrained(model, path)
+    if config.init_from is not None:
+        check_weights(model, config.init_from)
+    try:
+        optimizer = instantiate(
+            config.optimizer,
+            model.named_parameters(),
+            workers=Workers(local=config.workers),
+            seed=config.seed,
+            bucket_cap_mb=config.bucket_cap_mb,
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
+    if isinstance(optimizer, LocalUpdate):
+        _check_local(config, optimizer)
+    if config.agreement and not isinstance(optimizer, VOTES):
+        raise UserError(
+            f"agreement=true compares votes with a mean, but optimizer={config.optimizer.name} does"
+            " not vote with the sign of momenta: type agreement=false, or optimizer=dlion_mavo"
+        )
+    if device == "cpu":
+        optimizer.prepare()  # compiled once, before the fork, not by every process
+
+
+def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
+    """Refuse what does not go with a method whose workers take steps of their own."""
+    name = config.optimizer.name
+    if config.local_steps > 1:
+        raise UserError(
+            f"local_steps={config.local_steps} is a path of its own within each step, but"
+            f" optimizer={name} has an inner optimizer of its own: type"
+            f" optimizer.local_steps={config.local_steps} instead"
+        )
+    if config.local_optimizer != "sgd":
+        raise UserError(
+            f"local_optimizer={config.local_optimizer} is of paths within each step, but"
+            f" optimizer={name} has an inner optimizer of its own: type"
+            f" optimizer.inner={config.local_optimizer} instead"
+        )
+    if callable(optimizer.inner):
+        raise UserError(
+            f"optimizer.inner must be a name in a run, as checkpoints hold no state of torch's"
+            f" optimizers: type optimizer.inner={' or '.join(INNER)}"
+        )
+
+
+def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> None:
+    """Refuse to train on samples one by one what normalises over batches, if it cannot do that."""
+    if not isinstance(data, Images):
+        return
+    images = torch.empty(1, data.channels, data.image_size, data.image_size, device="meta")
+    try:
+        model.train()(images)
+    except Exception as error:  # of what cannot be tried without values, training may do well
+        if "more than 1 value per channel" not in str(error):
+            return
+        raise UserError(
+            f"model={config.model.name} normalises over the samples of a batch, but"
+            f" batch_size={config.batch_size} and accumulate={config.accumulate} leave a worker"
+            f" batches of one: type a larger batch_size ({error})"
+        ) from error

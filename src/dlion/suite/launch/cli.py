@@ -1,0 +1,222 @@
+"""The command line: an error is one clear sentence and an exit code."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from dlion import __version__
+from dlion.errors import Finished, RunFailed, Stopped, UserError
+from dlion.suite.config import explain, settle, unlisted_method
+from dlion.suite.launch.arguments import Arguments
+from dlion.suite.launch.environment import among_others, is_first
+from dlion.suite.launch.help import help_text
+from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
+from dlion.suite.settings import check_values
+from dlion.suite.terminal import end_now, raise_interrupts
+
+_EXIT_CODES = {
+    UserError: 2,
+    HydraException: 2,
+    OmegaConfBaseException: 2,
+    RunFailed: 1,
+    Stopped: 75,
+    KeyboardInterrupt: 130,
+}
+
+
+def run(main: Callable[[], Any], conf: Path) -> None:
+    """Run a Hydra main function; an error that is written for the user ends it with one line.
+
+    Exit codes: 0 finished, 1 failed, 2 wrong input, 75 stopped with a checkpoint to continue
+    from, 130 interrupted.
+
+    Args:
+        main: decorated by Hydra.
+        conf: the folder of its configuration.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
+    try:
+        arguments = Arguments(sys.argv[1:])
+        if arguments.options.version:
+            print(f"dlion {__version__}")
+        elif arguments.options.help:
+            print(help_text(arguments, conf))
+        else:
+            sys.argv[1:] = arguments.ordered()
+            main()
+    except tuple(_EXIT_CODES) as error:
+        _leave(error)
+    except Exception as error:
+        if type(error).__module__.startswith("submitit."):
+            _leave(RunFailed(_job_failure(error)))
+        from_hydra = _raised_by(error) in ("hydra", "omegaconf", "antlr4")
+        if from_hydra and not isinstance(error, OSError):
+            _leave(UserError(f"Hydra cannot read the command line: {_sentence(error)}"))
+        raise
+
+
+def guarded(config: DictConfig) -> Any:
+    """Launch what was configured, from inside Hydra's main function.
+
+    Hydra would print errors with its own traceback, so a single run exits here. In a multirun Hydra
+    gets the error, and runs the other jobs first.
+    """
+    hydra = HydraConfig.get()
+    multirun = hydra.mode == RunMode.MULTIRUN
+    output_dir = Path(hydra.runtime.output_dir) if multirun else None
+    sweep = Path(hydra.sweep.dir) if multirun else None
+    try:
+        if not multirun:
+            _check_single(hydra)
+        settings = settle(config, hydra)
+        check_values(settings)
+        _announce(settings, unlisted_method(config, hydra))
+        from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
+        from dlion.suite.launch.runner import launch
+
+        if not multirun:
+            output_dir = choose_output_dir(config, settings)
+            settings.output_dir = str(output_dir)
+        raise_interrupts()
+        return launch(settings, output_dir)
+    except Stopped as stop:
+        from dlion.suite.launch.resume import command_to_go_on
+
+        stop.command = command_to_go_on(output_dir, sweep)
+        handled = stop.signal not in (None, signal.SIGINT) and callable(
+            signal.getsignal(stop.signal)
+        )
+        if isinstance(stop, Finished) and (handled or not multirun):
+            return stop.result
+        if handled:
+            print(stop, file=sys.stderr)
+            signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
+            sys.exit(75)
+        if multirun and stop.signal is None:
+            raise
+        _leave(stop)
+    except UserError as error:
+        if output_dir is None or not multirun:
+            _leave(error)
+        from dlion.suite.launch.resume import holds_another
+
+        if not holds_another(config, output_dir):  # the record of another run stays as it is
+            if not holds_run(output_dir):
+                record_config(output_dir, config)
+            forget(output_dir, FAILURE)  # of an earlier attempt
+            record_failure(output_dir, str(error))
+        raise
+    except KeyboardInterrupt as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
+        from dlion.suite.launch.resume import command_to_go_on
+
+        _record(output_dir, error)
+        _leave(error, command_to_go_on(output_dir, sweep))
+    except Exception as error:
+        _record(output_dir, error)
+        if isinstance(error, RunFailed) and not multirun:
+            _leave(error)
+        raise
+
+
+def _record(output_dir: Path | None, error: BaseException) -> None:
+    """Record why a run failed, unless another run is in its directory."""
+    from dlion.suite.launch.resume import in_use
+
+    if output_dir is not None and not in_use(output_dir):
+        record_failure(output_dir, _sentence(error))
+
+
+def _check_single(hydra: DictConfig) -> None:
+    """Refuse what only sweeps use.
+
+    Raises:
+        UserError: what to type instead.
+    """
+    launcher = hydra.runtime.choices["hydra/launcher"]
+    if launcher != "basic":
+        raise UserError(f"hydra/launcher={launcher} is for sweeps, and would run here: add -m")
+
+
+def _announce(settings: DictConfig, method: str | None) -> None:
+    """Print what is about to run, before anything that takes time.
+
+    Args:
+        settings: of the run.
+        method: chosen, if the recipe's table does not list it.
+    """
+    if not is_first():
+        return
+    names = [settings[group].get("name", "?") for group in ("optimizer", "model", "dataset")]
+    what = "{} trains {} on {}".format(*names)
+    if settings.evaluate is not None:
+        what = f"measures the model of {settings.evaluate}"
+    print(what, flush=True)
+    if method is not None:
+        print(
+            f"note: the recipe has no settings for optimizer={method} here, which keeps those of"
+            f" conf/optimizer/{method}.yaml",
+            file=sys.stderr,
+        )
+
+
+def _leave(error: BaseException, command: str | None = None) -> NoReturn:
+    """Print the error's sentence and exit with its code; of several processes the first prints.
+
+    Args:
+        error: why this process ends.
+        command: what to type to go on, if that is known and the sentence does not say it.
+    """
+    code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+    stopped = isinstance(error, Stopped)
+    if stopped and error.signal == signal.SIGINT:
+        code = _EXIT_CODES[KeyboardInterrupt]
+    if is_first() or code == 1:
+        hint = f"; to go on: {command}" if command else ""
+        print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
+    if code == 1 and among_others():
+        end_now(code)
+    sys.exit(code)
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the sentence that an error is recorded and printed with."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return explain(error)
+    return str(error) or type(error).__name__
+
+
+def _raised_by(error: Exception) -> str:
+    """Return the name of the package whose code raised an error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+    return name.partition(".")[0]
+
+
+def _job_failure(error: Exception) -> str:
+    """Return one sentence about a failed job of a sweep on SLURM."""
+    text = str(error)
+    job = re.search(r"\b\d+_\d+\b", text)
+    state = re.search(r"state: ([A-Z_ ]+)", text)
+    lines = [line.strip(" -") for line in text.splitlines()]
+    reason = state[1].strip().lower() if state else next(x for x in reversed(lines) if x)
+    if job is None:
+        return f"SLURM took no job of the sweep: {reason}"
+    return (
+        f"SLURM job {job[0]} of the sweep: {reason}; the others go on, and"
+        " `dlion collect SWEEP_DIR` tells what became of each"
+    )

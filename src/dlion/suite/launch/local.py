@@ -1,0 +1,411 @@
+"""Starts the processes of a run on this machine, and ends all of them when one fails.
+
+Processes are forked where possible: they start in a tenth of a second and share the loaded data.
+A fork is safe only while its parent has no threads of its own, so nothing here starts one; the
+processes meet through a file, not through a server in the parent. (torch.distributed.launcher
+hosts such a server and forks beside it: now and then a child inherits a held lock and never
+starts.)
+"""
+
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.multiprocessing import ProcessContext, start_processes
+from torch.multiprocessing.spawn import ProcessException
+
+from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
+from dlion.suite.launch.environment import LOOPBACK
+from dlion.suite.launch.network import Network
+from dlion.suite.locks import acquire
+from dlion.suite.machine import die_with
+from dlion.suite.terminal import end_now
+from dlion.suite.training.signals import SIGNALS, SignalNotice, woken_by_signals
+
+# seconds that a process waits after it lost a peer, so that the peer's failure is reported first
+PATIENCE = 2.0
+_PREFIX = "dlion-processes-"
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
+_SENTENCES = (TrainingFailed, UserError)  # their messages are enough
+# words of gloo, of NCCL, and of the thread of torch that watches NCCL and aborts the process
+_LOST = re.compile(
+    "timed out|operation timeout|connection (closed|reset)|remote process exited|ncclRemoteError",
+    re.IGNORECASE,
+)
+_ABORTED = re.compile(rb"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(.+)")
+_REMEMBERED = 1 << 16  # bytes of what a process has written to standard error
+
+
+def run_processes(
+    processes: int,
+    work: Callable[..., Any],
+    *args: Any,
+    network: Network | None = None,
+    watched: bool = False,
+) -> Any:
+    """Run ``work(*args)`` in several processes.
+
+    ``work`` can call :func:`dlion.suite.launch.meeting.join_process_group`.
+
+    Args:
+        processes: how many to start.
+        work: the function to run.
+        args: its arguments.
+        network: connects the processes, and is entered already; None: loopback does.
+        watched: whether torch's NCCL watchdog may abort them. Its reason is in their standard
+            error, which then goes through this process.
+
+    Returns:
+        The result of process 0, after a round trip through JSON.
+
+    Raises:
+        RunFailed: naming the process that failed first and its error, when all have ended.
+        Stopped: if ``work`` raised it. Any of SIGNALS is passed on to the processes as SIGTERM,
+            after which they may do so.
+        Finished: if it returned a result after such a signal.
+        KeyboardInterrupt: on a second SIGINT or SIGTERM, when all have ended.
+    """
+    children: list[BaseProcess] = []
+    signals: list[int] = []
+
+    def tell_children() -> None:
+        for child in children:
+            child.terminate()
+
+    def pass_on(number: int) -> None:
+        if number in signals:
+            if number in (signal.SIGINT, signal.SIGTERM):  # a second one means: do not wait
+                raise KeyboardInterrupt
+            return  # others may come from several senders: the kernel and the shell, say
+        signals.append(number)
+        if number == signal.SIGINT:
+            print("ending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        tell_children()
+
+    errors = _Errors(processes if watched else 0)
+    with SignalNotice(pass_on) as notice, _folder() as directory, errors:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
+        others = multiprocessing.active_children()
+        try:
+            with _temporary_files_in(directory):  # in which torch puts errors, pickled
+                here = (os.getpid(), processes, directory, network, errors)
+                context = _start(processes, *here, work, args)
+            errors.started()
+            children += context.processes
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            if signals:  # the mask is this thread's: another may have taken one before
+                tell_children()
+            _wait(context, directory, notice, errors)
+        finally:
+            for child in {*multiprocessing.active_children()} - {*others}:
+                child.kill()
+                child.join()
+            errors.pass_on()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        outcome = json.loads(_outcome_file(directory, 0).read_text())
+    if "stopped_after" in outcome:
+        raise Stopped(outcome["stopped_after"], notice.first)
+    if notice.first is not None:
+        raise Finished(outcome["result"], notice.first)
+    return outcome["result"]
+
+
+def _start(processes: int, *args: Any) -> ProcessContext:
+    """Start processes that run ``_work(rank, *args)``."""
+    method = "fork" if sys.platform == "linux" else "spawn"
+    try:
+        return start_processes(_work, args, processes, join=False, start_method=method)
+    except OSError as error:
+        raise RunFailed(
+            f"not all of {processes} processes could be started ({error.strerror}): type"
+            " processes=N with fewer"
+        ) from error
+
+
+@contextmanager
+def _temporary_files_in(directory: Path) -> Iterator[None]:
+    """Let temporary files be made in a directory that nobody else may enter."""
+    before, tempfile.tempdir = tempfile.tempdir, str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder in which processes meet and say how they ended, and remove it at the end.
+
+    A launcher that is killed leaves its folder behind. The lock on it dies with the launcher and
+    its processes, so the next one can tell, and removes it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is held, or another launcher removes it
+            _remove_leftover(left)
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with suppress(BlockingIOError, FileNotFoundError):  # such a removal was faster
+            descriptor = acquire(directory)
+            break
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_leftover(directory: Path) -> None:
+    """Remove what a launcher of this user has left, and nothing else that may be in there."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = acquire(directory, flags, certain=True)
+    try:
+        if os.fstat(descriptor).st_uid == os.getuid():
+            ours = ("rendezvous", "outcome-*.json", "pytorch-errorfile-*")
+            for file in itertools.chain.from_iterable(map(directory.glob, ours)):
+                file.unlink()
+            directory.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+class _Errors:
+    """Standard error of processes: read here, passed on, and remembered.
+
+    Args:
+        processes: how many; 0: they keep that of this process.
+    """
+
+    def __init__(self, processes: int):
+        pipes = [os.pipe() for _ in range(processes)]
+        self.readers = {reader: rank for rank, (reader, _) in enumerate(pipes)}
+        for reader in self.readers:
+            os.set_blocking(reader, False)
+        self._writers = [writer for _, writer in pipes]
+        self._latest = [b""] * processes
+
+    def __enter__(self) -> "_Errors":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for descriptor in (*self.readers, *self._writers):
+            os.close(descriptor)
+
+    def enter(self, rank: int) -> None:
+        """Let this process, a new one, write into its pipe."""
+        if self._writers:
+            os.dup2(self._writers[rank], 2)
+        self.__exit__()
+
+    def started(self) -> None:
+        """Leave the pipes to the processes, all of which have been started."""
+        for writer in self._writers:
+            os.close(writer)
+        self._writers.clear()
+
+    def pass_on(self) -> None:
+        """Write what has come to the standard error of this process."""
+        for reader, rank in list(self.readers.items()):
+            with suppress(BlockingIOError):
+                while piece := os.read(reader, _REMEMBERED):
+                    self._latest[rank] = (self._latest[rank] + piece)[-_REMEMBERED:]
+                    with suppress(OSError):
+                        os.write(2, piece)
+                del self.readers[reader]  # nobody writes any more
+                os.close(reader)
+
+    def of_watchdog(self, rank: int) -> str | None:
+        """Return why torch's watchdog has aborted a process, if it has."""
+        said = _ABORTED.search(self._latest[rank]) if self._latest else None
+        return said and said[1].decode(errors="replace")
+
+
+def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors: _Errors) -> None:
+    """Wait until all processes have succeeded or one has failed.
+
+    Raises:
+        RunFailed, Stopped, KeyboardInterrupt: as :func:`run_processes` does.
+    """
+    ended, suspended = False, []
+    try:
+        while not ended:
+            with woken_by_signals() as woken:
+                connection.wait([*context.sentinels, *errors.readers, woken])
+            errors.pass_on()
+            suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
+            # after a failure the others cannot continue
+            ended = context.join(timeout=0, grace_period=0)
+    except ProcessException as error:
+        signal_name = getattr(error, "signal_name", None)
+        if signal_name == "SIGTERM" and notice.first is not None:
+            raise Stopped(None, notice.first) from None  # it had not begun to train
+        errors.pass_on()
+        aborted = errors.of_watchdog(error.error_index) if signal_name == "SIGABRT" else None
+        failures = _failures(len(context.processes), directory)
+        if aborted is not None:
+            failures[error.error_index] = (aborted, bool(_LOST.search(aborted)))
+        reason = _reason(error.error_index, signal_name, suspended, failures)
+        raise RunFailed(reason, leaving=notice.first is not None) from None
+
+
+def _outcome_file(directory: Path, rank: int) -> Path:
+    """Return the file in which process ``rank`` says how it ended, as JSON of one of three shapes.
+
+    They are ``{"result": what work returned}``, ``{"stopped_after": step}`` and ``{"failed": a
+    sentence, "lost_peer": whether it waited for another process in vain}``. A killed process leaves
+    no file.
+    """
+    return directory / f"outcome-{rank}.json"
+
+
+def _failures(processes: int, directory: Path) -> dict[int, tuple[str, bool]]:
+    """Return of each process that says how it failed its sentence, and whether it lost a peer."""
+    failures = {}
+    for rank in range(processes):
+        with suppress(OSError, ValueError):  # it was killed, even while it wrote
+            outcome = json.loads(_outcome_file(directory, rank).read_text())
+            if "failed" in outcome:
+                failures[rank] = (outcome["failed"], outcome["lost_peer"])
+    return failures
+
+
+def _reason(
+    rank: int, signal_name: str | None, suspended: list[int], failures: dict[int, tuple[str, bool]]
+) -> str:
+    """Return one sentence about why process ``rank`` failed, or the peer for which it waited."""
+    if rank not in failures:
+        how = f"was killed by {signal_name}" if signal_name else "ended early"
+        return f"process {rank} {how}"
+    sentence, lost_peer = failures[rank]
+    if not lost_peer:
+        return f"process {rank} failed: {sentence}"
+    for other, (cause, lost_too) in failures.items():  # it has failed, but not ended
+        if not lost_too:
+            return f"process {other} failed: {cause}"
+    if suspended:
+        return f"process {suspended[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
+    return (  # not a dead one, which would have been reported first
+        f"process {rank} failed: it has lost the others, who are still there: for longer than"
+        f" timeout= one of them hangs, or a link is cut ({sentence})"
+    )
+
+
+def _is_suspended(pid: int) -> bool:
+    """Whether a process is stopped or traced; never where /proc does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt inside, as SIGINT does, so that contexts are exited."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _work(
+    rank: int,
+    parent: int,
+    processes: int,
+    directory: Path,
+    network: Network | None,
+    errors: _Errors,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Set up a new process, run ``work(*args)`` in it, and write its outcome."""
+    # the launcher's handlers were inherited; a terminal or a SLURM step signals all processes, but
+    # what is to happen is the launcher's to say, by a SIGTERM that before training ends the process
+    for number in SIGNALS:  # one that is ignored for a moment is lost, even if it is blocked
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    die_with(parent)
+    errors.enter(rank)
+    tempfile.tempdir = None  # what is temporary here goes where it always does
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_RANK": str(rank),
+        "DLION_RENDEZVOUS": str(directory / "rendezvous"),
+        "GLOO_SOCKET_IFNAME": LOOPBACK,  # everything stays on this machine
+    }
+    if network is not None:
+        network.enter(rank)
+    file = _outcome_file(directory, rank)
+    try:
+        result = _report_failure(work, *args)
+        file.write_text(json.dumps({"result": result if rank == 0 else None}))
+    except Stopped as stop:
+        file.write_text(json.dumps({"stopped_after": stop.step}))
+    except Exception as error:
+        failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
+        file.write_text(json.dumps(failure))
+        end_now(1)
+
+
+def run_one_process(work: Callable[..., Any], *args: Any) -> Any:
+    """Run ``work(*args)`` as one of the processes that torchrun or SLURM has started.
+
+    Raises:
+        RunFailed: naming this process and its error, which was printed if it is worth that.
+    """
+    try:
+        return _report_failure(work, *args)
+    except (Stopped, *_SENTENCES):
+        raise
+    except Exception as error:
+        raise RunFailed(f"process {os.environ['RANK']} failed: {sentence_of(error)}") from error
+
+
+def _report_failure(work: Callable[..., Any], *args: Any) -> Any:
+    """Run ``work(*args)``; print the traceback of an error, unless it is that of a lost peer."""
+    try:
+        return work(*args)
+    except Stopped:
+        raise
+    except Exception as error:
+        if isinstance(error, dist.DistBackendError) or lost_peer(error):
+            time.sleep(PATIENCE)
+        elif not isinstance(error, _SENTENCES):
+            print(f"process {os.environ['RANK']}:", file=sys.stderr)
+            traceback.print_exc()
+        raise
+
+
+def lost_peer(error: Exception) -> bool:
+    """Whether a collective waited in vain; only the text tells gloo's RuntimeError from others."""
+    if isinstance(error, _SENTENCES) or not _LOST.search(str(error)):
+        return False
+    of_torch = isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError)
+    return of_torch or "gloo" in str(error)
+
+
+def sentence_of(error: Exception) -> str:
+    """Return the last line of an error, with its type unless it was written to be read."""
+    if isinstance(error, _SENTENCES):
+        return str(error)
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[-1]

@@ -1,0 +1,195 @@
+"""The processes of a run find each other, whoever else listens or asks on their machines."""
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+from dlion.errors import Stopped, TrainingFailed
+from dlion.workers import gpu_of
+
+_CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
+_PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run it belongs to
+_JOINED = "joined"  # the number of processes that have found process 0
+
+
+@contextmanager
+def process_group(backend: str, timeout: float) -> Iterator[None]:
+    """Join the process group of the run, as :func:`join_process_group` does, and leave it again.
+
+    After a failure this process leaves without waiting for others, which may be gone or hang: NCCL
+    would first complete what is under way.
+    """
+    join_process_group(backend, timeout)
+    try:
+        yield
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    except BaseException:
+        leaving = Thread(target=_destroy, daemon=True)
+        leaving.start()
+        leaving.join(_PATIENCE)
+        raise
+    dist.destroy_process_group()
+
+
+def _destroy() -> None:
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def join_process_group(backend: str, timeout: float = 600) -> None:
+    """Initialise the process group of the run; wait ``timeout`` seconds for other processes.
+
+    Args:
+        backend: ``gloo``; or ``nccl`` for the current GPU's tensors, and gloo for those of the CPU.
+        timeout: seconds.
+
+    Raises:
+        TrainingFailed: if process 0 finds no free port, they do not find each other in time, or two
+            of them have the same GPU under NCCL.
+    """
+    env = os.environ
+    rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
+    limit = timedelta(seconds=timeout)
+    store: dist.Store
+    if "DLION_RENDEZVOUS" in env:  # a file, from dlion.suite.launch.local
+        store = dist.FileStore(env["DLION_RENDEZVOUS"], processes)
+    else:
+        store = _meet(env, rank, processes, limit)
+    store.set_timeout(limit)
+    device = None
+    if backend == "nccl":
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
+        claim_gpu(store, rank, gpu_of(device))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=processes, timeout=limit, device_id=device
+    )
+
+
+def claim_gpu(store: dist.Store, rank: int, gpu: str) -> None:
+    """Take a GPU for process ``rank``.
+
+    Raises:
+        TrainingFailed: naming the process that has taken it before.
+    """
+    owner = int(store.compare_set(f"gpu {gpu}", "", str(rank)))
+    if owner != rank:
+        raise TrainingFailed(
+            f"processes {owner} and {rank} share a GPU, which backend=nccl does not allow: start"
+            " one process for each GPU (virtual workers share it), or type backend=gloo"
+        )
+
+
+def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -> dist.Store:
+    """Return the store of the run, which process 0 hosts.
+
+    (The store of torchrun's agent keeps the addresses of processes that died in an earlier attempt,
+    and agents on several machines do not agree which attempt this is.)
+
+    Process 0 listens at a port that all know, and tells whoever asks there the name of the run and
+    the port of its store. So a stranger at that port is recognised, be it silent or another run's
+    process 0. (A TCPStore waits for a silent one for ever, and shares its keys with any run.)
+    """
+    run, host = env.get("DLION_RUN", "run"), env["MASTER_ADDR"]
+    taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the first, by torchrun's agent
+    port = int(env["MASTER_PORT"])
+    first = min(port + taken, (1 << 16) - 1)
+    ports = range(first, min(first + _CHOICE, 1 << 16))
+    if rank == 0:
+        guide, listener = _listen(host, ports), _listen(host, range(1))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "::1" if host == "::1" else "127.0.0.1",  # others may know it by another name
+            port,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes the socket
+        )
+        with guide:
+            _answer(guide, _greeting(run) + b"%d\n" % port, store, processes, limit)
+    else:
+        store = dist.TCPStore(
+            host, _ask(host, ports, run, limit), timeout=limit, wait_for_workers=False
+        )
+        store.add(_JOINED, 1)
+    return dist.PrefixStore(run, store)
+
+
+def _listen(host: str, ports: range) -> socket.socket:
+    """Listen at the first free port; on loopback alone for a run on this machine."""
+    for port in ports:
+        try:
+            if host in ("127.0.0.1", "localhost"):
+                return socket.create_server(("127.0.0.1", port), backlog=1024)
+            if host == "::1":
+                return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(
+                ("", port), family=family, backlog=1024, dualstack_ipv6=both
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+    raise TrainingFailed(
+        f"process 0 cannot listen at port {_words(ports)} ({reason}): set MASTER_PORT to a free one"
+    )
+
+
+def _answer(
+    guide: socket.socket, answer: bytes, store: dist.Store, processes: int, limit: timedelta
+) -> None:
+    """Send the answer to everyone who connects, until all processes have joined the store."""
+    guide.settimeout(0.1)
+    deadline = time.monotonic() + limit.total_seconds()
+    while (joined := store.add(_JOINED, 0)) < processes - 1:
+        if time.monotonic() > deadline:
+            raise TrainingFailed(
+                f"{joined + 1} of {processes} processes were there after timeout="
+                f"{limit.total_seconds():g} s: start all of them in that time"
+            )
+        with contextlib.suppress(OSError):  # nobody for a while, or one who has left
+            client, _ = guide.accept()
+            with client:
+                client.sendall(answer)
+
+
+def _ask(host: str, ports: range, run: str, limit: timedelta) -> int:
+    """Return the port of the run's store, which process 0 tells at one of ``ports``."""
+    deadline = time.monotonic() + limit.total_seconds()
+    patience = min(_PATIENCE, limit.total_seconds())
+    while time.monotonic() < deadline:
+        for port in ports:
+            with (
+                contextlib.suppress(OSError),  # nobody is there yet, or does not answer
+                socket.create_connection((host, port), timeout=patience) as guide,
+            ):
+                answer = re.fullmatch(_greeting(run) + rb"(\d+)\n", guide.recv(200))
+                if answer:
+                    return int(answer[1])
+        time.sleep(0.1)
+    raise TrainingFailed(
+        f"process 0 was not found at {host}, port {_words(ports)}, within timeout="
+        f"{limit.total_seconds():g} s: start all processes in that time, and if another program"
+        " listens there, set MASTER_PORT to a free port"
+    )
+
+
+def _greeting(run: str) -> bytes:
+    """Return what a run's process 0 says before its port, of one length for any name."""
+    return f"dlion {hashlib.sha256(run.encode()).hexdigest()} ".encode()
+
+
+def _words(ports: range) -> str:
+    return f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else f"{ports[0]}"

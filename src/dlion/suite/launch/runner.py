@@ -1,0 +1,192 @@
+"""Runs a configuration: in processes started here, or in one that torchrun or SLURM started."""
+
+import json
+import os
+import sys
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from dlion.errors import RunFailed, Stopped, TrainingFailed
+from dlion.suite.launch.check import check
+from dlion.suite.launch.environment import RankInfo, detect
+from dlion.suite.launch.local import (
+    interruptible,
+    lost_peer,
+    run_one_process,
+    run_processes,
+    sentence_of,
+)
+from dlion.suite.launch.meeting import process_group
+from dlion.suite.launch.network import Network
+from dlion.suite.launch.resume import (
+    alone_in,
+    finished_run,
+    latest_checkpoint,
+    note_job,
+    result_of,
+    resuming,
+)
+from dlion.suite.launch.stored import settings_of_run
+from dlion.suite.record.runs import (
+    FAILURE,
+    SUMMARY,
+    forget,
+    load_run,
+    record_config,
+    record_failure,
+)
+from dlion.suite.training import Job, train
+from dlion.suite.training.checkpoint import find, identity
+from dlion.suite.training.measure import measure
+from dlion.workers import Workers
+
+_WHAT_TRAVELS_WHEN = (  # beside what decides about the bits
+    "overlap",
+    "log_every",
+    "eval_every",
+    "eval_limit",
+    "checkpoint_every",
+    "stop_after",
+    "check_replicas_every",
+    "box",
+    "agreement",
+)
+
+
+def launch(config: DictConfig, output_dir: Path) -> float | None:
+    """Train as configured, or evaluate; return the test accuracy, or the loss where there is none.
+
+    Raises:
+        UserError: before any process starts, about a wrong value.
+        RunFailed: if a process failed more often than ``max_restarts`` allows.
+        Stopped: if it ended before its last step because of ``stop_after`` or a signal.
+    """
+    started = detect()
+    first = started is None or started.rank == 0
+    torch.set_num_threads(1)  # after a fork no process can use the threads of its parent
+    if config.evaluate is not None:
+        recorded = settings_of_run(config, HydraConfig.get().overrides.task)
+        try:
+            return _start(check(recorded, output_dir, started), started)
+        finally:
+            with suppress(OSError):
+                output_dir.rmdir()  # which Hydra makes for each run of a sweep
+    with alone_in(output_dir) if first else nullcontext():
+        if resuming(config, output_dir) == "auto":
+            run = finished_run(config, output_dir)
+            if run is not None:
+                return result_of(run)
+        job = check(config, output_dir, started)
+        if first:
+            forget(output_dir, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
+            record_config(output_dir, config)
+            note_job(output_dir)
+        return _start(job, started)
+
+
+def _start(job: Job, started: RankInfo | None) -> float | None:
+    """Run all processes, or this one of those that torchrun or SLURM started."""
+    if started is not None:
+        started.export()
+        return run_one_process(work, job)
+    return _run_with_restarts(job)
+
+
+def _run_with_restarts(job: Job) -> float | None:
+    """Run all processes; after a failure run them again from the latest checkpoint."""
+    config, restarts = job.config, 0
+    while True:
+        try:
+            return _run(job)
+        except RunFailed as error:
+            run = load_run(job.output_dir)
+            if run.summary is not None and run.summary.get("steps") == job.steps:
+                print(f"warning: after the last step, {error}", file=sys.stderr)
+                return result_of(run)
+            if restarts == config.max_restarts or error.leaving:
+                raise
+            restarts += 1
+            print(f"{error}; restart {restarts} of {config.max_restarts}", file=sys.stderr)
+            job = replace(job, resume=latest_checkpoint(config, job.output_dir) or job.resume)
+
+
+def _run(job: Job) -> float | None:
+    """Run all processes once, over the emulated network if the job has a rate."""
+    processes = job.workers.processes
+    if job.rate is None:
+        return run_processes(processes, work, job, watched=job.backend == "nccl")
+    with interruptible(), Network(processes, job.rate) as network:
+        return run_processes(processes, work, job, network=network)
+
+
+def work(job: Job) -> float | None:
+    """Train or evaluate in one process of a run; torchrun's variables say which one this is."""
+    torch.set_num_threads(job.config.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    with process_group(job.backend, job.config.timeout):
+        job = _resume_as_first(job)
+        _check_same(job)
+        # a directory that is named after the time may have another name in each process
+        output_dir = Path(_from_first(str(job.output_dir)))
+        workers = Workers.current(job.workers.local, timeout=job.config.timeout)
+        job = replace(job, output_dir=output_dir, workers=workers)
+        return measure(job) if job.config.evaluate is not None else _train(job)
+
+
+def _train(job: Job) -> float | None:
+    """Train, and record the cause of a failure: it may be known to this process alone."""
+    try:
+        return train(job)
+    except Exception as error:
+        if not (isinstance(error, Stopped) or lost_peer(error)):
+            reason = f"process {job.workers.rank} failed: {sentence_of(error)}"
+            record_failure(job.output_dir, reason)
+        raise
+
+
+def _resume_as_first(job: Job) -> Job:
+    """Go on from the checkpoint that process 0 has chosen, as it alone has read all of it."""
+    found = job.resume
+    name = json.loads(_from_first(json.dumps(found and found.directory.name)))
+    if found is None or name in (None, found.directory.name):
+        return job  # _check_same refuses what cannot be mended
+    chosen, _ = find(found.directory.with_name(name), identity(job.config), hashed=False)
+    return replace(job, resume=chosen)
+
+
+def _check_same(job: Job) -> None:
+    """Refuse to train with settings that differ between processes: their messages would not fit.
+
+    Raises:
+        TrainingFailed: naming the settings that differ from those of process 0.
+    """
+    begins = {"checkpoint": job.resume.progress.step if job.resume else None}
+    whens = {name: job.config[name] for name in _WHAT_TRAVELS_WHEN}
+    whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
+    settings = {**identity(job.config), "steps": job.steps, **begins, **whens}
+    first = json.loads(_from_first(json.dumps(settings)))
+    different = [name for name, value in settings.items() if first.get(name) != value]
+    if different:
+        raise TrainingFailed(
+            f"process {dist.get_rank()} was started with another {', '.join(different)} than"
+            " process 0: give all the same command"
+        )
+
+
+def _from_first(text: str) -> str:
+    """Broadcast the text of process 0."""
+    encoded = os.fsencode(text)  # in a path there may be what is not UTF-8
+    size = torch.tensor([len(encoded)])
+    dist.broadcast(size, 0)
+    content = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        content = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    dist.broadcast(content, 0)
+    return os.fsdecode(bytes(content.tolist()))

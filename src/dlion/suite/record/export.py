@@ -1,0 +1,104 @@
+"""Copy the trained model of a finished run into a folder, to take it away.
+
+FOLDER then has model.safetensors, parameters and buffers by name, or what from_pretrained reads of
+a model of transformers, and config.yaml and summary.json, which say what the model is and how good.
+With --format state_dict it has model.pt instead, for torch.load and load_state_dict.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from dlion.errors import UserError
+from dlion.suite.arguments import DEFAULT_RUNS, make_parser
+from dlion.suite.files import whole_file
+from dlion.suite.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, Run
+from dlion.suite.record.studies import find_runs
+
+FORMATS = ("safetensors", "state_dict")
+
+
+def export(run: Run, folder: Path, form: str = "safetensors") -> None:
+    """Write the model of a run into a folder; files of the same names are replaced.
+
+    Raises:
+        UserError: if the run is not finished, or holds no model.
+    """
+    if run.directory.parent.is_file():
+        raise UserError(f"{run.directory} is packed, without its model: give its directory")
+    if not run.finished:
+        raise UserError(f"{run.directory} is not finished: its model comes with its last step")
+    weights = _weights(run.directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "state_dict":
+        with whole_file(folder / "model.pt") as part:
+            _save_state_dict(weights, part)
+    else:
+        pretrained = weights[0].parent
+        files = weights if pretrained == run.directory else sorted(pretrained.iterdir())
+        for file in filter(Path.is_file, files):
+            _copy(file, folder / file.name)
+    for name in (CONFIG, SUMMARY):
+        if (run.directory / name).exists():
+            _copy(run.directory / name, folder / Path(name).name)
+
+
+def _weights(directory: Path) -> list[Path]:
+    """Return the files with the tensors of a run's model; a large one has several."""
+    file = directory / MODEL
+    found = [file] if file.exists() else sorted((directory / PRETRAINED).glob("*.safetensors"))
+    if not found:
+        raise UserError(
+            f"{directory} holds no {MODEL}: runs leave it at their end, so train this one again"
+        )
+    return found
+
+
+def _save_state_dict(weights: list[Path], file: Path) -> None:
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    tensors = {}
+    for part in weights:
+        try:
+            with safe_open(part, "pt") as stored:
+                tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+                tied = json.loads((stored.metadata() or {}).get("tied", "{}"))
+            tensors |= {name: tensors[first] for name, first in tied.items()}
+        except (SafetensorError, ValueError, AttributeError, KeyError) as error:
+            raise UserError(f"{part} is damaged ({error}): copy it again") from error
+    torch.save(tensors, file)
+
+
+def _copy(file: Path, target: Path) -> None:
+    with whole_file(target) as part:
+        shutil.copyfile(file, part)
+
+
+def main(arguments: list[str]) -> None:
+    parser = make_parser("export", __doc__, "outputs/2026-05-04/10-11-12 -o digits")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_RUNS,
+        metavar="RUN",
+        help="the directory of a run, or one above no other; default: %(default)s",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="default: export in the run's directory"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default=FORMATS[0], help="default: %(default)s"
+    )
+    options = parser.parse_args(arguments)
+    if options.output and options.output.suffix in (".safetensors", ".pt"):
+        raise UserError(f"-o {options.output} is a folder, for several files: type one")
+    run, *others = find_runs([options.run])
+    if others:
+        raise UserError(
+            f"{options.run} holds {1 + len(others)} runs: name one of them, such as {run.directory}"
+        )
+    folder = options.output or run.directory / "export"
+    export(run, folder, options.format)
+    print(folder)

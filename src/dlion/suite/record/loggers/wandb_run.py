@@ -1,0 +1,199 @@
+"""A run in Weights & Biases, online or recorded for later."""
+
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+
+from dlion.errors import UserError
+from dlion.suite.files import write_atomically
+from dlion.suite.record.loggers.base import Logger, Recording, curves, first_line, warn
+from dlion.suite.record.loggers.wandb_server import has_key, obstacle
+
+ID = "wandb_id"
+_PROJECT = "dlion"
+_MODES = {  # wandb's own words, and what they mean for one process
+    "online": "online",
+    "run": "online",
+    "shared": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
+# seconds for the server to take what it is sent; training waits, and nothing is lost without it
+_PATIENCE_AT_START, _PATIENCE_AT_END = 4, 10
+
+
+class WandbLogger(Logger):
+    """Logs loss, accuracy and what they cost, against steps and against bits sent.
+
+    The dashboard draws ``test_vs_bits/*`` over ``sent_bits_per_parameter`` by itself. Bits are
+    those a worker sent so far, divided by the number of parameters, so that models of different
+    size can share an axis.
+
+    Server, key and whatever is null here are taken from where wandb looks for them: variables
+    ``WANDB_*``, its settings files, netrc. A run that cannot be online is recorded offline. One
+    that is resumed sends all rows that the server, or the new offline record, lacks.
+
+    Args:
+        project: name of the project; null: that of wandb's settings, else dlion.
+        entity: user or team; null: that of wandb's settings, else your default.
+        group: the dashboard compares the runs of a group; null: that of wandb's settings, else one
+            for all runs that differ in their seed alone.
+        tags: words to find the run by.
+        mode: auto: that of wandb's settings, else online if there are a key and a server that
+            answers; disabled: nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        /,
+        project: str | None,
+        entity: str | None,
+        group: str | None,
+        tags: list[str],
+        mode: Literal["auto", "online", "offline", "disabled"],
+    ):
+        self._run: Any = None
+        self._to_sync: str | None = None  # why the run is not all there
+        given = os.environ.get("WANDB_MODE") if mode == "auto" else mode
+        if given and _MODES[given] == "disabled":
+            return
+        # wandb's reports about itself, which a process waits for at its end
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
+        options = {
+            "project": project or settings.project or _PROJECT,
+            "entity": entity,
+            "group": group or settings.run_group or recording.group,
+            "tags": list(tags) or None,
+            "name": settings.run_name or recording.name,
+            "config": recording.config,
+            "dir": os.environ.get("WANDB_DIR") or str(recording.directory),
+            "id": _run_id(recording.directory),
+        }
+        if _MODES[given or settings.mode] == "online":  # `wandb offline` is kept in its settings
+            reason = "an emulated network leads nowhere else"
+            if recording.online:
+                reason = obstacle(settings) or self._start_online(options)
+            if reason is not None and (given or has_key(settings)):
+                warn(f"Weights & Biases is recorded offline: {reason}")
+        if self._run is None:
+            self._run, self._to_sync = _init("offline", options), "recorded offline"
+        _define_metrics(self._run)
+        self._known = self._run.summary.get("step", 0) if self._run.resumed else 0
+        for row in recording.rows:
+            self.log(row)
+
+    @classmethod
+    def check(cls, *, project: str | None, tags: list[str], **settings: Any) -> None:
+        mode, server = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_BASE_URL")
+        if mode and mode not in _MODES:
+            raise UserError(
+                f"WANDB_MODE={mode} is unknown: choose online, offline or disabled, or unset it"
+            )
+        if server and not re.match("https?://[^/]", server):
+            raise UserError(
+                f"WANDB_BASE_URL={server} is no address: give that of a server, https://HOST"
+            )
+        source, name = "logger.project", project
+        if name is None:
+            source, name = "WANDB_PROJECT", os.environ.get("WANDB_PROJECT") or _PROJECT
+        if not re.fullmatch(r"[^/\\#?%:]{1,128}", name):
+            raise UserError(
+                rf"{source}={name} is not possible: give 1 to 128 characters, none of /\#?%:"
+            )
+        for tag in tags:
+            if not 1 <= len(tag) <= 64:
+                raise UserError(f"logger.tags={tag} is not possible: give 1 to 64 characters each")
+
+    def _start_online(self, options: dict[str, Any]) -> str | None:
+        """Start a run on the server, or return why that is not possible."""
+        import wandb
+
+        try:
+            self._run = _init("online", options)
+        except Exception as error:
+            wandb.teardown()  # what it still tries
+            return first_line(error)
+        print(f"shown in Weights & Biases: {self._run.url}", flush=True)
+        return None
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._run is None or row["step"] <= self._known:
+            return
+        values = {key: row[key] for key in ("step", "epoch", "seconds")} | curves(row)
+        for name in ("loss", "accuracy"):
+            if f"test/{name}" in values:
+                values[f"test_vs_bits/{name}"] = values[f"test/{name}"]
+        self._run.log(values)
+
+    def finish(self, summary: dict[str, Any] | None) -> None:
+        if self._run is None:
+            return
+        import wandb
+
+        if summary is not None:
+            self._run.summary.update({f"run/{key}": value for key, value in summary.items()})
+        folder = Path(self._run.dir).parent
+        try:
+            self._run.finish(exit_code=int(summary is None))
+        except TimeoutError:
+            self._to_sync = "not all of it was sent"
+        finally:
+            wandb.teardown()  # finish() alone returns before the offline file is written
+        if self._to_sync:
+            print(
+                f"{self._to_sync}; to see it in Weights & Biases: wandb sync {folder}", flush=True
+            )
+
+
+def _init(mode: Literal["online", "offline"], options: dict[str, Any]) -> Any:
+    import wandb
+
+    patience = {"init_timeout": _PATIENCE_AT_START, "finish_timeout": _PATIENCE_AT_END}
+    for name in [name for name in patience if f"WANDB_{name.upper()}" in os.environ]:
+        del patience[name]
+    return wandb.init(
+        **options,
+        mode=mode,
+        resume="allow" if mode == "online" else None,
+        settings=wandb.Settings(
+            silent=True,
+            console="off",
+            finish_timeout_raises=True,
+            x_disable_stats=True,
+            disable_git=True,
+            disable_code=True,
+            **patience,
+        ),
+    )
+
+
+def _define_metrics(run: Any) -> None:
+    """Say what each curve is drawn over, and what the table of runs shows of it."""
+    for axis in ("step", "sent_bits_per_parameter"):
+        run.define_metric(axis)
+    for name, best in (("loss", "min"), ("accuracy", "max")):
+        shown = f"{best},last"
+        run.define_metric(f"test/{name}", step_metric="step", summary=shown)
+        run.define_metric(
+            f"test_vs_bits/{name}", step_metric="sent_bits_per_parameter", summary=shown
+        )
+    costs = ("sent_gigabytes", "learning_rate", "gradient_norm", "seconds_per_step")
+    for name in ("train/loss", *costs):
+        run.define_metric(name, step_metric="step")
+
+
+def _run_id(directory: Path) -> str:
+    """Return the id of the run in a directory, which a run that is resumed keeps."""
+    file = directory / ID
+    known = file.read_text("utf-8", errors="replace").strip() if file.exists() else ""
+    if not re.fullmatch(r"[\w-]{1,64}", known, re.ASCII):
+        known = uuid.uuid4().hex[:8]
+        write_atomically(file, known)
+    return known

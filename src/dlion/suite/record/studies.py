@@ -1,0 +1,190 @@
+"""The runs of studies: found below directories, and packed into one file.
+
+A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``, ``overrides``
+(what was typed), ``config`` (with all that it looked up in itself filled in), ``summary`` and
+``metrics`` (the rows). Reading it executes nothing.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dlion.errors import UserError
+from dlion.suite.files import write_atomically
+from dlion.suite.record.runs import FAILURE, METRICS, Run, load_run
+
+PACKED = "runs.jsonl"
+LeftOut = Callable[[Path, str], None]  # told which run is left out, and why in a sentence
+
+
+def find_runs(
+    paths: list[Path],
+    marks: tuple[str, ...] = (METRICS, FAILURE),
+    left_out: LeftOut | None = None,
+) -> list[Run]:
+    """Return all runs at or below the given paths, sorted by directory.
+
+    Args:
+        paths: packed files, and directories with runs, or packed files, at any depth.
+        marks: the files that make a directory that of a run.
+        left_out: called for a run or a packed file that is damaged, which is then left out.
+
+    Raises:
+        UserError: if a path does not exist or holds no run, or, without ``left_out``, if a run is
+            damaged.
+    """
+    runs: dict[Path, Run] = {}  # by its true place: two paths may lead there
+    for path in paths:
+        places = list(_places(path, marks))
+        read = (run for place in places for run in _read(place, left_out))
+        found = {run.directory.resolve(): run for run in read}
+        if not found and not (places and left_out):
+            raise UserError(
+                f"{path} holds no run: give a directory with a {METRICS} or a {PACKED} below it"
+            )
+        runs = found | runs
+    return sorted(runs.values(), key=lambda run: run.directory)
+
+
+def _places(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the directories of runs and the packed files at or below a path."""
+    if path.is_file():
+        yield path
+        return
+    yield from directories_with(path, *marks)
+    yield from path.rglob(PACKED)
+
+
+def _read(place: Path, left_out: LeftOut | None) -> list[Run]:
+    """Return the runs of a place, but for those that are damaged."""
+    try:
+        return read_packed(place, left_out) if place.is_file() else [load_run(place)]
+    except (OSError, ValueError, RecursionError) as error:
+        if left_out is None:
+            raise
+        reason = str(error) if isinstance(error, UserError) else f"{place}: {error}"
+        left_out(place, reason)
+        return []
+
+
+def directories_with(path: Path, *files: str) -> set[Path]:
+    """Return the directories at or below ``path`` that hold one of the files, given by name.
+
+    Raises:
+        UserError: if the path is not a directory.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give the output directories of runs")
+    return {
+        found.parents[len(Path(name).parts) - 1] for name in files for found in path.rglob(name)
+    }
+
+
+def pack(run: Run, name: str) -> str:
+    """Return the line of a packed file that holds a run under this name."""
+    parts = {
+        "name": name,
+        "overrides": run.overrides,
+        "config": run.config,
+        "summary": run.summary,
+        "metrics": run.metrics,
+    }
+    return json.dumps(parts) + "\n"
+
+
+def add_to_packed(file: Path, runs: Iterable[tuple[str, Run]]) -> None:
+    """Add named runs behind those that a packed file holds already.
+
+    A name that another run has gets a number: NAME-2, NAME-3, ...
+
+    Raises:
+        UserError: if it holds one of the runs, under whatever name.
+    """
+    text = file.read_text("utf-8") if file.exists() else ""
+    there = {_contents(run): run.directory.name for run in read_packed(file)} if text else {}
+    for name, run in runs:
+        if _contents(run) in there:
+            known = there[_contents(run)]
+            raise UserError(
+                f"{run.directory} is in {file} already, as {known}: publish each run once"
+            )
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        free = next(
+            each for each in itertools.chain([name], numbered) if each not in there.values()
+        )
+        there[_contents(run)] = free
+        text += pack(run, free)
+    write_atomically(file, text)
+
+
+def _contents(run: Run) -> str:
+    """Return a text that no other run has, as measured times differ."""
+    return json.dumps([run.config, run.metrics])
+
+
+def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:
+    """Read the runs of a packed file.
+
+    Args:
+        left_out: as for :func:`find_runs`, for the lines that are damaged.
+
+    Raises:
+        UserError: if it is no text; without ``left_out``, if a line is not a run, or two runs have
+            one name.
+    """
+    try:
+        lines = file.read_text("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is damaged ({error}): restore it") from error
+    runs: dict[str, Run] = {}
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            run = _unpack(file, json.loads(line))
+            if run.directory.name in runs:
+                raise ValueError(f"a second run called {run.directory.name}")
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            sentence = (
+                f"{file}, line {number} is no packed run ({reason}): restore the file, or delete"
+                " that line"
+            )
+            if left_out is None:
+                raise UserError(sentence) from error
+            left_out(file, sentence)
+        else:
+            runs[run.directory.name] = run
+    return list(runs.values())
+
+
+def _unpack(file: Path, parts: Any) -> Run:
+    """Return the run of a packed line.
+
+    Raises:
+        ValueError: if a part is missing or of another kind.
+    """
+    if not isinstance(parts, dict):
+        raise ValueError("not a JSON object")
+    name = _part(parts, "name", str)
+    if not name or Path(name).name != name:
+        raise ValueError(f"name {name!r} is no file name")
+    metrics = _part(parts, "metrics", list)
+    if not all(isinstance(row, dict) for row in metrics):
+        raise ValueError("metrics are not a list of objects")
+    return Run(
+        directory=file / name,
+        metrics=metrics,
+        summary=_part(parts, "summary", dict, type(None)),
+        config=_part(parts, "config", dict, type(None)),
+        overrides=[str(override) for override in _part(parts, "overrides", list)],
+        study=file.resolve().parent.name,
+    )
+
+
+def _part(parts: dict[str, Any], key: str, *kinds: type) -> Any:
+    if key not in parts or not isinstance(parts[key], kinds):
+        raise ValueError(f"{key} is missing or not a {kinds[0].__name__}")
+    return parts[key]

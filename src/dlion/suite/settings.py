@@ -1,0 +1,403 @@
+"""The settings of a run: what each means, and which values it may have.
+
+A setting is a parameter. Those of a run are the parameters of :class:`Settings`; those of a
+component are the parameters of the class or function that its ``_target_`` names. The annotation is
+the type, the docstring's Args the meaning; ``conf/`` has the values. A component of one's own is
+checked as far as it has annotations.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Container
+from dataclasses import dataclass, is_dataclass
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Unpack,
+    get_args,
+    get_origin,
+)
+
+from omegaconf import DictConfig, OmegaConf
+
+from dlion.errors import UserError
+from dlion.values import (
+    Betas,
+    Called,
+    Count,
+    Folder,
+    Limits,
+    Name,
+    Positive,
+    PositiveShare,
+    Probability,
+    Share,
+    Whole,
+    advice,
+    did_you_mean,
+    hints,
+    parameters,
+    refusal,
+    show,
+    signature,
+)
+
+SPECIAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")
+_TARGET = "give a class or function as MODULE.NAME"
+# rooms that were beside the library once: recorded configurations name what is in them so
+_MOVED = re.compile(r"^dlion\.(?=(compare|data|launch|models|record|training)(\.|$))")
+
+
+@dataclass
+class Faults:
+    """Workers that are absent, and workers that send false gradients.
+
+    Args:
+        byzantine: number of Byzantine workers (the last ones), which do not send their gradient.
+        attack: what they send: the opposite of the gradient (flip), noise of the same norm
+            (random), or an earlier gradient (stale).
+        scale: factor on what they send.
+        stale_steps: steps for which a stale gradient is repeated.
+        drop: probability that a worker is absent from a step.
+    """
+
+    byzantine: Whole
+    attack: Literal["flip", "random", "stale"]
+    scale: Positive
+    stale_steps: Count
+    drop: Probability
+
+
+@dataclass
+class Schedule:
+    """The learning rate over the run: a linear rise, then half a cosine.
+
+    Args:
+        warmup_steps: steps of the rise, which begins at 1 / warmup_steps of the learning rate.
+        final: share of the learning rate that is left at the end.
+    """
+
+    warmup_steps: Whole
+    final: Share
+
+
+@dataclass
+class Network:
+    """The links between processes.
+
+    Args:
+        rate: of the emulated Ethernet link of every process, each way; it needs Linux, root and
+            iproute2. null: the machine's own network.
+    """
+
+    rate: Annotated[str, Called("a rate such as 100mbit or 2.5gbit")] | None
+
+
+@dataclass
+class Use:
+    """How the samples of any data set are used.
+
+    Args:
+        sharding: partition: every sample belongs to one worker; contiguous: to the worker of its
+            stretch of the set in its own order; replicate: every worker sees all samples;
+            dirichlet: workers have different shares of the classes, for sets with labels.
+        alpha: of dirichlet; a smaller one gives a worker fewer classes.
+        validation: test on a tenth of the training data, for tuning.
+    """
+
+    sharding: Literal["partition", "contiguous", "replicate", "dirichlet"]
+    alpha: Positive
+    validation: bool
+
+
+class Component(NamedTuple):
+    """Marks a setting that chooses a file of conf/, whose ``_target_`` has the settings.
+
+    Attributes:
+        shared: has the settings that all components of the group know besides.
+        own: has the settings of components without a ``_target_``.
+    """
+
+    shared: type | None = None
+    own: type | None = None
+
+
+@dataclass
+class Settings:
+    """All settings of a run.
+
+    Args:
+        optimizer: the method, what workers send each other.
+        model: what is trained; it takes its shape from the data set.
+        dataset: what it is trained on; text brings its model along.
+        schedule: the learning rate over the run.
+        network: the links between processes.
+        logger: where the run is shown, beside its own record.
+        workers: n; each has its own data, momentum and random streams.
+        processes: P, a divisor of n; each hosts n / P virtual workers. null: as many as cores or
+            GPUs.
+        steps: optimizer steps; null: epochs decide.
+        epochs: passes of the workers over their data.
+        batch_size: samples per worker and step.
+        accumulate: backward passes a batch is cut into, where memory is short.
+        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too.
+        seed: of all random choices.
+        device: null: cuda where there is one.
+        backend: null: gloo on cpu, nccl on cuda.
+        overlap: exchange messages during the backward pass.
+        bucket_cap_mb: MB of float32 parameters that are exchanged together; auto: 5, and more in
+            proportion to the workers beyond 8; null: all.
+        threads: compute threads per process; another number may change the last bit of results.
+        participation: share of the workers that take part in a step, drawn for each step.
+        local_steps: steps of each worker between two exchanges; epochs count them.
+        local_optimizer: what takes them, as inside DiLoCo; sgd is without momentum.
+        local_lr: the learning rate of local steps.
+        local_betas: of adamw and lion; the first is the momentum of muon.
+        faults: workers that are absent or lie.
+        init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
+            save_pretrained.
+        evaluate: measure the model of this finished run again, and train nothing.
+        eval_every: steps between evaluations.
+        eval_limit: number of test batches per evaluation; null: all.
+        log_every: steps between lines of the log.
+        checkpoint_every: steps between checkpoints; null: at the end only.
+        keep_checkpoints: number of checkpoints that are kept, the latest.
+        resume: auto: go on from the latest good checkpoint in output_dir or, if none is typed, of
+            the newest unfinished run of the same settings; a run's directory: from that of this
+            run.
+        stop_after: steps after which the run ends with a checkpoint, as if interrupted.
+        max_restarts: how often the processes are restarted from the latest checkpoint after a
+            failure.
+        timeout: seconds to wait for another process before the run fails.
+        nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
+            worker had none, or null: send it.
+        box: evaluations also measure the two phases of Lion's theory
+            (dlion.suite.training.evaluation).
+        agreement: evaluations also measure what the vote keeps of the workers' mean, and how far
+            their momenta are apart (dlion.suite.training.agreement).
+        profile: print and write to profile.json where a step's time goes; with a GPU, where the
+            host's goes, which does not wait for it.
+        check_replicas_every: steps between comparisons of all parameters of all processes; 0:
+            never.
+        output_dir: folder in which the run is recorded.
+    """
+
+    optimizer: Annotated[Any, Component()]
+    model: Annotated[Any, Component()]
+    dataset: Annotated[Any, Component(shared=Use)]
+    schedule: Annotated[Any, Component(own=Schedule)]
+    network: Annotated[Any, Component(own=Network)]
+    logger: Annotated[Any, Component()]
+
+    workers: Count
+    processes: Count | None
+    steps: Count | None
+    epochs: Count
+    batch_size: Count
+    accumulate: Count
+    precision: Literal["float32", "bf16_mixed", "bf16"]
+    seed: Whole
+    device: Literal["cpu", "cuda"] | None
+    backend: Literal["gloo", "nccl"] | None
+    overlap: bool
+    bucket_cap_mb: Positive | Literal["auto"] | None
+    threads: Annotated[int, Limits(ge=1, le=256)]
+
+    participation: PositiveShare
+    local_steps: Count
+    local_optimizer: Literal["sgd", "adamw", "lion", "muon"]
+    local_lr: Positive
+    local_betas: Betas
+    faults: Faults
+
+    init_from: Name | None
+    evaluate: Name | None
+
+    eval_every: Count
+    eval_limit: Count | None
+    log_every: Count
+    checkpoint_every: Count | None
+    keep_checkpoints: Count
+    resume: Name | None
+    stop_after: Count | None
+    max_restarts: Whole
+    timeout: Count
+    nonfinite: Literal["stop", "skip"] | None
+    box: bool
+    agreement: bool
+    profile: bool
+    check_replicas_every: Whole
+
+    output_dir: Folder
+
+
+def check(settings: DictConfig) -> None:
+    """Check every value of a run's settings, those of its components included.
+
+    Raises:
+        UserError: one sentence about the first wrong value, missing setting, or unknown keyword.
+    """
+    check_values(settings)
+    plain: Any = OmegaConf.to_container(settings, resolve=True)
+    for group, hint in parameters(Settings).items():
+        if (component := component_of(hint)) is not None:
+            _check_component(group, plain[group], component)
+
+
+def check_values(settings: DictConfig) -> None:
+    """Check the values of a run's settings, without those of components; this imports nothing.
+
+    Raises:
+        UserError: as :func:`check`.
+    """
+    plain: Any = OmegaConf.to_container(settings)
+    for key, hint in parameters(Settings).items():
+        if component_of(hint) is None:
+            _check_value(key, plain[key], hint)
+
+
+def check_complete(keys: Container[Any]) -> None:
+    """Refuse settings that lack one which every run has.
+
+    Raises:
+        UserError: naming it.
+    """
+    for key, hint in parameters(Settings).items():
+        if key not in keys:
+            value = "VALUE" if component_of(hint) is None else "NAME"
+            raise UserError(f"{key} cannot be left out: type {key}={value}")
+
+
+def component_of(hint: Any) -> Component | None:
+    """Return what marks a parameter of :class:`Settings` as a component."""
+    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, Component)), None)
+
+
+def locate(path: Any, group: str) -> Any:
+    """Import the class or function that a component's ``_target_`` names.
+
+    Raises:
+        UserError: the reason why it cannot be imported.
+    """
+    from hydra._internal.utils import _locate
+
+    if not isinstance(path, str):
+        raise UserError(f"{group}._target_={show(path)} is not possible: {_TARGET}")
+    try:
+        target = _locate(present_name(path))
+    except Exception as error:
+        cause = root_cause(error)
+        reason = " ".join(str(cause).split())
+        module = getattr(cause, "name", None) or ""
+        if (name := present_name(module)) != module:
+            reason += f", which is {name} now"
+        raise UserError(
+            f"{group}._target_={path} cannot be imported ({type(cause).__name__}: {reason}):"
+            f" {_TARGET}"
+        ) from error
+    if not callable(target):
+        raise UserError(f"{group}._target_={path} is no class or function: {_TARGET}")
+    return target
+
+
+def present_name(path: str) -> str:
+    """Return the name that a class, function or module of an earlier version has today."""
+    return _MOVED.sub("dlion.suite.", path)
+
+
+def with_present_names(settings: Any) -> Any:
+    """Return settings with the :func:`present_name` of each ``_target_``, at any depth."""
+    if isinstance(settings, list):
+        return [with_present_names(value) for value in settings]
+    if not isinstance(settings, dict):
+        return settings
+    renewed = {key: with_present_names(value) for key, value in settings.items()}
+    if isinstance(target := renewed.get("_target_"), str):
+        renewed["_target_"] = present_name(target)
+    return renewed
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that an error was raised from in the first place."""
+    return error if error.__cause__ is None else root_cause(error.__cause__)
+
+
+def sentences(target: Any) -> dict[str, str]:
+    """Return what the Args of a class's or function's docstring say about each parameter."""
+    _, _, text = inspect.getdoc(target).partition("\nArgs:\n") if target.__doc__ else ("", "", "")
+    found: dict[str, str] = {}
+    section = re.split(r"\n(?=\S)", text)[0]
+    for entry in re.split(r"\n(?=\S)", textwrap.dedent(section).strip()):
+        names, _, sentence = entry.partition(": ")
+        found |= {name: " ".join(sentence.split()) for name in names.split(", ")}
+    return found
+
+
+def _check_component(group: str, node: Any, component: Component) -> None:
+    """Check the values of a group that chose a file of conf/."""
+    if not isinstance(node, dict):
+        raise UserError(f"{group}={show(node)} is not possible: choose a file of conf/{group}")
+    if "name" not in node:
+        raise UserError(f"{group} has no name: write name: NAME in its file of conf/{group}")
+    values = {key: value for key, value in node.items() if key not in SPECIAL}
+    if component.shared is not None:
+        known = parameters(component.shared)
+        for key in known.keys() & values.keys():
+            _check_value(f"{group}.{key}", values.pop(key), known[key])
+    if "_target_" in node:
+        target = locate(node["_target_"], group)
+        _check_keys(group, values, target, shared=component.shared)
+    elif component.own is not None:
+        _check_keys(group, values, component.own)
+    else:
+        raise UserError(f"{group} has no _target_: {_TARGET}")
+
+
+def _check_keys(where: str, values: dict[str, Any], target: Any, shared: Any = None) -> None:
+    """Check the values of a function's parameters; ``where`` is the group that has them."""
+    known = parameters(target)
+    for key, value in values.items():
+        if key in known:
+            _check_value(f"{where}.{key}", value, known[key])
+        elif not _is_open(target):
+            others = [*known, *(parameters(shared) if shared else ())]
+            raise UserError(
+                f"{where}.{key} is not a setting{did_you_mean(key, others)}: see `python train.py"
+                f" --help {where}{'=NAME' * (not is_dataclass(target))}`"
+            )
+
+
+def _check_value(key: str, value: Any, hint: Any) -> None:
+    """Check one value, or those of a group of settings.
+
+    Raises:
+        UserError: one sentence about the first wrong one.
+    """
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise UserError(f"{key} has settings of its own: see `python train.py --help {key}`")
+        for name in parameters(hint):
+            if name not in value:
+                raise UserError(f"{key}.{name} cannot be left out: type {key}.{name}=VALUE")
+        _check_keys(key, value, hint)
+        return
+    if isinstance(value, dict) and "_target_" in value:  # an object of the user's own
+        return
+    if value == "???":
+        raise UserError(f"{key} has no value: {advice(hint)}")
+    wrong = refusal(value, hint)
+    if wrong is not None:
+        raise UserError(f"{key}={show(value)} {wrong}")
+
+
+def _is_open(target: Any) -> bool:
+    """Whether any keyword may be given; ``**common: Unpack[...]`` are those of the run itself."""
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD
+        and get_origin(hints(target).get(name)) is not Unpack
+        for name, parameter in signature(target).items()
+    )

@@ -1,0 +1,415 @@
+"""Checkpoints: all that a run needs to go on to the bit, on any spread of its workers.
+
+    checkpoint/step-00000400/
+        state.json                the run's identity, steps, samples and progress, size and
+                                  SHA-256 of the files, and a SHA-256 of all that
+        common.safetensors        parameters, and optimizer state that is equal everywhere
+        worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
+                                  BatchNorm statistics and its losses since the latest metrics
+
+State is copied, which takes as much memory again, and written while training goes on. A directory
+gets its name when all is in it and on the disk. Each file names itself and its step. Files are read
+as tensors and JSON: no content is ever executed. What is called ``step-`` and digits is a
+checkpoint, with ``.part`` behind it one that was being written, and nothing else is read or removed
+here. Random draws depend on seed, worker and step alone: there is no generator to save.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dlion.errors import TrainingFailed, UserError
+from dlion.exchange import Channel
+from dlion.suite.files import sync, write_atomically
+from dlion.suite.record.configs import SINCE_THEN
+from dlion.suite.settings import with_present_names
+from dlion.suite.training.weights import weights_sha256
+
+# what must be equal in two runs for their bits to be; where they run may differ
+_DECISIVE_SETTINGS = (
+    "workers",
+    "batch_size",
+    "accumulate",
+    "precision",
+    "seed",
+    "bucket_cap_mb",
+    "threads",
+    "nonfinite",
+    "participation",
+    "local_steps",
+    "local_optimizer",
+    "local_lr",
+    "local_betas",
+)
+_DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
+_NOT_DECISIVE = {
+    "dataset": ("path", "loaders"),  # where data lies, and how it is loaded
+    "optimizer": ("exchange",),  # how messages travel
+}
+FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
+
+
+@dataclass
+class Progress:
+    """How far a run is: totals over all workers, since its first step.
+
+    Attributes:
+        step: number of steps done.
+        last_row: the step of the latest row of metrics.
+        seconds: of training.
+        sent_bytes, received_bytes: of all workers together.
+        nic_bytes: of all network interfaces together.
+        skipped: steps of workers in which a gradient was left out, as it was not finite.
+    """
+
+    step: int = 0
+    last_row: int = 0
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    nic_bytes: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on a disk.
+
+    Attributes:
+        directory: where it is.
+        progress: of the run when it was saved.
+        steps: of the whole run, as it was planned then.
+        samples: of its data, to train and to test on.
+    """
+
+    directory: Path
+    progress: Progress
+    steps: int
+    samples: tuple[int, int]
+
+
+def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
+    if isinstance(config, DictConfig):
+        config = OmegaConf.to_container(config, resolve=True)
+    config = SINCE_THEN | with_present_names(config)
+    settings = {name: config[name] for name in _DECISIVE_SETTINGS}
+    for group in _DECISIVE_GROUPS:
+        left_out = _NOT_DECISIVE.get(group, ())
+        settings[group] = {key: v for key, v in config[group].items() if key not in left_out}
+    if (source := config.get("init_from")) is not None:
+        settings["init_from"] = weights_sha256(source)
+    return json.loads(json.dumps(settings))
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run and reads them back.
+
+    Args:
+        directory: of the run.
+        run: its :func:`identity`.
+        steps: number of steps of the whole run.
+        samples: number of them to train and to test on.
+        control: of the run's workers.
+        common_state: returns the state that is equal everywhere, as views by name.
+        worker_state: returns the state of a local worker, as views by name.
+        keep: how many checkpoints to keep, the latest ones.
+        timeout: seconds that process 0 waits for the files of the other processes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        run: dict[str, Any],
+        steps: int,
+        samples: tuple[int, int],
+        *,
+        control: Channel,
+        common_state: Callable[[], dict[str, Tensor]],
+        worker_state: Callable[[int], dict[str, Tensor]],
+        keep: int,
+        timeout: float,
+    ):
+        self.directory, self.run = directory / FOLDER, run
+        self.steps, self.samples = steps, samples
+        self.workers = control.workers
+        self.common_state, self.worker_state = common_state, worker_state
+        self.keep, self.timeout = keep, timeout
+        self._written: Future[None] | None = None
+        if self.workers.rank == 0:
+            for part in self.directory.glob("step-*.part"):  # by a process that died
+                if _step_of(part.with_suffix("")) is not None:
+                    _remove(part)
+        control.barrier()
+
+    def save(self, progress: Progress) -> None:
+        """Begin to write a checkpoint; every process calls it after the same step.
+
+        Raises:
+            TrainingFailed: if the one before it could not be written.
+        """
+        self.wait()
+        files = {_file_of(w): self.worker_state(i) for i, w in enumerate(self.workers.ids)}
+        if self.workers.rank == 0:
+            files[COMMON] = self.common_state()
+        copies = {
+            file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+        self._written = written = Future()
+        # a daemon, as a process that fails must not wait: the others' files may never come
+        Thread(target=_run, args=(written, self._write, progress, copies), daemon=True).start()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in writing so far, without waiting for the rest."""
+        if self._written is not None and self._written.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until this process has written its files; process 0 waits for those of all."""
+        if self._written is not None:
+            self._written.result()
+            self._written = None
+
+    def _write(self, progress: Progress, files: dict[str, dict[str, Tensor]]) -> None:
+        final = self.directory / f"step-{progress.step:08}"
+        part = final.with_suffix(".part")
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            for name, tensors in files.items():
+                _write(part / name, tensors, progress.step)
+            if COMMON in files:
+                self._complete(part, final, progress)
+        except (OSError, SafetensorError) as error:
+            if COMMON in files:
+                shutil.rmtree(part, ignore_errors=True)
+            raise TrainingFailed(
+                f"the checkpoint of step {progress.step} could not be written ({error}); those"
+                " before it are whole: mend that, and the same command with resume=auto goes on"
+            ) from error
+
+    def _complete(self, part: Path, final: Path, progress: Progress) -> None:
+        """Wait for all workers' files, list them in state.json, and give the directory its name."""
+        files, deadline = {}, time.monotonic() + self.timeout
+        for name in (COMMON, *map(_file_of, range(self.workers.count))):
+            receipt = part / f"{name}.json"
+            while not receipt.exists():
+                if time.monotonic() > deadline:
+                    raise OSError(
+                        f"{name} did not come in {self.timeout} s; do all processes see {part}?"
+                    )
+                time.sleep(0.005)
+            files[name] = json.loads(receipt.read_text("utf-8"))
+            receipt.unlink()
+        state = {
+            "run": self.run,
+            "steps": self.steps,
+            "samples": self.samples,
+            "progress": asdict(progress),
+            "files": files,
+        }
+        state["sha256"] = _digest(state)
+        write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
+        sync(part)
+        _remove(final)
+        part.rename(final)
+        sync(self.directory)
+        sync(self.directory.parent)
+        # later ones were of no use when this run went on, and must not count in place of good ones
+        done = [path for path in _directories(self.directory) if _step_of(path) <= progress.step]
+        for old in done[self.keep :]:
+            if not old.is_symlink():
+                _remove(old)
+
+    def load(self, checkpoint: Checkpoint) -> Progress:
+        """Put all state back; return how far the run was."""
+        _copy(load_file(checkpoint.directory / COMMON), self.common_state())
+        for i, worker in enumerate(self.workers.ids):
+            _copy(load_file(checkpoint.directory / _file_of(worker)), self.worker_state(i))
+        return checkpoint.progress
+
+
+def find(
+    directory: Path, run: dict[str, Any], hashed: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the latest good checkpoint of a run, and a sentence about each later one that is not.
+
+    Args:
+        directory: of the run, or of one checkpoint.
+        run: the run's :func:`identity`.
+        hashed: compare each file's SHA-256, too, for which all of them are read.
+
+    Raises:
+        UserError: if there are checkpoints and none is good.
+    """
+    one = not (directory / FOLDER).is_dir() and (
+        (directory / STATE).exists() or _step_of(directory) is not None
+    )
+    candidates = [directory] if one else _directories(directory / FOLDER)
+    complaints = []
+    for candidate in candidates:
+        try:
+            return _read(candidate, run, hashed), complaints
+        except (OSError, ValueError) as error:
+            complaints.append(f"{candidate}: {error}")
+    if complaints:
+        raise UserError(
+            f"no checkpoint can be used ({'; '.join(complaints)}): give another with resume=PATH,"
+            " or another output_dir to start anew"
+        )
+    return None, complaints
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run's directory holds a checkpoint, good or not."""
+    return bool(_directories(directory / FOLDER))
+
+
+def saved_identity(directory: Path) -> dict[str, Any] | None:
+    """Return the :func:`identity` of the run that has checkpoints in a directory."""
+    for candidate in _directories(directory / FOLDER):
+        with contextlib.suppress(OSError, ValueError):
+            return _read_state(candidate)[0]
+    return None
+
+
+def last_saved(directory: Path) -> float:
+    """Return when the run in a directory saved its last checkpoint, in seconds since 1970."""
+    return (directory / FOLDER).stat().st_mtime
+
+
+def _read(directory: Path, run: dict[str, Any], hashed: bool) -> Checkpoint:
+    """Check a checkpoint; ``hashed``: down to the last byte.
+
+    Raises:
+        OSError: if a file is missing.
+        ValueError: saying what is damaged, or that it is of another run.
+    """
+    saved_run, files, checkpoint = _read_state(directory)
+    if saved_run != run:
+        different = sorted(key for key in run if saved_run.get(key) != run[key])
+        raise ValueError(f"it is of another run, with another {', '.join(different) or 'setting'}")
+    if set(files) != {COMMON, *map(_file_of, range(run["workers"]))}:
+        raise ValueError("its list of files is not that of its workers")
+    for name, (size, digest) in files.items():
+        file = directory / name
+        if file.stat().st_size != size:
+            raise ValueError(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if hashed and _sha256(file) != digest:
+            raise ValueError(f"{name} is damaged")
+        try:
+            with safe_open(file, "pt") as tensors:
+                names_itself = tensors.metadata()
+        except SafetensorError as error:
+            raise ValueError(f"{name} is damaged") from error
+        if names_itself != _metadata(name, checkpoint.progress.step):
+            raise ValueError(f"{name} is the file of another worker or step")
+    return checkpoint
+
+
+def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkpoint]:
+    """Read state.json: the identity of its run, its files' size and SHA-256, and the rest.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is missing, damaged, or of another step than the folder's name says.
+    """
+    file = directory / STATE
+    if not file.is_file():  # a pipe of that name would block
+        raise ValueError(f"{STATE} is missing")
+    try:
+        state = json.loads(file.read_text("utf-8"))
+        if state.pop("sha256") != _digest(state):
+            raise ValueError
+        run, progress = SINCE_THEN | with_present_names(state["run"]), Progress(**state["progress"])
+        files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
+        trained_on, tested_on = state["samples"]
+        checkpoint = Checkpoint(directory, progress, state["steps"], (trained_on, tested_on))
+        numbers = [(getattr(progress, field.name), field.type) for field in fields(Progress)]
+        numbers += [(number, int) for number in (checkpoint.steps, *checkpoint.samples)]
+        if any(type(n) is not kind or n < 0 for n, kind in numbers):
+            raise ValueError
+        if progress.step < 1:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{STATE} is damaged") from error
+    if _step_of(directory) not in (None, progress.step):
+        raise ValueError(f"it is of step {progress.step}, and not what its name says")
+    return run, files, checkpoint
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Return the SHA-256 of what state.json holds besides it, however it is laid out."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _directories(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, the latest first."""
+    found = [path for path in folder.glob("step-*") if _step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(directory: Path) -> int | None:
+    """Return the step in a checkpoint's name; None: it is not called as one."""
+    match = re.fullmatch("step-([0-9]+)", directory.name)
+    return int(match[1]) if match else None
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, but of a link only the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _file_of(worker: int) -> str:
+    return f"worker-{worker:05}.safetensors"
+
+
+def _metadata(name: str, step: int) -> dict[str, str]:
+    """Return what a file says of itself, so that none can take another's place."""
+    return {"file": name, "step": str(step)}
+
+
+def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
+    """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, file, _metadata(file.name, step))
+    receipt = json.dumps([file.stat().st_size, _sha256(file)])
+    sync(file)
+    write_atomically(file.with_name(f"{file.name}.json"), receipt)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _run(result: Future[None], work: Callable[..., None], *args: Any) -> None:
+    try:
+        result.set_result(work(*args))
+    except BaseException as error:
+        result.set_exception(error)
+
+
+def _copy(saved: dict[str, Tensor], views: dict[str, Tensor]) -> None:
+    """Copy saved tensors into those of the run."""
+    if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in views.items()}:
+        raise UserError("the checkpoint holds other tensors than this model and optimizer")
+    for name, view in views.items():
+        view.copy_(saved[name])

@@ -1,0 +1,40 @@
+"""What the training loop is handed: a checked configuration and loaded data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from dlion.suite.data import Data, Sharding
+from dlion.suite.training.checkpoint import Checkpoint
+from dlion.workers import Workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked run: what to train, where, and on what.
+
+    Attributes:
+        config: the resolved configuration.
+        workers: how the n workers are spread. Before the processes have joined each other this is
+            process 0's view, without a group; each process that trains replaces it by its own.
+        device: ``cpu`` or ``cuda``.
+        backend: ``gloo`` or ``nccl``.
+        steps: number of optimizer steps.
+        data: loaded once; forked processes share it.
+        sharding: which samples each worker trains on.
+        output_dir: directory in which the run is recorded.
+        rate: bits per second of emulated links; None on the machine's own network.
+        resume: checkpoint to go on from; None: begin anew.
+    """
+
+    config: DictConfig
+    workers: Workers
+    device: str
+    backend: str
+    steps: int
+    data: Data
+    sharding: Sharding
+    output_dir: Path
+    rate: int | None = None
+    resume: Checkpoint | None = None
