@@ -57,32 +57,37 @@ CHANGES = {
 
 # ---- the cases ----------------------------------------------------------------------------------
 
-# rates are far above those that train well, so that every update reaches every bit of a parameter
-_LION = {"lr": 3e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}
-_SGD = {"lr": 3e-2, "momentum": 0.9, "weight_decay": 0.1}
-# not 0.9: short mantissas, as of bfloat16, often cancel to exactly 0 with it
-_SIGNUM = {**_SGD, "momentum": 0.937}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "g_adamw": ("GAdamW", {"lr": 3e-2, "weight_decay": 0.1}),
-    "g_lion": ("GLion", _LION),
-    "dlion_mavo": ("DLion", {**_LION, "aggregation": "mavo"}),
-    "dlion_avg": ("DLion", {**_LION, "aggregation": "avg"}),
-    "signum_mavo": ("Signum", {**_SIGNUM, "aggregation": "mavo"}),
-    "signum_avg": ("Signum", {**_SIGNUM, "aggregation": "avg"}),
-    "terngrad": ("TernGrad", _SGD),
-    "graddrop": ("GradDrop", {**_SGD, "density": 0.1}),
-    "dgc": ("DGC", {**_SGD, "density": 0.1, "warmup_steps": 2}),
-    "lion_cub": ("LionCub", {**_LION, "bits": 4}),
-    "ef_signsgd": ("EFSignSGD", _SGD),
-    "ef21_sign": ("EF21Sign", _LION),
-    "dlion_adm": ("DLionADM", _LION),
-    "g_muon": ("GMuon", {"lr": 3e-2, "weight_decay": 0.1}),
-    "powersgd": ("PowerSGD", {**_SGD, "rank": 2}),
-    "onebit_adam": ("OneBitAdam", {"lr": 3e-2, "weight_decay": 0.1, "warmup_steps": 2}),
-    "demo": ("DeMo", {**_SGD, "chunk": 16, "topk": 8}),
-    "sparseloco": ("SparseLoCo", {**_LION, "local_steps": 1, "chunk": 100, "topk": 9}),
-    "diloco": ("DiLoCo", {**_LION, "local_steps": 1}),  # then all agree after every step
+# where defaults show nothing of a method in 6 steps of a few hundred parameters
+SMALL: dict[str, dict[str, Any]] = {
+    # not 0.9: short mantissas, as of bfloat16, often cancel to exactly 0 with it
+    "signum_mavo": {"momentum": 0.937},
+    "signum_avg": {"momentum": 0.937},
+    "graddrop": {"density": 0.1},
+    "dgc": {"density": 0.1, "warmup_steps": 2},
+    "powersgd": {"rank": 2},
+    "onebit_adam": {"warmup_steps": 2},
+    "demo": {"chunk": 16, "topk": 4},
+    "sparseloco": {"local_steps": 1, "chunk": 100, "topk": 9},
+    "diloco": {"local_steps": 1},
 }
+
+
+def methods() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return class and settings of this tree's methods, by name.
+
+    Rates are far above those that train well, so that every update reaches every bit.
+    """
+    from dlion.optim import METHODS
+
+    rates = {"lr": 3e-2, "weight_decay": 0.1}
+    return {
+        name: (method.home.split(".")[1], {**rates, **method.options, **SMALL.get(name, {})})
+        for name, method in METHODS.items()
+    }
+
+
+# in a process of another tree, which may have other methods, :func:`drive` is given these
+METHODS = methods() if sys.argv[1:] != [DRIVE] else {}
 
 # none is a multiple of 64 elements, but head.weight is, and norm.scale has no dimension
 SHAPES = {
@@ -151,6 +156,7 @@ def all_cases() -> list[Case | TrainCase]:
         ],
         "signum_mavo": [{"ties": "zero"}, {"ties": "alternate"}, {"weighted": True}],
         "terngrad": [{"clip": 0.0}],
+        "ef_signsgd": [{"momentum": 0.9}],
         "graddrop": [{"density": 1.0}],
         "dgc": [{"clip_norm": 5.0, "bucket_cap_mb": None}],
         "lion_cub": [
@@ -226,6 +232,7 @@ def drive() -> None:
     Only what DistributedOptimizer's users see is used, as this runs with old and new sources.
     """
     plan = json.load(sys.stdin)
+    METHODS.update(plan["methods"])
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what else is printed goes to the log
     import torch
@@ -519,6 +526,7 @@ def run_tree(tree: Path, cases: list[Case | TrainCase], report: Callable[[str], 
     with tempfile.TemporaryDirectory(prefix="same-bits-") as scratch:
         plan = {
             "scratch": scratch,
+            "methods": METHODS,
             "cases": [asdict(case) for case in cases if isinstance(case, Case)],
             "train": [asdict(case) for case in cases if isinstance(case, TrainCase)],
         }

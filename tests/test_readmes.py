@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from dlion.__main__ import COMMANDS
 from dlion.suite.config import settle
@@ -406,10 +406,6 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
             settings.dataset.path = str(ROOT)  # what it holds is not looked at
         check_settings(settings)
         return None
-    swept = OmegaConf.to_container(config.hydra.sweeper).get("params") or {}
-    texts = [f"{key}={values}" for key, values in swept.items() if key not in first]
-    for override in OverridesParser.create().parse_overrides(texts):
-        first[override.get_key_element()] = _values(override)[0]
     small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
     small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:

@@ -15,6 +15,7 @@ COMMANDS = {
     "report": ("compare.report", "write an HTML page to look around in"),
     "table": ("compare.table", "print a Markdown table for a README"),
     "board": ("compare.board", "print where methods end, what they cost, what is noise"),
+    "methods": ("compare.methods", "print a Markdown table of the methods"),
     "publish": ("compare.publish", "pack finished runs, with figure and origin"),
     "export": ("record.export", "take the trained model out of a run"),
     "sync": ("record.sync", "send runs that were recorded offline to Weights & Biases"),

@@ -55,34 +55,30 @@ class Configuration(NamedTuple):
 SPARSE = Limits(0, 2 * BUCKETS, 1)  # numbers of entries are sizes, which the host has to know
 SKIPPING = Limits(BUCKETS, 0, 1)  # whether a gradient is left out is known before it is encoded
 
+# of a class, where they are others than by default
+SETTINGS = {"OneBitAdam": {"warmup_steps": 1}, "PowerSGD": {"rank": 2}}
+LIMITS = {"GradDrop": (3, SPARSE), "DGC": (3, SPARSE)}
+
+
+def plain(method: type[optim.DistributedOptimizer]) -> Configuration:
+    """Return a class with its defaults; workers exchange every other step if not every step."""
+    name = method.__name__
+    every = {"local_steps": 2} if issubclass(method, optim.LocalUpdate) else {}
+    return Configuration(name, name, every | SETTINGS.get(name, {}), *LIMITS.get(name, ()))
+
+
 OF_TWO = [
-    Configuration("DLion", "DLion", {}),
+    *map(plain, dict.fromkeys(method.cls for method in optim.METHODS.values())),
     Configuration("DLion avg", "DLion", {"aggregation": "avg"}),
     Configuration("DLion ties=random", "DLion", {"ties": "random"}),
     Configuration("DLion ties=zero", "DLion", {"ties": "zero"}),
     Configuration("DLion weighted", "DLion", {"weighted": True}),
     Configuration("DLion nonfinite=stop", "DLion", {"nonfinite": "stop"}),
     Configuration("DLion nonfinite=skip", "DLion", {"nonfinite": "skip"}, 2, SKIPPING),
-    Configuration("Signum", "Signum", {}),
-    Configuration("LionCub", "LionCub", {}),
     Configuration("LionCub max, sync", "LionCub", {"scale": "max", "momentum_sync": 1}),
-    Configuration("DLionADM", "DLionADM", {}),
     Configuration("DLionADM limit, weighted", "DLionADM", {"limit": 2.0, "weighted": True}),
-    Configuration("GAdamW", "GAdamW", {}),
-    Configuration("GLion", "GLion", {}),
-    Configuration("GMuon", "GMuon", {}),
-    Configuration("TernGrad", "TernGrad", {}),
-    Configuration("GradDrop", "GradDrop", {}, 3, SPARSE),
-    Configuration("DGC", "DGC", {}, 3, SPARSE),
-    Configuration("EFSignSGD", "EFSignSGD", {}),
-    Configuration("EF21Sign", "EF21Sign", {}),
-    Configuration("OneBitAdam", "OneBitAdam", {"warmup_steps": 1}),
-    Configuration("PowerSGD", "PowerSGD", {"rank": 2}),
-    Configuration("DeMo", "DeMo", {}),
-    Configuration("DiLoCo", "DiLoCo", {"local_steps": 2}),
     Configuration("DiLoCo sign", "DiLoCo", {"local_steps": 2, "wire": "sign"}),
     Configuration("DiLoCo int8", "DiLoCo", {"local_steps": 2, "wire": "int8"}),
-    Configuration("SparseLoCo", "SparseLoCo", {"local_steps": 2}),
 ]
 OF_FOUR = [
     Configuration("DLion grid", "DLion", {"exchange": "grid"}),

@@ -7,23 +7,14 @@ import pytest
 import torch
 
 from dlion.optim import (
-    DGC,
-    DeMo,
+    METHODS,
     DiLoCo,
     DLion,
-    DLionADM,
-    EF21Sign,
-    EFSignSGD,
-    GAdamW,
     GLion,
-    GMuon,
-    GradDrop,
     LionCub,
+    LocalUpdate,
     OneBitAdam,
     PowerSGD,
-    Signum,
-    SparseLoCo,
-    TernGrad,
 )
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
@@ -56,33 +47,50 @@ def to_everyone(bits: float):
     return lambda n: (n - 1) * D * bits / 8
 
 
-METHODS = {
-    "g_adamw": (GAdamW, {}, bits(32, 32)),
-    "g_lion": (GLion, {}, bits(32, 32)),
-    "dlion_mavo": (DLion, {}, bits(1, 1)),
-    "dlion_mavo_zero": (DLion, {"ties": "zero"}, bits(1, lambda n: 1 if n % 2 else 1.6)),
-    "dlion_avg": (DLion, {"aggregation": "avg"}, bits(1, lambda n: math.ceil(math.log2(n + 1)))),
-    "signum_mavo": (Signum, {}, bits(1, 1)),
-    "signum_avg": (Signum, {"aggregation": "avg"}, bits(1, lambda n: math.ceil(math.log2(n + 1)))),
-    "terngrad": (TernGrad, {}, bits(1.6, lambda n: math.ceil(math.log2(2 * n + 1)))),
-    "graddrop": (GradDrop, {"density": 0.04}, sparse(0.04)),
-    "dgc": (DGC, {"density": 0.04}, sparse(0.04)),
-    "ef_signsgd": (EFSignSGD, {}, bits(1, 1)),
-    "ef21_sign": (EF21Sign, {}, bits(1, 1)),
-    "dlion_adm": (DLionADM, {}, bits(1, 1)),
-    "demo": (DeMo, {}, to_everyone(32 / 64 * (6 + 32))),  # a vector: 32 of each 64 values
-    "sparseloco": (SparseLoCo, {"local_steps": 1}, to_everyone(64 / 4082 * (12 + 2.5))),
-    "lion_cub_2": (LionCub, {"bits": 2}, bits(2, 1.6)),
-    "lion_cub_4": (LionCub, {"bits": 4, "ties": "plus"}, bits(4, 1)),
-    "lion_cub_8": (LionCub, {"bits": 8}, bits(8, 1.6)),
-    "g_muon": (GMuon, {}, bits(32, 32)),
-    "powersgd of a vector": (PowerSGD, {}, bits(32, 32)),
-    "onebit_adam, first step": (OneBitAdam, {}, bits(32, 32)),
+def one_per_count(largest):
+    """Bits of a count up to ``largest(n)``."""
+    return lambda n: math.ceil(math.log2(largest(n) + 1))
+
+
+# what a worker sends, where it is not what ``paper_bits`` says: counts and trits take whole bits
+FORMULAS = {
+    "dlion_avg": bits(1, one_per_count(lambda n: n)),
+    "signum_avg": bits(1, one_per_count(lambda n: n)),
+    "terngrad": bits(1.6, one_per_count(lambda n: 2 * n)),
+    "graddrop": sparse(0.04),
+    "dgc": sparse(0.04),
+    "lion_cub": bits(4, 1.6),
+    "demo": to_everyone(32 / 64 * (6 + 32)),  # a vector: 32 of each 64 values
+    "sparseloco": to_everyone(64 / 4082 * (12 + 2.5)),
+    "onebit_adam": bits(32, 32),  # in the first step
+}
+VARIANTS = {
+    "dlion_mavo ties=zero": (DLion, {"ties": "zero"}, bits(1, lambda n: 1 if n % 2 else 1.6)),
+    "lion_cub bits=2": (LionCub, {"bits": 2}, bits(2, 1.6)),
+    "lion_cub ties=plus": (LionCub, {"ties": "plus"}, bits(4, 1)),
+    "lion_cub bits=8": (LionCub, {"bits": 8}, bits(8, 1.6)),
     **{
-        f"diloco_{wire}": (DiLoCo, {"local_steps": 1, "wire": wire}, bits(size, size))
-        for wire, size in (("float32", 32), ("bf16", 16), ("int8", 8), ("sign", 1))
+        f"diloco wire={wire}": (DiLoCo, {"local_steps": 1, "wire": wire}, bits(size, size))
+        for wire, size in (("bf16", 16), ("int8", 8), ("sign", 1))
     },
 }
+
+
+def case(name: str):
+    """Return class, options and formula of a method; by default it sends what it says."""
+    method = METHODS[name]
+    every = {"local_steps": 1} if issubclass(method.cls, LocalUpdate) else {}
+    options = method.options | every
+
+    def stated(n: int) -> float:
+        workers = Workers(local=n)
+        optimizer = method.cls([torch.nn.Parameter(torch.zeros(D))], workers=workers, **options)
+        return bits(*optimizer.paper_bits)(n)
+
+    return method.cls, options, FORMULAS.get(name, stated)
+
+
+CASES = {name: case(name) for name in METHODS} | VARIANTS
 
 
 def one_step(cls, options, workers: Workers):
@@ -97,9 +105,9 @@ def one_step(cls, options, workers: Workers):
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_sent_bytes_are_the_formula_within_one_percent(name, n):
-    cls, options, formula = METHODS[name]
+    cls, options, formula = CASES[name]
     traffic = one_step(cls, options, Workers(local=n)).channel.traffic
     assert traffic.sent_bytes / n == pytest.approx(formula(n) + (n - 1) * HEADER, rel=0.01)
     assert traffic.received_bytes == traffic.sent_bytes
@@ -148,7 +156,7 @@ def _count(processes, n, path):
     workers = Workers.current(n // processes)
     counts = {
         name: vars(one_step(cls, options, workers).channel.traffic)
-        for name, (cls, options, _) in METHODS.items()
+        for name, (cls, options, _) in CASES.items()
     }
     everyone = [None] * processes
     dist.all_gather_object(everyone, counts)
@@ -163,7 +171,7 @@ def test_the_count_belongs_to_the_workers_not_to_their_spread(tmp_path):
     for processes in (2, 4):
         run_processes(processes, _count, processes, 4, tmp_path / "counts")
         everyone = json.loads((tmp_path / "counts").read_text())
-        for name in METHODS:
+        for name in CASES:
             sent = sum(counts[name]["sent_bytes"] for counts in everyone)
             physical = sum(counts[name]["process_sent_bytes"] for counts in everyone)
             assert physical < sent if processes == 2 else physical == sent

@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from dlion.errors import UserError
 from dlion.suite import models
 from dlion.suite.compare.commands import sweep_overrides
 from dlion.suite.compare.trials import to_search_table
@@ -26,6 +27,7 @@ from dlion.suite.data.tokens import load_tokenizer
 from dlion.suite.launch.check import check, check_settings
 from dlion.suite.launch.environment import detect
 from dlion.workers import Workers
+from hydra_plugins.dlion_sweeper import methods_of
 from tests.conftest import ROOT
 from tests.data.formats import (
     write_cifar,
@@ -67,6 +69,26 @@ class Run(NamedTuple):
     overrides: list[str]
 
 
+def sweep_of(*typed: str) -> list[list[str]]:
+    """Return the overrides of each run of a recipe's sweep, without the seeds."""
+    parser = OverridesParser.create()
+    recipe = [text for text in typed if text.startswith("experiment=")]
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        config = compose("config", recipe, return_hydra_config=True)
+        params = {k: v for k, v in (config.hydra.sweeper.params or {}).items() if v != ""}
+        varied = parser.parse_overrides([*(f"{k}={v}" for k, v in params.items()), *typed])
+        methods = methods_of(config, varied, lambda first: compose("config", list(first)))
+    params = {"optimizer": ",".join(methods), **params} if methods else params
+    params.pop("seed", None)
+    return sweep_overrides({"sweeper": {"params": params}, "overrides": {"task": list(typed)}})
+
+
+def methods_in(*typed: str) -> list[str]:
+    """Return the methods of a recipe's sweep."""
+    swept = (word for overrides in sweep_of(*typed) for word in overrides)
+    return list(dict.fromkeys(w.partition("=")[2] for w in swept if w.startswith("optimizer=")))
+
+
 @functools.cache
 def runs(*typed: str, last: bool = False, step: int = 1) -> list[Run]:
     """Return the runs of a recipe's sweep, without the seeds; ``last``: only the last one.
@@ -74,12 +96,9 @@ def runs(*typed: str, last: bool = False, step: int = 1) -> list[Run]:
     ``step``: one of so many.
     """
     parser, composed, found = OverridesParser.create(), {}, []
+    sweep = sweep_of(*typed)
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        recipe = [text for text in typed if text.startswith("experiment=")]
-        params = compose("config", recipe, return_hydra_config=True).hydra.sweeper.params
-        params = {key: values for key, values in params.items() if key != "seed"}
-        sweep = {"sweeper": {"params": params}, "overrides": {"task": list(typed)}}
-        for overrides in list(sweep_overrides(sweep))[-1 if last else 0 :: step]:
+        for overrides in sweep[-1 if last else 0 :: step]:
             values = {o.key_or_group: o.value() for o in parser.parse_overrides(overrides)}
             files = tuple(pair for pair in values.items() if (CONF / pair[0]).is_dir())
             if files not in composed:
@@ -259,6 +278,15 @@ def check_methods(recipe: str, expected: dict[tuple[str, tuple], tuple]) -> list
     return full
 
 
+def trials(recipe: str, candidates: str) -> dict[str, dict]:
+    """Return the values of each point of a search."""
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        config, found = compose("config", [f"experiment={recipe}"]), {}
+    for config.candidate in candidates:
+        found[config.candidate] = OmegaConf.to_container(config.trial, resolve=True)
+    return found
+
+
 def pick(choices: list, share: float):
     return choices[int(len(choices) * share)]
 
@@ -300,23 +328,51 @@ def test_a_search_has_the_points_of_the_sequence_that_it_names(
         }
         for name, (x, y, z) in zip("abcdefghijkl", points, strict=True)
     }
-    search = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
-    assert OmegaConf.to_container(search.candidates, resolve=False) == expected
-    full = OmegaConf.load(CONF / "experiment" / f"{recipe}_full.yaml").candidates
+    assert trials(recipe, "abcdefghijkl") == expected
+    full = trials(f"{recipe}_full", "abcdefghijkl")
     for name, (x, _, _) in zip("abcdefghijkl", points, strict=True):
-        assert full[name].lr == pytest.approx(2e-5 * 25**x, rel=0.05)
-        assert full[name].gradient_lr == pytest.approx(1e-3 * 100**x, rel=0.05)
+        assert full[name]["lr"] == pytest.approx(2e-5 * 25**x, rel=0.05)
+        assert full[name]["gradient_lr"] == pytest.approx(1e-3 * 100**x, rel=0.05)
 
 
-@pytest.mark.parametrize("recipe", ["unlike_data_tune", "unlike_text_tune"])
-def test_a_search_varies_every_method(recipe):
-    search = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
-    methods = OmegaConf.to_container(search.methods, resolve=False)
-    assert set(methods) == set(search.hydra.sweeper.params.optimizer.split(","))
-    assert all(
-        "${candidate}.lr}" in str(settings) or "gradient_lr" in str(settings)
-        for settings in methods.values()
-    )
+@pytest.mark.parametrize("search", ["board_text_tune", "unlike_data_tune", "unlike_text_tune_full"])
+def test_a_search_varies_every_method(search):
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        config = compose("config", [f"experiment={search}"])
+    tables = []
+    for config.candidate in "ab":
+        tables.append(OmegaConf.to_container(config.methods, resolve=True))
+    for method in methods_in(f"experiment={search}"):
+        assert tables[0][method] != tables[1][method], method
+
+
+@pytest.mark.parametrize("board", ["board_cifar10", "board_text", "board_vit"])
+def test_a_board_and_its_search_have_the_same_methods(board):
+    assert methods_in(f"experiment={board}") == methods_in(f"experiment={board}_tune")
+
+
+def test_a_point_that_a_search_does_not_have_is_named():
+    with pytest.raises(UserError, match="candidate=z is unknown: choose a to h"):
+        runs("experiment=board_text_tune", "optimizer=dgc", "candidate=z")
+
+
+def test_methods_that_are_typed_or_named_replace_the_table():
+    table = list(OmegaConf.load(CONF / "experiment" / "dlion_cifar10.yaml").methods)
+    assert methods_in("experiment=dlion_cifar10") == table
+    assert methods_in("experiment=dlion_cifar10", "optimizer=dgc,demo") == ["dgc", "demo"]
+    assert methods_in("experiment=dlion_cifar10", "optimizer=demo") == ["demo"]
+    assert len(methods_in("experiment=dlion_cifar10_full")) == 7  # of the paper's figures
+    assert methods_in("experiment=dlion_cifar10_tune_full") == table
+    assert len(methods_in("experiment=board_text_workers", "workers=4")) == 4
+
+
+@pytest.mark.slow
+def test_a_sweep_has_all_methods_of_its_recipe(tmp_path):
+    """Its number of runs is printed before the first wrong value."""
+    for typed, count in (([], 4), (["optimizer=g_lion"], 1), (["optimizer=g_lion,dgc"], 2)):
+        sweep = [*typed, "workers=0", f"hydra.sweep.dir={tmp_path}"]
+        done = train("experiment=dlion_finetune", *sweep)
+        assert done.returncode == 2 and done.stdout.startswith(f"{count} run"), done.stderr
 
 
 def test_the_boards_search_has_the_points_of_the_sequence_that_it_names():
@@ -344,8 +400,7 @@ def test_the_boards_search_has_the_points_of_the_sequence_that_it_names():
         for family, rate in rates.items():
             expected[name][f"{family}lr"] = pytest.approx(rate, rel=0.05)
             expected[name][f"{family}decay"] = pytest.approx(taken_off / rate, rel=0.05)
-    search = OmegaConf.load(CONF / "search" / "board.yaml")
-    assert OmegaConf.to_container(search.candidates, resolve=False) == expected
+    assert trials("board_text_tune", "abcdefgh") == expected
 
 
 @pytest.mark.parametrize(

@@ -13,23 +13,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dlion.optim import DiLoCo, DLion, DLionADM, EF21Sign, GAdamW, LionCub, SparseLoCo
+from dlion.optim import DLion, GAdamW
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
+from tests.methods import ALL
 
 pytestmark = pytest.mark.slow
 
 N, BEFORE, AFTER = 4, 3, 3
-METHODS = {
-    "vote": DLion,
-    "cub": LionCub,
-    "ef21": EF21Sign,
-    "adm": DLionADM,
-    "adamw": GAdamW,
-    "diloco": partial(DiLoCo, local_steps=2),
-    "sparseloco": partial(SparseLoCo, local_steps=2),
-}
+METHODS = {each.method: partial(each.cls, **each.options) for each in ALL}  # the last of variants
 
 
 def net() -> nn.Module:
@@ -88,7 +81,7 @@ def others(root: str) -> list[str]:
         model, workers = net(), Workers.current(local=local)
         optimizer = DLion(model.named_parameters(), lr=1e-2, workers=workers)
         try:
-            load(model, optimizer, Path(root) / f"vote {BEFORE}")
+            load(model, optimizer, Path(root) / f"dlion_mavo {BEFORE}")
             heard.append("accepted")
         except dcp.api.CheckpointException as error:  # which is no Exception
             heard.append(str(error))

@@ -15,11 +15,13 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+import dlion.suite.search  # noqa: F401 - its resolvers are those of recipes
 from dlion.errors import UserError
 from dlion.suite.settings import Settings, check_complete, root_cause, with_present_names
 from dlion.values import did_you_mean, parameters
 
 _PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
+_OF_A_RESOLVER = "UserError raised while resolving interpolation: "
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -132,6 +134,8 @@ def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
 def explain(error: Exception) -> str:
     """Say in one sentence what Hydra or OmegaConf refused, and what is allowed."""
     reason = _first_line(error)
+    if (said := reason.removeprefix(_OF_A_RESOLVER)) != reason:
+        return said
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

@@ -1,17 +1,20 @@
 """A Hydra sweeper, in the namespace where Hydra looks for plugins; hydra/sweeper=quick."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 
 class QuickSweeper(BasicSweeper):
     """Hydra's sweeper over all combinations, with a faster check before anything is written.
+
+    A recipe with a table ``methods`` sweeps over them, unless it or the command names others.
 
     Hydra composes every run. Here each value is checked once, and only another file of conf/
     needs a composition: a sweep over 3 methods, 4 numbers of workers and 10 seeds costs 3 instead
@@ -42,6 +45,7 @@ class QuickSweeper(BasicSweeper):
                 " hydra/launcher=basic to run the sweep here"
             )
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        self.params = {key: value for key, value in self.params.items() if value != ""}
         overrides = parser.parse_overrides([*self._parse_config(), *arguments])
         for override in overrides:
             if override.key_or_group == "output_dir":
@@ -54,6 +58,10 @@ class QuickSweeper(BasicSweeper):
                     f"{override.input_line} has no end of values: list them,"
                     f" {override.key_or_group}=A,B,C, or type range(START,STOP,STEP)"
                 )
+        if methods := methods_of(self.config, overrides, self._compose):
+            self.params = {"optimizer": ",".join(methods), **self.params}
+            overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        self.config.hydra.sweeper.params = self.params  # multirun.yaml has all that is varied
         (batch,) = self.split_arguments(overrides, None)
         print(f"{len(batch)} run{'s' * (len(batch) > 1)}", flush=True)
         self._check(batch)
@@ -64,6 +72,10 @@ class QuickSweeper(BasicSweeper):
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Do nothing, as all batches were checked together."""
+
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
+        assert self.hydra_context is not None and self.config is not None
+        return self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
 
     def _check(self, batch: Sequence[Sequence[str]]) -> None:
         """Check every value of the sweep, each in a combination that will be run."""
@@ -88,7 +100,7 @@ class QuickSweeper(BasicSweeper):
             if checked and any(value.key_or_group == "experiment" for value in values):
                 raise UserError("one recipe at a time: type experiment=NAME once, without commas")
             if settings is None or any(value.key_or_group in groups for value in values):
-                config = loader.load_sweep_config(self.config, list(overrides))
+                config = self._compose(overrides)
                 settings = settle(config, config.hydra)
             for value in values:
                 if value.key_or_group not in groups:
@@ -104,3 +116,22 @@ class QuickSweeper(BasicSweeper):
             checked.update(overrides)
         for dataset in downloaded.values() if runs_here else ():
             load_data(dataset)
+
+
+def methods_of(
+    config: DictConfig,
+    overrides: list[Override],
+    compose: Callable[[Sequence[str]], DictConfig],
+) -> list[str]:
+    """Return the methods in the table of a sweep's recipe.
+
+    Args:
+        config: of the sweep.
+        overrides: all that is varied or typed.
+        compose: returns the configuration of one run: a table may depend on swept values, and that
+            of the first ones counts.
+    """
+    if OmegaConf.is_interpolation(config, "methods"):
+        config = compose(QuickSweeper.split_arguments(overrides, None)[0][0])
+    table = config.get("methods")
+    return list(table) if isinstance(table, DictConfig) else []

@@ -5,8 +5,8 @@ A README names the command in a comment on a line of its own, and the table stan
     <!-- table: dlion table results/mnist5k -->
     | ... |
 
-All such tables are replaced by what their commands print now. Only ``dlion table`` and
-``dlion board`` are run, and paths are those of the working directory.
+All such tables are replaced by what their commands print now. Only ``dlion table``,
+``dlion board`` and ``dlion methods`` are run, in the working directory.
 """
 
 import re
@@ -20,7 +20,7 @@ from dlion.suite.arguments import Parser, errors_end_the_command
 from dlion.suite.files import write_atomically
 
 MARK = re.compile(r"^<!-- table: (?P<command>.*) -->\n(?P<table>(?:\|.*\n)*)", re.MULTILINE)
-COMMANDS = ("table", "board")  # modules beside this one, with make_table
+COMMANDS = ("table", "board", "methods")  # modules beside this one, with make_table
 
 
 def refresh(text: str) -> str:

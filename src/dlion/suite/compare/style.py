@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlion.errors import UserError
+from dlion.optim import METHODS
 from dlion.suite.compare.curves import Curve, is_accuracy, sort_key
 from dlion.values import show
 
@@ -20,28 +21,14 @@ class Style(NamedTuple):
     fill: str
 
 
-# colour (Okabe and Ito's palette, which the colour-blind can read) and marker of each method
-_METHODS = {
-    "g_adamw": ("#555555", "s"),
-    "g_lion": ("#000000", "o"),
-    "dlion_mavo": ("#D55E00", "o"),
-    "dlion_avg": ("#E69F00", "D"),
-    "signum_mavo": ("#CC79A7", "o"),
-    "signum_avg": ("#9467BD", "D"),
-    "terngrad": ("#0072B2", "^"),
-    "graddrop": ("#56B4E9", "v"),
-    "dgc": ("#009E73", "P"),
-    "lion_cub": ("#8B4513", "*"),
-    "dlion_adm": ("#117733", "X"),
-    "ef_signsgd": ("#332288", "<"),
-    "ef21_sign": ("#999933", ">"),
-    "g_muon": ("#661100", "s"),
-    "powersgd": ("#44AA99", "P"),
-    "onebit_adam": ("#AA4499", "d"),
-    "demo": ("#88CCEE", "p"),
-    "sparseloco": ("#DDCC77", "H"),
-    "diloco": ("#882255", "h"),
-}
+# of methods, in the order of METHODS: the palettes of Okabe and Ito and of Paul Tol, which the
+# colour-blind can read, and markers
+_PALETTE = [
+    *("#555555", "#000000", "#D55E00", "#E69F00", "#CC79A7", "#9467BD", "#0072B2", "#56B4E9"),
+    *("#009E73", "#8B4513", "#117733", "#332288", "#999933", "#661100", "#44AA99", "#AA4499"),
+    *("#88CCEE", "#DDCC77", "#882255"),
+]
+_MARKERS = "sooDoD^vP*X<>sPdpHh"
 _COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#555555", "#8B4513"]
 _LINES = ["solid", "dashed", "dotted", "dashdot"]
 _FILLS = ["full", "none", "left", "right"]
@@ -103,6 +90,12 @@ _MARKER_WIDTH = 0.04
 _PASSES = 4
 
 
+def looks(number: int) -> tuple[str, str]:
+    """Return colour and marker of a method, by its place in METHODS; rounds pair them otherwise."""
+    turn, place = divmod(number, len(_PALETTE))
+    return _PALETTE[place], _MARKERS[(place + 7 * turn) % len(_MARKERS)]
+
+
 def styles_of(curves: list[Curve], hidden: str | None = None) -> dict[str, Style]:
     """Return the style of each curve, by its label.
 
@@ -115,12 +108,13 @@ def styles_of(curves: list[Curve], hidden: str | None = None) -> dict[str, Style
     """
     methods = list(dict.fromkeys(curve.method for curve in curves))
     variants = list(dict.fromkeys(filter(None, (curve.variant(hidden) for curve in curves))))
+    known = {name: looks(number) for number, name in enumerate(METHODS)}
     other_colours = dict(zip(methods, _COLOURS * len(methods), strict=False))
     styles = {}
     for curve in curves:
         variant = curve.variant(hidden)
         number = variants[::-1].index(variant) if variant else 0  # the last is solid
-        colour, marker = _METHODS.get(curve.method, (other_colours[curve.method], "o"))
+        colour, marker = known.get(curve.method, (other_colours[curve.method], "o"))
         if len(methods) == 1 and len(variants) > 1:
             colour = _COLOURS[number % len(_COLOURS)]
             styles[curve.label] = Style(colour, marker, "solid", "full")

@@ -116,10 +116,10 @@ def difference_cell(curve: Curve, curves: list[Curve], method: str, metric: str,
     return mean_and_deviation(values, number_format(metric), sign="+")
 
 
-def to_markdown(table: Table) -> str:
-    """Return the text of a table: the first column to the left, numbers to the right."""
+def to_markdown(table: Table, words: int = 1) -> str:
+    """Return the text of a table: the first columns, of ``words``, to the left, numbers right."""
     headings, *rows = ([cell.replace("|", "\\|") for cell in row] for row in table)
-    rule = ["---", *["---:"] * (len(headings) - 1)]
+    rule = ["---"] * words + ["---:"] * (len(headings) - words)
     return "".join(f"| {' | '.join(row)} |\n" for row in (headings, rule, *rows))
 
 

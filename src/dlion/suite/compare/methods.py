@@ -1,0 +1,42 @@
+"""Print a Markdown table of the methods: what each one does, its traffic and its memory.
+
+Bits are per parameter and step, up and down, as the papers count them. State is bytes per parameter
+on a worker, beside the parameter and its gradient. Both are of a 512 x 512 matrix and 8 workers
+with default settings.
+"""
+
+import argparse
+
+import torch
+
+from dlion.optim import METHODS, Method
+from dlion.suite.arguments import add_printed_output, make_parser, print_or_write
+from dlion.suite.compare.table import to_markdown
+from dlion.workers import Workers
+
+SIDE, WORKERS = 512, 8
+
+
+def make_table(arguments: list[str]) -> str:
+    """Return the Markdown that the command prints."""
+    _parse(arguments)
+    heading = ["`optimizer=`", "method", "bits up", "bits down", "state, bytes"]
+    rows = [_row(name, method) for name, method in METHODS.items()]
+    return to_markdown([heading, *rows], words=2)
+
+
+def _row(name: str, method: Method) -> list[str]:
+    params = [torch.nn.Parameter(torch.zeros(SIDE, SIDE))]
+    optimizer = method.cls(params, workers=Workers(local=WORKERS), **method.options)
+    numbers = [*optimizer.paper_bits, optimizer.state_bytes / SIDE**2]
+    return [f"`{name}`", method.summary, *(f"{number:.3g}" for number in numbers)]
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = make_parser("methods", __doc__, "-o methods.md")
+    add_printed_output(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    print_or_write(make_table(arguments), _parse(arguments).output, "methods.md")
