@@ -11,7 +11,6 @@ from types import FunctionType
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn import functional
 
 from dlion.errors import TrainingFailed
 
@@ -209,6 +208,7 @@ def voters(
             f" would train alone: type Workers.current(local={workers.local}), or give it this"
             " process's own group, of torch.distributed.new_subgroups(1)"
         )
+    _forget_world()  # every optimizer comes here before it imports that module of torch
     return workers or Workers.current(group=process_group)
 
 
@@ -220,15 +220,14 @@ def _forget_world() -> None:
     outlive destroy_process_group(), and one that frees its last tensor while Python ends aborts the
     process ("terminate called without an active exception").
     """
+    from torch.distributed.nn import functional  # above, our own import would do the same
+
     for function in vars(functional).values():
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(value, dist.ProcessGroup) else value
                 for value in function.__defaults__
             )
-
-
-_forget_world()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import wandb
 
-from dlion.suite.compare.dashboard import main, specification
+from dlion.suite.compare.dashboard import main
 
 GROUPS = ["dataset", "model", "optimizer", "workers"]
 
@@ -98,8 +98,16 @@ def test_a_workspace_and_a_report_are_saved_under_the_users_own_name(server, das
     assert len(done.stdout.split()) == 2 and not (tmp_path / "outputs").exists()
     workspace, report = (json.loads(view["spec"]) for view in server.saved)
     assert grouping(workspace["section"]["runSets"][0]) == GROUPS
-    grids = [block for block in report["blocks"] if block["type"] == "panel-grid"]
-    assert {str(grouping(grid["metadata"]["runSets"][0])) for grid in grids} == {str(GROUPS)}
+    assert workspace["section"]["settings"]["maxRuns"] > 120
+    grids = [block["metadata"] for block in report["blocks"] if block["type"] == "panel-grid"]
+    assert {str(grouping(grid["runSets"][0])) for grid in grids} == {str(GROUPS)}
+    # curves have a band over the runs of a group
+    first, *_, scatter = (panel["config"] for panel in grids[0]["panelBankSectionConfig"]["panels"])
+    assert first["xAxis"] == "sent_bits_per_parameter" and first["xLogScale"]
+    assert first["metrics"] == ["test_vs_bits/accuracy"]
+    assert first["groupArea"] == "minmax" and first["limit"] > 120
+    # one key would be all that a panel can group by; its run set groups by all
+    assert "groupBy" not in first and "groupBy" not in scatter
 
 
 def test_what_was_created_before_a_failure_is_said(server, dashboard, tmp_path):
@@ -117,20 +125,11 @@ def test_without_a_key_the_specification_is_written_and_it_says_so(dashboard, tm
     assert done.returncode == 1
     assert "nothing was created" in done.stderr and "new/spec.json" in done.stderr
     written = json.loads((tmp_path / "new" / "spec.json").read_text())
-    section = written["workspace"]["section"]
+    workspace, report = written["workspace"], written["report"]
     names = ["Accuracy against bandwidth", "Loss against steps", "Speed", "Traffic"]
-    sections = section["panelBankConfig"]["sections"]
-    assert [s["name"] for s in sections][:4] == names == list(written["report"]["panels"])[:4]
-    assert grouping(section["runSets"][0]) == GROUPS
-    assert [key.partition(".")[0] for key in written["report"]["grouped_by"]] == GROUPS
-    assert section["settings"]["maxRuns"] > 120
-
-
-def test_curves_have_a_band_over_the_runs_of_a_group():
-    panels = specification("me", "dlion")["report"]["panels"]
-    first, *_, scatter = (panel["config"] for panel in panels["Accuracy against bandwidth"])
-    assert first["xAxis"] == "sent_bits_per_parameter" and first["xLogScale"]
-    assert first["metrics"] == ["test_vs_bits/accuracy"]
-    assert first["groupArea"] == "minmax" and first["limit"] > 120
-    # one key would be all that a panel can group by; its run set groups by all
-    assert "groupBy" not in first and "groupBy" not in scatter
+    assert [section["name"] for section in workspace["sections"]][:4] == names
+    assert [block["text"] for block in report["blocks"] if block["class"] == "H2"][:4] == names
+    keys = workspace["runset_settings"]["groupby"]
+    assert [key["name"].partition(".")[0] for key in keys] == GROUPS
+    curve = workspace["sections"][0]["panels"][0]
+    assert curve["class"] == "LinePlot" and curve["y"] == ["test_vs_bits/accuracy"]

@@ -118,7 +118,7 @@ def test_an_offline_run_holds_curves_against_steps_and_bits_and_no_secret(nobody
     assert (shown.run_group, shown.project, list(shown.tags)) == ("g", "p", ["t"])
     assert shown.display_name == "dlion_mavo-n4-s7"
     assert shown.run_id == (run / "wandb_id").read_text() != ""
-    panels = json.dumps(specification("me", "p")["report"]["panels"])
+    panels = json.dumps(specification("me", "p")["report"])
     drawn = set(re.findall(r'"((?:train|test|test_vs_bits)/\w+|sent_\w+)"', panels))
     assert len(drawn) >= 6 and drawn <= set().union(*rows)
     files = [p for p in tmp_path.rglob("*") if p.is_file()]

@@ -66,7 +66,7 @@ def errors_end_the_command() -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
         if place := error.filename2 or error.filename:
-            place = str(place).removesuffix(".part")
+            place = str(place).removesuffix(".part")  # the name until a file is complete
             _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would write what is left at its end
         if isinstance(error, BrokenPipeError):  # the reader has seen enough

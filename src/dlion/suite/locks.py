@@ -1,10 +1,10 @@
 """Locks that die with their holder.
 
-A lock is ``flock`` on a file or a folder. The kernel frees it when the last process that holds it
-has ended, however it ended; processes that a holder forks hold it too. Linux passes it on to an NFS
-server, which frees it some time after a machine has died (its lease, often 90 s), unless the mount
-says ``local_lock``: then, as on Lustre with ``localflock``, it keeps out processes of the same
-machine only.
+A lock is ``flock`` on a file. The kernel frees it when the last process that holds it has ended,
+however it ended; processes that a holder forks hold it too. Linux passes it on to an NFS server,
+which frees it some time after a machine has died (its lease, often 90 s), unless the mount says
+``local_lock``: then, as on Lustre with ``localflock``, it keeps out processes of the same machine
+only.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ def holding(file: Path, patience: float = 0.0) -> Iterator[None]:
     deadline = time.monotonic() + patience
     while True:
         try:
-            descriptor = acquire(file, os.O_RDWR | os.O_CREAT)
+            descriptor = _acquire(file)
             break
-        except FileNotFoundError:  # the holder has just removed it
-            file.parent.stat()
+        except FileNotFoundError:  # the holder has just removed it, or the folder does not exist
+            file.parent.stat()  # which raises in the second case, and else we try again
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
@@ -52,22 +52,22 @@ def holding(file: Path, patience: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def acquire(path: Path, flags: int = os.O_RDONLY, certain: bool = False) -> int:
-    """Return a descriptor of a file or folder that holds its lock until it is closed.
+def _acquire(file: Path) -> int:
+    """Return a descriptor of a file, made for it, that holds its lock until it is closed.
 
-    Where a file system has no locks this is said, and the descriptor holds nothing, unless it is to
-    be ``certain``.
+    Where a file system has no locks this is said, and the descriptor holds nothing.
 
     Raises:
         BlockingIOError: if another process holds the lock.
-        FileNotFoundError: if there is no such file, or its holder removed it meanwhile.
-        OSError: if it is to be certain, and there are no locks.
+        FileNotFoundError: if its holder removed it meanwhile, or its folder does not exist.
     """
-    descriptor = os.open(path, flags)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
     try:
-        _lock(path, descriptor, fcntl.LOCK_EX, certain)
-        if not leads_to(path, descriptor):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        _lock(file, descriptor, fcntl.LOCK_EX)
+        # between open and flock its holder may have removed the file: we hold the lock of a file
+        # without a name then, while another process makes and locks one that has it
+        if not leads_to(file, descriptor):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     except BaseException:
         os.close(descriptor)
         raise
@@ -89,14 +89,14 @@ def is_held(file: Path) -> bool:
     return False
 
 
-def _lock(path: Path, descriptor: int, kind: int, certain: bool = False) -> None:
+def _lock(file: Path, descriptor: int, kind: int) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if certain or error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in _WITHOUT_LOCKS:
             raise
         print(
-            f"warning: the file system of {path} has no locks ({error.strerror}): nothing keeps a"
+            f"warning: the file system of {file} has no locks ({error.strerror}): nothing keeps a"
             " second run out of that folder",
             file=sys.stderr,
         )

@@ -43,7 +43,11 @@ def end_now(code: int) -> NoReturn:
 
 
 class _Guarded:
-    """A text stream that drops what cannot be written, and writes again as soon as it can."""
+    """A text stream that drops what cannot be written, and writes again as soon as it can.
+
+    A run outlives its ssh session, the reader of its pipe and a full disk under its log. Python's
+    own streams would raise OSError from the next ``print``, in the middle of a checkpoint, say.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream

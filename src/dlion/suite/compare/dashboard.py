@@ -7,6 +7,7 @@ swept (filter the runs otherwise). Without a key or a server, what would have be
 written to FILE, and the exit code is 1.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -119,23 +120,19 @@ def make_report(entity: str, project: str) -> Any:
 
 
 def specification(entity: str, project: str) -> dict[str, Any]:
-    """Return what would be created, as JSON.
+    """Return what would be created, as JSON: arguments of the classes of ``wandb_workspaces``."""
+    workspace, report = make_workspace(entity, project), make_report(entity, project)
+    return {"workspace": _plain(workspace), "report": _plain(report)}
 
-    A report cannot be written without a server, which names its run sets: only its panels are.
-    """
 
-    def plain(model: Any) -> Any:
-        return json.loads(model.model_dump_json(by_alias=True, exclude_none=True))
-
-    panels = {
-        name: [plain(panel._to_model()) for panel in panels]
-        for name, panels in make_panels().items()
-    }
-    workspace = make_workspace(entity, project)._to_model()
-    return {
-        "workspace": plain(workspace.spec),
-        "report": {"title": TITLE, "grouped_by": GROUPS, "panels": panels},
-    }
+def _plain(value: Any) -> Any:
+    """Return a part of a page as JSON: the name of its class, and what was given to it."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    given = {key: _plain(part) for key, part in vars(value).items() if not key.startswith("_")}
+    return {"class": type(value).__name__} | {k: v for k, v in given.items() if v is not None}
 
 
 def create(entity: str | None, project: str) -> tuple[list[str], str | None]:

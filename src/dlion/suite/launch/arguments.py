@@ -65,7 +65,11 @@ def _with_home(word: str) -> str:
 
 
 def _with_quotes(word: str) -> str:
-    """Quote a value that is a path which is there, and that Hydra would read as something else."""
+    """Quote the path of an existing file or folder that Hydra would not read as one word.
+
+    Its grammar knows ASCII words: ``/data/日本``, ``run (1)`` and ``lr=0.1`` are errors in it, a
+    comma makes a sweep. The shell's quotes do not help, as they do not reach Hydra.
+    """
     key, _, value = word.partition("=")
     is_plain = re.fullmatch(r"[\w/.:+$%*@?|\\ -]*", value, re.ASCII)
     if is_plain or "/" not in value or "${" in value or not re.fullmatch(r"\+*[\w.]+", key):

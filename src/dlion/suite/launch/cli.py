@@ -66,10 +66,9 @@ def run(main: Callable[[], Any], conf: Path) -> None:
 
 
 def guarded(config: DictConfig) -> Any:
-    """Launch what was configured, from inside Hydra's main function.
+    """Launch what was configured, from inside Hydra's main function, and end as it ended.
 
-    Hydra would print errors with its own traceback, so a single run exits here. In a multirun Hydra
-    gets the error, and runs the other jobs first.
+    The exception is the outcome: Stopped, RunFailed, UserError; none: the run has finished.
     """
     hydra = HydraConfig.get()
     multirun = hydra.mode == RunMode.MULTIRUN
@@ -89,52 +88,59 @@ def guarded(config: DictConfig) -> Any:
             settings.output_dir = str(output_dir)
         raise_interrupts()
         return launch(settings, output_dir)
-    except Stopped as stop:
+    except (Exception, KeyboardInterrupt) as error:
+        _conclude(error, config, output_dir, sweep)
+        if isinstance(error, Finished):
+            return error.result
+        raise
+
+
+def _conclude(
+    error: BaseException, config: DictConfig, output_dir: Path | None, sweep: Path | None
+) -> None:
+    """Record why a run ended, print it and exit; return if its caller is to get the error.
+
+    Hydra would print the error of a single run with its own traceback, so that exits here. In a
+    sweep Hydra gets it, and runs the other jobs first, unless a signal asked the run to end.
+    """
+    asked, command = None, None  # the signal that asked the run to end, and what to type
+    if isinstance(error, KeyboardInterrupt):
+        asked = signal.SIGINT
+        signal.signal(asked, signal.SIG_IGN)  # another one would cut the record off
+    if isinstance(error, KeyboardInterrupt | Stopped):
         from dlion.suite.launch.resume import command_to_go_on
 
-        stop.command = command_to_go_on(output_dir, sweep)
-        handled = stop.signal not in (None, signal.SIGINT) and callable(
-            signal.getsignal(stop.signal)
-        )
-        if isinstance(stop, Finished) and (handled or not multirun):
-            return stop.result
+        command = command_to_go_on(output_dir, sweep)
+    if isinstance(error, Stopped):
+        asked = error.signal
+        error.command, command = command, None  # its sentence says it
+        # whoever started this process may have a handler: that of submitit requeues the job
+        handled = asked not in (None, signal.SIGINT) and callable(signal.getsignal(asked))
+        if isinstance(error, Finished) and (handled or sweep is None):
+            return
         if handled:
-            print(stop, file=sys.stderr)
-            signal.raise_signal(stop.signal)  # to an earlier handler: submitit's requeues the job
-            sys.exit(75)
-        if multirun and stop.signal is None:
-            raise
-        _leave(stop)
-    except UserError as error:
-        if output_dir is None or not multirun:
-            _leave(error)
-        from dlion.suite.launch.resume import holds_another
-
-        if not holds_another(config, output_dir):  # the record of another run stays as it is
-            if not holds_run(output_dir):
-                record_config(output_dir, config)
-            forget(output_dir, FAILURE)  # of an earlier attempt
-            record_failure(output_dir, str(error))
-        raise
-    except KeyboardInterrupt as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end
-        from dlion.suite.launch.resume import command_to_go_on
-
-        _record(output_dir, error)
-        _leave(error, command_to_go_on(output_dir, sweep))
-    except Exception as error:
-        _record(output_dir, error)
-        if isinstance(error, RunFailed) and not multirun:
-            _leave(error)
-        raise
+            print(error, file=sys.stderr)
+            signal.raise_signal(asked)
+            sys.exit(_EXIT_CODES[Stopped])
+    elif output_dir is not None:
+        _record(error, config, output_dir, of_sweep=sweep is not None)
+    if isinstance(error, tuple(_EXIT_CODES)) and (asked is not None or sweep is None):
+        _leave(error, command)
 
 
-def _record(output_dir: Path | None, error: BaseException) -> None:
+def _record(error: BaseException, config: DictConfig, output_dir: Path, of_sweep: bool) -> None:
     """Record why a run failed, unless another run is in its directory."""
-    from dlion.suite.launch.resume import in_use
+    from dlion.suite.launch.resume import holds_another, in_use
 
-    if output_dir is not None and not in_use(output_dir):
-        record_failure(output_dir, _sentence(error))
+    if isinstance(error, UserError):
+        if not of_sweep or holds_another(config, output_dir):
+            return
+        if not holds_run(output_dir):  # the table of the sweep lists it by its settings
+            record_config(output_dir, config)
+        forget(output_dir, FAILURE)  # of an earlier attempt
+    elif in_use(output_dir):
+        return
+    record_failure(output_dir, _sentence(error))
 
 
 def _check_single(hydra: DictConfig) -> None:

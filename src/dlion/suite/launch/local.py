@@ -7,13 +7,11 @@ hosts such a server and forks beside it: now and then a child inherits a held lo
 starts.)
 """
 
-import itertools
 import json
 import logging
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,14 +31,12 @@ from torch.multiprocessing.spawn import ProcessException
 from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
 from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.network import Network
-from dlion.suite.locks import acquire
 from dlion.suite.machine import die_with
 from dlion.suite.terminal import end_now
 from dlion.suite.training.signals import SIGNALS, SignalNotice, woken_by_signals
 
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
 PATIENCE = 2.0
-_PREFIX = "dlion-processes-"
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
 _SENTENCES = (TrainingFailed, UserError)  # their messages are enough
 # words of gloo, of NCCL, and of the thread of torch that watches NCCL and aborts the process
@@ -99,7 +95,9 @@ def run_processes(
         tell_children()
 
     errors = _Errors(processes if watched else 0)
-    with SignalNotice(pass_on) as notice, _folder() as directory, errors:
+    folder = tempfile.TemporaryDirectory(prefix="dlion-processes-", ignore_cleanup_errors=True)
+    with SignalNotice(pass_on) as notice, folder as name, errors:
+        directory = Path(name)  # in which processes meet, and say how they ended
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         others = multiprocessing.active_children()
         try:
@@ -148,42 +146,6 @@ def _temporary_files_in(directory: Path) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder in which processes meet and say how they ended, and remove it at the end.
-
-    A launcher that is killed leaves its folder behind. The lock on it dies with the launcher and
-    its processes, so the next one can tell, and removes it.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is held, or another launcher removes it
-            _remove_leftover(left)
-    while True:
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        with suppress(BlockingIOError, FileNotFoundError):  # such a removal was faster
-            descriptor = acquire(directory)
-            break
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _remove_leftover(directory: Path) -> None:
-    """Remove what a launcher of this user has left, and nothing else that may be in there."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    descriptor = acquire(directory, flags, certain=True)
-    try:
-        if os.fstat(descriptor).st_uid == os.getuid():
-            ours = ("rendezvous", "outcome-*.json", "pytorch-errorfile-*")
-            for file in itertools.chain.from_iterable(map(directory.glob, ours)):
-                file.unlink()
-            directory.rmdir()
-    finally:
-        os.close(descriptor)
-
-
 class _Errors:
     """Standard error of processes: read here, passed on, and remembered.
 
@@ -210,7 +172,7 @@ class _Errors:
         """Let this process, a new one, write into its pipe."""
         if self._writers:
             os.dup2(self._writers[rank], 2)
-        self.__exit__()
+        self.__exit__()  # a copy of another's writer would hide its end from the launcher
 
     def started(self) -> None:
         """Leave the pipes to the processes, all of which have been started."""

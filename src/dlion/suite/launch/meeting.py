@@ -107,7 +107,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
     first = min(port + taken, (1 << 16) - 1)
     ports = range(first, min(first + _CHOICE, 1 << 16))
     if rank == 0:
-        guide, listener = _listen(host, ports), _listen(host, range(1))
+        guide, listener = _listen(host, ports), _listen(host, range(1))  # 0: any free port
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             "::1" if host == "::1" else "127.0.0.1",  # others may know it by another name
