@@ -13,7 +13,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from dlion.engine.bucket import Bucket, by_kind
+from dlion.engine.bucket import Bucket
+from dlion.engine.layout import by_kind
 from dlion.methods.inner import INNER
 from dlion.workers import Workers
 
