@@ -16,6 +16,7 @@ from dlion import values
 from dlion.suite import settings
 from dlion.suite.config import settle
 from dlion.suite.launch.arguments import Arguments
+from dlion.suite.training.checkpoint import identity
 from tests.conftest import ROOT
 from tests.runs import TORCHRUN, python, train
 
@@ -372,6 +373,14 @@ def test_every_setting_of_a_run_has_a_type_a_sentence_and_a_value():
         if settings.component_of(hint) is None
     }
     assert own == set(config) - {"defaults", "methods", "hydra"}
+
+
+def test_what_bits_depend_on_is_known_of_earlier_runs_too():
+    recorded = OmegaConf.load(ROOT / "tests" / "training" / "earlier_config.yaml")
+    earlier = {
+        key: recorded[key] for key in recorded if key not in ("local_optimizer", "local_betas")
+    }
+    assert identity(OmegaConf.create(earlier)) == identity(recorded)
 
 
 def test_help_says_what_can_be_typed():

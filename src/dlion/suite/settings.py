@@ -9,8 +9,8 @@ checked as far as it has annotations.
 import inspect
 import re
 import textwrap
-from collections.abc import Container
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -125,6 +125,39 @@ class Component(NamedTuple):
     own: type | None = None
 
 
+@dataclass(frozen=True)
+class Traits:
+    """Consequences of a setting, declared at its field of :class:`Settings`.
+
+    Attributes:
+        bits: it changes the bits of results: a run is resumed only with the same value.
+        without: keys of a group that change no bit, such as where files are.
+        traffic: it changes when processes exchange something: all need the same value, as they do
+            with ``bits``.
+        compared: runs with different values are different curves. Of two settings that split runs
+            alike, the one with the smaller number is shown: a batch size may follow from the
+            number of workers. 0: it is not compared.
+        evaluated: it changes the result of evaluate=RUN, which takes the recorded value.
+        typed: it may be typed beside evaluate=RUN.
+        typed_keys: keys of a group that may.
+        unrecorded: the value in runs that are older than the setting; ...: there are none.
+    """
+
+    bits: bool = False
+    without: tuple[str, ...] = ()
+    traffic: bool = False
+    compared: Literal[0, 1, 2, 3] = 0
+    evaluated: bool = False
+    typed: bool = False
+    typed_keys: tuple[str, ...] = ()
+    unrecorded: Any = ...
+
+
+def traits(**of: Any) -> Any:
+    """Return a field without a default that has these :class:`Traits`."""
+    return field(metadata={"traits": Traits(**of)})
+
+
 @dataclass
 class Settings:
     """All settings of a run.
@@ -185,53 +218,70 @@ class Settings:
         output_dir: folder in which the run is recorded.
     """
 
-    optimizer: Annotated[Any, Component()]
-    model: Annotated[Any, Component()]
-    dataset: Annotated[Any, Component(shared=Use)]
-    schedule: Annotated[Any, Component(own=Schedule)]
-    network: Annotated[Any, Component(own=Network)]
-    logger: Annotated[Any, Component()]
+    optimizer: Annotated[Any, Component()] = traits(bits=True, without=("exchange",), compared=1)
+    model: Annotated[Any, Component()] = traits(
+        bits=True, compared=1, evaluated=True, typed_keys=("_target_",)
+    )
+    dataset: Annotated[Any, Component(shared=Use)] = traits(
+        bits=True,
+        without=("path", "loaders"),
+        compared=1,
+        evaluated=True,
+        typed_keys=("path", "loaders", "tokenizer", "_target_"),
+    )
+    schedule: Annotated[Any, Component(own=Schedule)] = traits(bits=True, compared=1)
+    network: Annotated[Any, Component(own=Network)] = traits(compared=1)
+    logger: Annotated[Any, Component()] = traits(typed=True)
 
-    workers: Count
-    processes: Count | None
-    steps: Count | None
-    epochs: Count
-    batch_size: Count
-    accumulate: Count
-    precision: Literal["float32", "bf16_mixed", "bf16"]
-    seed: Whole
-    device: Literal["cpu", "cuda"] | None
-    backend: Literal["gloo", "nccl"] | None
-    overlap: bool
-    bucket_cap_mb: Positive | Literal["auto"] | None
-    threads: Annotated[int, Limits(ge=1, le=256)]
+    workers: Count = traits(bits=True, compared=1, evaluated=True)
+    processes: Count | None = traits(typed=True)
+    steps: Count | None = traits(compared=3)
+    epochs: Count = traits(compared=3)
+    batch_size: Count = traits(bits=True, compared=2, evaluated=True)
+    accumulate: Count = traits(bits=True, compared=3)
+    precision: Literal["float32", "bf16_mixed", "bf16"] = traits(
+        bits=True, compared=1, evaluated=True
+    )
+    seed: Whole = traits(bits=True, evaluated=True)
+    device: Literal["cpu", "cuda"] | None = traits(typed=True)
+    backend: Literal["gloo", "nccl"] | None = traits(typed=True)
+    overlap: bool = traits(traffic=True)
+    bucket_cap_mb: Positive | Literal["auto"] | None = traits(bits=True)
+    threads: Annotated[int, Limits(ge=1, le=256)] = traits(bits=True, evaluated=True, typed=True)
 
-    participation: PositiveShare
-    local_steps: Count
-    local_optimizer: Literal["sgd", "adamw", "lion", "muon"]
-    local_lr: Positive
-    local_betas: Betas
-    faults: Faults
+    participation: PositiveShare = traits(bits=True, compared=1)
+    local_steps: Count = traits(bits=True, compared=1)
+    local_optimizer: Literal["sgd", "adamw", "lion", "muon"] = traits(
+        bits=True, compared=1, unrecorded="sgd"
+    )
+    local_lr: Positive = traits(bits=True, compared=1)
+    local_betas: Betas = traits(bits=True, compared=1, unrecorded=[0.9, 0.99])
+    faults: Faults = traits(bits=True, compared=1)
 
-    init_from: Name | None
+    init_from: Name | None = traits(compared=3)
     evaluate: Name | None
 
-    eval_every: Count
-    eval_limit: Count | None
-    log_every: Count
-    checkpoint_every: Count | None
+    eval_every: Count = traits(traffic=True)
+    eval_limit: Count | None = traits(traffic=True, compared=3, evaluated=True, typed=True)
+    log_every: Count = traits(traffic=True)
+    checkpoint_every: Count | None = traits(traffic=True)
     keep_checkpoints: Count
     resume: Name | None
-    stop_after: Count | None
+    stop_after: Count | None = traits(traffic=True)
     max_restarts: Whole
-    timeout: Count
-    nonfinite: Literal["stop", "skip"] | None
-    box: bool
-    agreement: bool
+    timeout: Count = traits(typed=True)
+    nonfinite: Literal["stop", "skip"] | None = traits(bits=True, compared=1)
+    box: bool = traits(traffic=True)
+    agreement: bool = traits(traffic=True)
     profile: bool
-    check_replicas_every: Whole
+    check_replicas_every: Whole = traits(traffic=True)
 
     output_dir: Folder
+
+
+TRAITS: dict[str, Traits] = {
+    setting.name: setting.metadata.get("traits", Traits()) for setting in fields(Settings)
+}
 
 
 def check(settings: DictConfig) -> None:
@@ -269,6 +319,18 @@ def check_complete(keys: Container[Any]) -> None:
         if key not in keys:
             value = "VALUE" if component_of(hint) is None else "NAME"
             raise UserError(f"{key} cannot be left out: type {key}={value}")
+
+
+def is_group(key: str) -> bool:
+    """Whether a setting of a run has settings of its own."""
+    hint = parameters(Settings)[key]
+    return is_dataclass(hint) or component_of(hint) is not None
+
+
+def unrecorded(keys: Iterable[str]) -> dict[str, Any]:
+    """Return what runs did that are older than these settings, of those that came later."""
+    values = {key: TRAITS[key].unrecorded for key in keys}
+    return {key: value for key, value in values.items() if value is not ...}
 
 
 def component_of(hint: Any) -> Component | None:

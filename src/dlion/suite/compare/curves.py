@@ -5,40 +5,26 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dlion.errors import UserError
-from dlion.suite.record.configs import SINCE_THEN
 from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import LeftOut
+from dlion.suite.settings import TRAITS, is_group, unrecorded
 from dlion.values import show
 
 Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
 Conditions = dict[str, list[str]]  # values of settings, as typed; one of each is to be met
 
-# settings of the run as a whole, in the order in which they are asked whether runs differ by them
-RUN_SETTINGS = (
-    "dataset",
-    "model",
-    "workers",
-    "local_steps",
-    "participation",
-    "precision",
-    "nonfinite",
-    "local_optimizer",
-    "local_lr",
-    "local_betas",
-    "batch_size",
-    "steps",
-    "epochs",
-    "accumulate",
-    "init_from",
-    "eval_limit",
-)
-_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults", "network")
+_COMPARED = [name for name, traits in TRAITS.items() if traits.compared]
+_GROUPS = [*filter(is_group, _COMPARED)]
+# in the order in which they are asked whether runs differ by them
+_SETTINGS = sorted(filterfalse(is_group, _COMPARED), key=lambda name: TRAITS[name].compared)
+_TASK = ("model", "dataset")
 _NOT_COMPARED = ("_target_", "loaders")  # of a group: they say where, not what
 
 
@@ -195,13 +181,13 @@ def settings_of(run: Run) -> Settings:
         if isinstance(settings.get(key), str):
             settings[key] = Path(settings[key]).name
     settings.pop("network.name", None)  # its rate says it
-    for group in ("model", "dataset"):
+    for group in _TASK:
         settings[group] = settings.pop(f"{group}.name", "?")
-    for key in RUN_SETTINGS:
+    for key in _SETTINGS:
         if key in config:
             settings.setdefault(key, _plain(config[key]))
-    if "local_steps" in settings:
-        settings = SINCE_THEN | settings
+    if config:
+        settings = unrecorded(_SETTINGS) | settings
     if settings.get("local_optimizer") == "sgd":
         settings.pop("local_betas", None)
     if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped
@@ -282,7 +268,7 @@ def make_curves(
             methods[settings["optimizer.name"]].append((run, settings))
     curves = []
     everything = [settings for pairs in methods.values() for _, settings in pairs]
-    tasks = [key for key in ("model", "dataset") if len({s[key] for s in everything}) > 1]
+    tasks = [key for key in _TASK if len({s[key] for s in everything}) > 1]
     for pairs in methods.values():
         keys = _differing_keys([settings for _, settings in pairs], first)
         groups: dict[str, list[tuple[Run, Settings]]] = defaultdict(list)
@@ -318,7 +304,7 @@ def _differing_keys(all_settings: list[Settings], first: Sequence[str]) -> list[
 
     known = sorted(set().union(*all_settings), key=lambda key: (is_no_switch(key), key))
     keys: list[str] = []
-    for key in dict.fromkeys([*first, *RUN_SETTINGS, *known]):
+    for key in dict.fromkeys([*first, *_TASK, *_SETTINGS, *known]):
         values = {repr(settings[key]) for settings in all_settings if key in settings}
         if len(values) > 1:
             groups_with = {_identity(settings, [*keys, key]) for settings in all_settings}

@@ -11,9 +11,10 @@ from typing import Any
 from dlion.errors import UserError
 from dlion.suite.record.runs import CONFIG, FAILURE, METRICS, SUMMARY, Run
 from dlion.suite.record.studies import LeftOut, find_runs
+from dlion.suite.settings import TRAITS, is_group
 
 _NAMES = {str: "a word", int: "a whole number", float: "a number", dict: "a group of settings"}
-_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults", "network")
+_GROUPS = [name for name, traits in TRAITS.items() if traits.compared and is_group(name)]
 _COUNTS = {"workers": int, "seed": int}
 _SUMMARY = {"optimizer": str, "model": str, "dataset": str, "workers": int}
 _SUMMARY |= {"paper_bits_up": float, "paper_bits_down": float}

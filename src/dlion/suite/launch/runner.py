@@ -41,22 +41,11 @@ from dlion.suite.record.runs import (
     record_config,
     record_failure,
 )
+from dlion.suite.settings import TRAITS
 from dlion.suite.training import Job, train
 from dlion.suite.training.checkpoint import find, identity
 from dlion.suite.training.measure import measure
 from dlion.workers import Workers
-
-_WHAT_TRAVELS_WHEN = (  # beside what decides about the bits
-    "overlap",
-    "log_every",
-    "eval_every",
-    "eval_limit",
-    "checkpoint_every",
-    "stop_after",
-    "check_replicas_every",
-    "box",
-    "agreement",
-)
 
 
 def launch(config: DictConfig, output_dir: Path) -> float | None:
@@ -168,7 +157,7 @@ def _check_same(job: Job) -> None:
         TrainingFailed: naming the settings that differ from those of process 0.
     """
     begins = {"checkpoint": job.resume.progress.step if job.resume else None}
-    whens = {name: job.config[name] for name in _WHAT_TRAVELS_WHEN}
+    whens = {name: job.config[name] for name, traits in TRAITS.items() if traits.traffic}
     whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
     settings = {**identity(job.config), "steps": job.steps, **begins, **whens}
     first = json.loads(_from_first(json.dumps(settings)))

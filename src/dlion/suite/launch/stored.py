@@ -7,18 +7,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
 from dlion.suite.record.runs import load_run
+from dlion.suite.settings import TRAITS
 from dlion.suite.training.weights import recorded_settings
 
-# what decides a result; the workers are those whose training batches the data set can fill
-_RECORDED = (
-    *("model", "dataset", "precision", "seed", "threads", "eval_limit"),
-    *("workers", "batch_size"),
-)
-_ALLOWED = (  # beside evaluate=RUN
-    *("dataset.path", "dataset.loaders", "dataset.tokenizer", "dataset._target_"),
-    *("model._target_", "device", "backend", "processes", "threads", "timeout", "eval_limit"),
-    "logger",  # which is not asked
-)
+_RECORDED = [name for name, traits in TRAITS.items() if traits.evaluated]
+_ALLOWED = [  # beside evaluate=RUN
+    *(f"{name}.{key}" for name, traits in TRAITS.items() for key in traits.typed_keys),
+    *(name for name, traits in TRAITS.items() if traits.typed),
+]
 
 
 def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:

@@ -8,9 +8,6 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-# settings that older runs lack, and what these did
-SINCE_THEN = {"local_optimizer": "sgd", "local_betas": [0.9, 0.99]}
-
 
 def read_yaml(file: Path) -> Any:
     """Return what a YAML file says, as it is written: nothing is looked up, nothing is executed.

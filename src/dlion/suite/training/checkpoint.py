@@ -35,31 +35,10 @@ from torch import Tensor
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
 from dlion.suite.files import sync, write_atomically
-from dlion.suite.record.configs import SINCE_THEN
-from dlion.suite.settings import with_present_names
+from dlion.suite.settings import TRAITS, is_group, unrecorded, with_present_names
 from dlion.suite.training.weights import weights_sha256
 
-# what must be equal in two runs for their bits to be; where they run may differ
-_DECISIVE_SETTINGS = (
-    "workers",
-    "batch_size",
-    "accumulate",
-    "precision",
-    "seed",
-    "bucket_cap_mb",
-    "threads",
-    "nonfinite",
-    "participation",
-    "local_steps",
-    "local_optimizer",
-    "local_lr",
-    "local_betas",
-)
-_DECISIVE_GROUPS = ("optimizer", "model", "dataset", "schedule", "faults")
-_NOT_DECISIVE = {
-    "dataset": ("path", "loaders"),  # where data lies, and how it is loaded
-    "optimizer": ("exchange",),  # how messages travel
-}
+_DECISIVE = [name for name, traits in TRAITS.items() if traits.bits]
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 
@@ -106,11 +85,11 @@ def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=True)
-    config = SINCE_THEN | with_present_names(config)
-    settings = {name: config[name] for name in _DECISIVE_SETTINGS}
-    for group in _DECISIVE_GROUPS:
-        left_out = _NOT_DECISIVE.get(group, ())
-        settings[group] = {key: v for key, v in config[group].items() if key not in left_out}
+    config = unrecorded(_DECISIVE) | with_present_names(config)
+    settings = {name: config[name] for name in _DECISIVE}
+    for group in filter(is_group, _DECISIVE):
+        without = TRAITS[group].without
+        settings[group] = {key: v for key, v in config[group].items() if key not in without}
     if (source := config.get("init_from")) is not None:
         settings["init_from"] = weights_sha256(source)
     return json.loads(json.dumps(settings))
@@ -335,7 +314,8 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
         state = json.loads(file.read_text("utf-8"))
         if state.pop("sha256") != _digest(state):
             raise ValueError
-        run, progress = SINCE_THEN | with_present_names(state["run"]), Progress(**state["progress"])
+        run = unrecorded(_DECISIVE) | with_present_names(state["run"])
+        progress = Progress(**state["progress"])
         files = {name: (size, digest) for name, (size, digest) in state["files"].items()}
         trained_on, tested_on = state["samples"]
         checkpoint = Checkpoint(directory, progress, state["steps"], (trained_on, tested_on))
