@@ -159,6 +159,8 @@ class Bucket:
             home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
                 view = self._views[index] = slot.standalone(slot.view(self.params))
+            # model.load_state_dict(assign=True), share_memory() and others give a parameter another
+            # storage: its values are taken over, or updates would go to memory nobody reads
             if tensor.data_ptr() != home:
                 if tensor.device != view.device or tensor.dtype != view.dtype:
                     raise RuntimeError(

@@ -99,6 +99,7 @@ def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, ti
             coders.estimate[worker] += steps
             total += weights[worker] * coders.estimate[worker]
             ahead += weights[worker] * steps
+    # estimates lag behind what they follow by about a step; the latest steps say in which direction
     value = total + ahead * lookahead
     for mask, flags in ((positive, value > 0), (tied, value == 0)):
         _pack_into(mask, flags)

@@ -110,7 +110,7 @@ class SignedDescent(DistributedOptimizer):
         return group["betas"]
 
     def zero_is_positive(self, local: int, step: int) -> bool:
-        """Whether a local worker says +1 where it has nothing to say (u = 0, or NaN).
+        """The bit that a local worker sends for u = 0 or NaN: whether +1.
 
         One bit has no zero. On even steps a little more than half of the participants, another half
         every other step, say +1 and the rest -1; on odd steps the same ones say the opposite. What
@@ -120,6 +120,8 @@ class SignedDescent(DistributedOptimizer):
         """
         participants = self.channel.participants
         position, n = participants.index(self.workers.ids[local]), len(participants)
+        # neighbours in the order of workers, half of them and one, take turns: whoever is absent
+        # leaves the rest as balanced as all are
         majority = (position + step // 2) % n < n // 2 + 1
         return majority if step % 2 == 0 else not majority
 
