@@ -431,7 +431,7 @@ def test_a_finished_run_is_only_gone_on_with_if_there_is_more_to_do(whole, tmp_p
     with pytest.raises(UserError, match="nothing is left of 6 steps"):
         checkpoint_to_resume(settings_of(whole), whole, 6)
     optimizer = load_run(whole).config["optimizer"] | {"lr": 0.5}
-    with pytest.raises(UserError, match=r"is finished, and had another seed, optimizer\.lr:"):
+    with pytest.raises(UserError, match=r"is finished, and had another optimizer\.lr, seed:"):
         finished_run(settings_of(whole, seed=1, optimizer=optimizer), whole)
     weights = str(whole / "model.safetensors")
     with pytest.raises(UserError, match=r"is finished, and had another init_from:"):

@@ -17,7 +17,7 @@ Each name is imported when it is asked for. ``load_model`` needs ``pip install '
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import dlion.methods
+from dlion.methods import __all__ as _methods
 
 if TYPE_CHECKING:
     from dlion.errors import TrainingFailed as TrainingFailed
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(dlion.methods.__all__, "dlion.methods"),
+    **dict.fromkeys(_methods, "dlion.methods"),
     "Workers": "dlion.workers",
     "load_model": "dlion.suite.training.weights",
     "TrainingFailed": "dlion.errors",

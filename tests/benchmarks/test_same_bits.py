@@ -48,7 +48,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_one_bit_of_one_step_of_one_method_is_found(checkout: Path):
-    with (checkout / "src" / "dlion" / "optim" / "dense.py").open("a") as file:
+    with (checkout / "src" / "dlion" / "methods" / "dense.py").open("a") as file:
         file.write(ONE_BIT)
     script = checkout / "benchmarks" / "same_bits.py"
     done = python(script, "HEAD", "--smoke", "--only", "lion", env=ENVIRONMENT)

@@ -185,7 +185,7 @@ class DirectSend(Exchange):
         return self.slice // 64
 
     def message(self, local: int) -> Tensor:
-        """The message of a local worker, to be written: ``[n, ...]`` as :meth:`Wire.view` says."""
+        """The message of a local worker, to be written: ``[n, ...]`` as :meth:`dlion.wire.Wire.view` says."""
         return self.up.view(self._messages[local])
 
     def encode(self, local: int, values: Any) -> Tensor | None:
@@ -222,7 +222,7 @@ class DirectSend(Exchange):
 
         Args:
             messages: uint8 ``[m, up bytes]``, in the order of the workers; on a grid sums of some
-                of them, see :meth:`Grid.collect`.
+                of them, see ``Grid.collect``.
             owner: local index of the worker that owns the slice.
             step: counted from 0.
             answer: uint8 ``[down bytes]``, to be written.

@@ -84,7 +84,7 @@ class LowRankMean(Exchange):
     def encode(self, local: int, values: Tensor) -> None:
         """Write the first message of a local worker about ``[numel]`` values.
 
-        They must stay as they are until :meth:`run` has written the second.
+        They must stay as they are until ``run`` has written the second.
         """
         self._values[local] = values
         pairs = zip(self.matrices, self._split(self._query[0]), strict=True)

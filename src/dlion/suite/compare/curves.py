@@ -186,7 +186,7 @@ def settings_of(run: Run) -> Settings:
     for key in _SETTINGS:
         if key in config:
             settings.setdefault(key, _plain(config[key]))
-    if config:
+    if "local_steps" in settings:
         settings = unrecorded(_SETTINGS) | settings
     if settings.get("local_optimizer") == "sgd":
         settings.pop("local_betas", None)
