@@ -185,7 +185,7 @@ class DirectSend(Exchange):
         return self.slice // 64
 
     def message(self, local: int) -> Tensor:
-        """The message of a local worker, to be written: ``[n, ...]`` as :meth:`dlion.wire.Wire.view` says."""
+        """The message of a local worker, to be written: ``[n, ...]``, in the view of its wire."""
         return self.up.view(self._messages[local])
 
     def encode(self, local: int, values: Any) -> Tensor | None:
