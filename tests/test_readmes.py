@@ -356,6 +356,11 @@ def run_elsewhere(place: Place, typed: list[str]) -> None:
     assert (ROOT / next(word for word in typed if word.endswith(".py"))).exists()
 
 
+def module_exists(place: Place, typed: list[str]) -> None:
+    """Check that there is the module behind ``-m``."""
+    assert importlib.util.find_spec(typed[2]) is not None
+
+
 def run_code(place: Place, typed: list[str]) -> None:
     """Run what stands behind ``-c``."""
     exec(typed[2], {})
@@ -372,6 +377,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"dlion prepare": prepare_text,
     r"dlion": compare,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,
+    r"python -m tests\.cuda\.report": module_exists,  # tests/cuda makes its table
     r"python -c": run_code,
     r"(python -m )?pytest": run_pytest,
     r"(\.venv/bin/)?pip install": pip_install,

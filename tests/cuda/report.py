@@ -30,6 +30,13 @@ def details(name: str, measured: Measured | str) -> list[str]:
     return lines + [f"    {fault}" for fault in measured.faults]
 
 
+def table(found: dict[tuple[str, bool], Measured | str]) -> str:
+    """Return the table of what :func:`measure` has found."""
+    names = dict.fromkeys(name for name, _ in found)
+    rows = (row(name, found[name, False], found[name, True]) for name in names)
+    return "\n".join([HEAD.strip(), *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -37,9 +44,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     found = measure()
-    print(HEAD.strip())
-    for name in dict.fromkeys(name for name, _ in found):
-        print(row(name, found[name, False], found[name, True]))
+    print(table(found))
     if arguments.details:
         for (name, overlap), measured in found.items():
             print("\n".join(["", *details(f"{name}{', overlap' * overlap}", measured)]))

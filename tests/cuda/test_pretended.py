@@ -23,6 +23,7 @@ from tests.benchmarks.scripts import script
 from tests.conftest import ROOT
 from tests.cuda.configurations import ALL, BUCKETS, THREADS, Limits, Measured, measure
 from tests.cuda.pretend import pretended_cuda
+from tests.cuda.report import table
 
 same_bits = script("same_bits")
 STEPS = 4  # in each of which other workers take part
@@ -81,6 +82,13 @@ def test_the_host_waits_as_rarely_as_it_can(measured, name, overlap):
     for thread, waits, limit in zip(THREADS, found.waits(), limits, strict=True):
         where = found.places(thread)
         assert waits <= limit, f"{thread}: {waits} waits, {limit} at most; {where}"
+
+
+@pytest.mark.slow
+def test_the_report_has_a_row_for_each_configuration(measured):
+    rows = table(measured).splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == list(ALL)
+    assert all(len(row.split("|")) == 10 for row in rows)
 
 
 @pytest.mark.slow
