@@ -256,11 +256,18 @@ def _unpack(halves):
 
 
 @triton.jit
-def _offset(half, row, words):
-    """Find a half of a word of the bucket in a message whose rows of words start ``row`` apart."""
+def _halves_at(message, start, row, words):
+    """Return pointers to the halves of words ``[32]`` that a block has in a message.
+
+    Args:
+        start: the first element of the block in the bucket.
+        row: how many words after another the rows of ``words`` words of the message start.
+    """
+    half = (start // 32).to(tl.int32) + tl.arange(0, 32)
     word, words = half.to(tl.uint32) // 2, words.to(tl.uint32)
     which = word // words
-    return 2 * (which.to(tl.int64) * row + (word - which * words)) + half % 2
+    offset = which.to(tl.int64) * row + (word - which * words)
+    return _in_halves(message) + 2 * offset + half % 2
 
 
 @triton.jit
@@ -343,8 +350,7 @@ def _encode_signs(
     POSITIVE: tl.constexpr,
 ):
     start, left, grad, some = _find(programs, places, addresses, HALF, ALIGNED)
-    half = (start // 32).to(tl.int32) + tl.arange(0, 32)
-    target = _in_halves(message) + _offset(half, row, words)
+    target = _halves_at(message, start, row, words)
     momentum += start
     if some >= _BLOCK:
         _write_signs(target, momentum, grad, left, some, b1, a1, b2, a2, POSITIVE, True)
@@ -396,8 +402,7 @@ def _encode_levels(
 ):
     start, left, grad, some = _find(programs, places, addresses, HALF, ALIGNED)
     factor = tl.load(multipliers + tl.load(programs + tl.program_id(0)))
-    half = (start // 32).to(tl.int32) + tl.arange(0, 32)
-    target = _in_halves(message) + _offset(half, row, words)
+    target = _halves_at(message, start, row, words)
     momentum += start
     if some >= _BLOCK:
         u = _direction(momentum, grad, left, some, b1, a1, b2, a2, True)
@@ -662,8 +667,8 @@ def _encode_deltas(
     rise,
 ):
     start, left, grad, some = _find(programs, places, addresses, HALF, ALIGNED)
-    half = (start // 32).to(tl.int32) + tl.arange(0, 32)
-    target, history = _in_halves(message) + _offset(half, row, words), _in_halves(history) + half
+    target = _halves_at(message, start, row, words)
+    history = _in_halves(history) + start // 32 + tl.arange(0, 32)
     momentum, estimate, level = momentum + start, estimate + start, level + start
     if some >= _BLOCK:
         u = _direction(momentum, grad, left, some, b1, a1, b2, a2, True)
@@ -763,7 +768,7 @@ def _descend(values, left, change, decay):
 def _apply_signs(values, size, answers, row, plane, words, decay, rate):
     start, left = _block(size)
     half = tl.arange(0, 32)
-    answers = _in_halves(answers) + _offset((start // 32).to(tl.int32) + half, row, words)
+    answers = _halves_at(answers, start, row, words)
     votes = tl.load(answers, mask=half * 32 < left, other=0)
     _descend(values + start, left, tl.where(_unpack(votes) == 1, rate, -rate), decay)
 
@@ -774,7 +779,7 @@ def _apply_levels(
 ):
     start, left = _block(size)
     half = tl.arange(0, 32)
-    answers = _in_halves(answers) + _offset((start // 32).to(tl.int32) + half, row, words)
+    answers = _halves_at(answers, start, row, words)
     level = tl.zeros((32, 32), dtype=tl.int32)
     for low in tl.static_range(0, PLANES, 8):
         fours = tl.zeros((32, 8), dtype=tl.int32)
