@@ -32,6 +32,17 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+def keep_for_this_stream(*tensors: Tensor) -> None:
+    """Let tensors that were made on another stream of their GPU be used by the current one.
+
+    Their memory is given to nobody else before what is queued here is over. It does not make this
+    stream wait for the other one.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 @lru_cache(maxsize=1024)
 def index_of(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Return places as an index tensor on the device: int64 ``[len(places)]``.

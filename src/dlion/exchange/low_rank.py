@@ -9,6 +9,7 @@ from torch import Tensor
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DenseMean, Exchange
 from dlion.streams import stream
+from dlion.transfer import keep_for_this_stream
 
 
 class Matrix(NamedTuple):
@@ -118,8 +119,7 @@ class LowRankMean(Exchange):
     def _write_second(self, local: int) -> None:
         """Write the second message of a local worker: ``M_i^T P^``."""
         values = self._values.pop(local)
-        if values.is_cuda:  # it was made on the stream of the backward pass
-            values.record_stream(torch.cuda.current_stream())
+        keep_for_this_stream(values)
         pairs = zip(self.matrices, self._bases, strict=True)
         if self.matrices:
             _encode(self._second, local, [m.view(values).T @ basis for m, basis in pairs])

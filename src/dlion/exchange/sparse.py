@@ -10,6 +10,7 @@ from dlion import kernels
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, Exchange, Stages, run_together, slice_size
+from dlion.transfer import keep_for_this_stream
 from dlion.wire import Float32, Sparse
 
 COUNT_BYTES = 4  # before each message: its number of entries, int32
@@ -108,9 +109,7 @@ class SparseMean(Exchange):
         for rows, worker, (packed, counts) in zip(announced, local, messages, strict=True):
             rows[:, :COUNT_BYTES] = counts.to(torch.int32).view(-1, 1).view(torch.uint8)
             rows[:, COUNT_BYTES:] = self._headers[worker]
-            if packed.is_cuda:  # it was made on the stream of the backward pass
-                packed.record_stream(torch.cuda.current_stream())
-                counts.record_stream(torch.cuda.current_stream())
+            keep_for_this_stream(packed, counts)
         received = self.channel.scatter(announced)
         self.headers = received[:, 0, COUNT_BYTES:]
         return received[..., :COUNT_BYTES].contiguous().view(torch.int32).squeeze(-1)

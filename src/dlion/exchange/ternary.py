@@ -9,6 +9,7 @@ from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DirectSend, Exchange
 from dlion.streams import stream
+from dlion.transfer import keep_for_this_stream
 from dlion.wire import Level, Ternary
 
 
@@ -74,10 +75,9 @@ class ScaledTernaryMean(Exchange):
     def run(self, step: int) -> None:
         w = self.channel.workers
         own = torch.zeros(w.local, len(self._sizes), dtype=torch.float32, device=self.device)
-        for local, pair in self._unscaled.items():
-            for tensor in pair if own.is_cuda else ():  # of the stream of the backward pass
-                tensor.record_stream(torch.cuda.current_stream())
-            own[local] = pair[1]
+        for local, (values, scales) in self._unscaled.items():
+            keep_for_this_stream(values, scales)
+            own[local] = scales
         largest = self.channel.gather(own).nan_to_num(0.0).amax(0)
         parts = zip(largest, self._sizes, strict=True)
         self._scales = torch.cat([scale.expand(size) for scale, size in parts])
@@ -93,6 +93,5 @@ class ScaledTernaryMean(Exchange):
         self.headers, self.answer = self._trits.headers, self._trits.answer
 
     def decode(self) -> Tensor:
-        if self._scales.is_cuda:  # they were made on the stream of the exchange
-            self._scales.record_stream(torch.cuda.current_stream())
+        keep_for_this_stream(self._scales)
         return self._trits.decode().mul_(self._scales)
