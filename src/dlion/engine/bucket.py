@@ -44,12 +44,14 @@ class InFlight:
 
     Attributes:
         norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
+        rates: the hyperparameters that the latest message was made with.
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.
     """
 
     norms: dict[int, Tensor] = field(default_factory=dict)
+    rates: str = ""
     present: list[bool] = field(default_factory=list)
     flag: bool = False
     slow: bool = False
@@ -260,15 +262,8 @@ class Bucket:
             if here
         ]
 
-    def run_exchange(self) -> None:
-        """Exchange the messages of this step, on whichever thread."""
-        if self.run_led is None:
-            self.exchange.run(self.step)
-        else:
-            self.run_led(self)
-
     def stages(self) -> Stages:
-        """As :meth:`run_exchange`, together with other buckets: see ``Exchange.stages``."""
+        """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
         if self.run_led is None:
             yield from self.exchange.stages(self.step)
         else:
@@ -280,7 +275,8 @@ class Bucket:
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
-        check, slow = checksum(hyperparameters(self.group), trained), self.exchange.channel.slow
+        self.flight.rates = hyperparameters(self.group)
+        check, slow = checksum(self.flight.rates, trained), self.exchange.channel.slow
         return self.header.encode(self.step, check, present, flag, slow)
 
     def write_header(self, local: int, header: Tensor) -> None:

@@ -93,12 +93,7 @@ def _gather(values: Tensor, workers: Workers) -> Tensor:
 
 def hyperparameters(group: dict[str, Any]) -> str:
     """Return the hyperparameters of a group as text, equal where they are equal."""
-    kept = [
-        (name, value)
-        for name, value in group.items()
-        if isinstance(value, _PLAIN) and name not in ("params", "param_names", "steps")
-    ]
-    return repr(sorted(kept))
+    return repr(sorted(item for item in plain_values(group).items() if item[0] != "steps"))
 
 
 def checksum(rates: str, trained: int) -> int:

@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from dlion.engine.bucket import Bucket, Slot
 from dlion.engine.lockstep import hyperparameters
 from dlion.engine.shards import local_part
+from dlion.exchange import run_together
+from dlion.transfer import keep_for_this_stream
 
 Work = Callable[[], None]
 
@@ -32,14 +34,12 @@ class _Pass:
         sent: whether its message has left.
         restarted: whether zero_grad() has given up the pass that the message was made in.
         gradients: those that the message was made of, with their versions.
-        rates: the hyperparameters that it was made with.
     """
 
     waiting: int | None = None
     sent: bool = False
     restarted: bool = False
     gradients: list[tuple[Slot, Tensor, int]] = field(default_factory=list)
-    rates: str = ""
 
 
 class Overlap:
@@ -141,7 +141,7 @@ class Overlap:
         """Refuse gradients and hyperparameters that were changed after messages had left."""
         for bucket in self._buckets[: self.sent]:
             here = self._passes[bucket]
-            if here.rates != hyperparameters(bucket.group):
+            if bucket.flight.rates != hyperparameters(bucket.group):
                 raise RuntimeError(
                     "the learning rate or another hyperparameter was changed between backward() and"
                     " step(), when messages had left: set it before backward(), or create the"
@@ -175,8 +175,7 @@ class Overlap:
 
     def send(self, bucket: Bucket, work: Work | None = None) -> None:
         """Begin the exchange of the next bucket; the thread does ``work`` before it."""
-        here = self._passes[bucket]
-        here.sent, here.rates = True, hyperparameters(bucket.group)
+        self._passes[bucket].sent = True
         if work is None:
             self._note_gradients(bucket)
         self.sent += 1
@@ -219,17 +218,15 @@ class Overlap:
         if work is not None:
             work()
             self._note_gradients(bucket)
-        bucket.run_exchange()
+        run_together([bucket.stages()])
 
     def wait(self, buckets: Sequence[Bucket]) -> None:
         """Return when the exchanges of buckets that were sent are over; raise what they raised."""
         for bucket in buckets:
             done = self._running.pop(bucket).result()
             if done is not None:
-                stream = torch.cuda.current_stream(bucket.device)
-                done.wait(stream)
-                for result in (*bucket.exchange.answer, bucket.exchange.headers):
-                    result.record_stream(stream)
+                done.wait(torch.cuda.current_stream(bucket.device))
+                keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
 
     def finish(self) -> None:
         """Let what is under way end on this host, whatever becomes of it."""
