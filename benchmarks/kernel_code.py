@@ -30,6 +30,7 @@ from unittest.mock import patch
 
 from common import Parser, Row, run
 from gpu.kernels import VOTERS, arguments_of, bytes_moved
+from gpu.no_device import NoDevice
 
 from dlion.errors import RunFailed
 from dlion.suite.files import write_atomically
@@ -101,21 +102,8 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
     Wrappers may be given tensors of any device, ``meta`` too: names, dtypes, strides, sizes and
     addresses decide what is compiled, as they do in a launch.
     """
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    class NoDevice:
-        """What Triton asks of a driver in order to compile."""
-
-        def get_current_device(self) -> int:
-            return capability  # Triton keeps kernels by device
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", capability, 32)
 
     launches: list[Launch] = []
 
@@ -126,7 +114,7 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
 
         return call
 
-    driver.set_active(NoDevice())
+    driver.set_active(NoDevice(capability))
     with patch.object(JITFunction, "__getitem__", compile_only):
         yield launches
 

@@ -206,9 +206,12 @@ def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]
     def trits(*shape: int) -> Tensor:
         return torch.randint(243, shape, dtype=torch.uint8, device=device)
 
-    def levels(bits: int) -> tuple[Any, ...]:
-        vectors = sent(bits), normal(), Gradients.of(normal())
+    def levels(bits: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+        vectors = sent(bits), normal(), Gradients.of(normal(dtype))
         return *vectors, *BETAS, factor, 2 ** (bits - 1) - 1
+
+    def voted(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+        return normal(dtype), trits(VOTERS, -(-64 * size // 5)), 64 * size, LR, DECAY
 
     everyone = torch.arange(VOTERS, device=device)
     factor, half = torch.ones(1, device=device), torch.bfloat16
@@ -219,6 +222,7 @@ def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]
         "encode_levels, 2 bits": lambda: levels(2),
         "encode_levels, 4 bits": lambda: levels(4),
         "encode_levels, 8 bits": lambda: levels(8),
+        "encode_levels, 8 bits, bfloat16": lambda: levels(8, half),
         "sum_planes, 1 bit": lambda: (random(VOTERS, 1, words), 1, random(4, words)),
         "compare_sum, 1 bit": lambda: (random(VOTERS, 1, words), 1, VOTERS // 2, *masks()),
         "compare_sum, 4 bits": lambda: (random(VOTERS, 4, words), 14, 7 * VOTERS, *masks()),
@@ -243,13 +247,9 @@ def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]
         "apply_signs": lambda: (normal(), random(VOTERS, size), LR, DECAY),
         "apply_signs, bfloat16": lambda: (normal(half), random(VOTERS, size), LR, DECAY),
         "apply_levels, mean of 8": lambda: (normal(), sent(4), VOTERS, LR, DECAY),
-        "apply_trits": lambda: (
-            normal(),
-            trits(VOTERS, -(-64 * size // 5)),
-            64 * size,
-            LR,
-            DECAY,
-        ),
+        "apply_levels, mean of 8, bfloat16": lambda: (normal(half), sent(4), VOTERS, LR, DECAY),
+        "apply_trits": voted,
+        "apply_trits, bfloat16": lambda: voted(half),
         "lion": lambda: (normal(), normal(), normal(), *BETAS, LR, DECAY),
         "accumulate": lambda: (normal(), normal(), normal(), BETAS[0]),
         "momentum_descent": lambda: (normal(), normal(), normal(), BETAS[0], LR, DECAY),
