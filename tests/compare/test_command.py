@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 import dlion
 from dlion.__main__ import COMMANDS, main
 from tests.compare.runs import write_run
+from tests.runs import python
 
 READ_RUNS = ("collect", "plot", "report", "table", "publish", "export", "sync")
 
@@ -73,6 +75,8 @@ def test_version(typed):
         (["report", "outputs", "-o", "file/x.html"], "file cannot be read or written"),
         (["plot", "outputs", "-o", "x.jpg"], "x.jpg is no picture: choose .png, .svg, .pdf"),
         (["collect", "outputs", "-o", "empty"], "-o empty is a folder"),
+        (["report", "-o", "x.pdf"], "x.pdf is not what this command writes: choose .html, .htm"),
+        (["table", "-o", "x.csv"], "x.csv is not what this command writes: choose .md"),
         (["table", "outputs", "-o", "/proc/x"], "/proc/x"),
         (["publish", "outputs"], "required: -o"),
         (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),
@@ -147,6 +151,75 @@ def test_what_was_typed_is_shown_as_typed_and_never_looked_up(typed, runs, monke
     written = [path.read_text() for path in runs.parent.glob("study/*.[jt]*")]
     assert "hunter2" not in "".join([done.stdout, *written])
     assert "warmup_steps=${steps}" in "".join(written)
+
+
+@pytest.mark.parametrize("start", ["=HYPERLINK()", "@SUM(1)", "+1", "-x", "\t=1"])
+def test_no_cell_is_a_formula(typed, runs, start):
+    directory = runs / "g_lion-0-0.001"
+    summary = json.loads((directory / "summary.json").read_text()) | {"optimizer": start}
+    summary["test_loss"] = -1.5
+    (directory / "summary.json").write_text(json.dumps(summary))
+    (row,) = (row for row in rows(typed("collect").stdout) if row["test_loss"] == "-1.5")
+    assert row["optimizer"] == f"'{start}"
+
+
+# what writes where -o says, with a name of the right kind, and what the file begins with
+WRITERS = [
+    (("collect",), "a.csv", b"status"),
+    (("table",), "a.md", b"| "),
+    (("report",), "a.html", b"<!doctype html>"),
+    (("plot",), "a.svg", b"<?xml"),
+    (("dashboard",), "a.json", b"{"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "name", "start"), WRITERS)
+def test_what_is_no_regular_file_is_written_into_and_links_are_followed(
+    runs, tmp_path, words, name, start
+):
+    stream = tmp_path / f"pipe-{name}"
+    os.mkfifo(stream)
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text("old")
+    env = {"WANDB_MODE": "offline"}
+    reader = subprocess.Popen(["cat", stream], stdout=subprocess.PIPE)
+    piped = python("-m", "dlion", *words, "-o", stream, cwd=tmp_path, env=env)
+    assert reader.communicate(timeout=60)[0].startswith(start), piped.stderr
+    assert stream.is_fifo() and str(stream) not in piped.stdout
+    linked = name.replace("a", "link-a")
+    (tmp_path / linked).symlink_to(tmp_path / "target")
+    done = python("-m", "dlion", *words, "-o", linked, cwd=tmp_path, env=env)
+    assert linked in done.stdout and (tmp_path / linked).is_symlink()
+    assert (tmp_path / "target").read_bytes().startswith(start)
+    full = python("-m", "dlion", *words, "-o", "/dev/full", cwd=tmp_path, env=env)
+    assert Path("/dev/full").is_char_device() and full.returncode == 2
+    assert full.stderr.endswith(
+        "/dev/full cannot be read or written (No space left on device): name another place\n"
+    )
+
+
+def test_what_is_written_to_stdout_is_all_of_it(runs, tmp_path):
+    command = [sys.executable, "-m", "dlion", "collect", "-o", "/dev/stdout"]
+    printed = subprocess.run([*command[:-2]], capture_output=True).stdout
+    assert subprocess.run(command, capture_output=True).stdout == printed
+    with (tmp_path / "all.csv").open("ab") as file:
+        file.write(b"before\n")
+        file.flush()
+        subprocess.run(command, stdout=file, check=True)
+    assert (tmp_path / "all.csv").read_bytes() == b"before\n" + printed
+
+
+@pytest.mark.parametrize("place", ["report.html", "curves.png"])
+def test_a_link_in_a_folder_from_elsewhere_leads_nowhere(typed, runs, tmp_path, place):
+    (tmp_path / "mine").write_text("precious")
+    (runs / place).symlink_to(tmp_path / "mine")
+    assert typed(place.replace("curves.png", "plot").removesuffix(".html")).returncode == 0
+    assert (tmp_path / "mine").read_text() == "precious"
+    (runs / place).unlink()
+    os.mkfifo(runs / place)
+    done = typed(place.replace("curves.png", "plot").removesuffix(".html"))
+    assert done.returncode == 2 and "it is not a regular file" in done.stderr
 
 
 ODD = [

@@ -4,17 +4,21 @@ import argparse
 import contextlib
 import math
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from dlion.errors import RunFailed, UserError
-from dlion.suite.files import write_atomically
+from dlion.suite.files import is_stream, write_atomically
 from dlion.suite.units import parse_rate
 
 DEFAULT_RUNS = Path("outputs")  # where train.py writes
 PICTURES = (".png", ".svg", ".pdf")
+# suffixes that say what is in a file
+_KINDS = {*PICTURES, ".html", ".htm", ".csv", ".tsv", ".xlsx", ".json", ".md", ".tex", ".jpg"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,15 +69,21 @@ def errors_end_the_command() -> Iterator[None]:
         _leave(f"error: {error.name} is not installed: type pip install 'dlion[suite]'", 1)
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough
+            _drop_output()
+            sys.exit(1)
         if place := error.filename2 or error.filename:
             place = str(place).removesuffix(".part")  # the name until a file is complete
             _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would write what is left at its end
-        if isinstance(error, BrokenPipeError):  # the reader has seen enough
-            sys.exit(1)
+        _drop_output()
         _leave(f"error: {reason}", 1)
     except KeyboardInterrupt as interrupt:
         _leave(": ".join(["error: interrupted", *map(str, interrupt.args)]), 130)
+
+
+def _drop_output() -> None:
+    """Drop what was printed and not yet written, which Python would write at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _leave(sentence: str, code: int) -> NoReturn:
@@ -81,8 +91,12 @@ def _leave(sentence: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def output_file(typed: Path | None, default: Path) -> Path:
-    """Return the file that a command writes, in a folder that is there then.
+@contextlib.contextmanager
+def output_file(typed: Path | None, default: Path) -> Iterator[Path]:
+    """Give the path of the file that a command writes; then print its name.
+
+    A link that was typed is followed. What is no regular file stays: the bytes are written into
+    it, and nothing more is printed, as it may be /dev/stdout.
 
     Args:
         typed: with ``-o``.
@@ -94,24 +108,54 @@ def output_file(typed: Path | None, default: Path) -> Path:
     file = typed or default
     if file.is_dir():
         raise UserError(f"-o {file} is a folder: type -o {file / default.name}")
+    if typed is not None and is_stream(typed):
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder, f"part{file.suffix or default.suffix}")
+            yield part
+            sys.stdout.flush()
+            try:
+                with part.open("rb") as whole, file.open("ab", buffering=0) as stream:
+                    shutil.copyfileobj(whole, stream)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(file)) from error
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
-    return file
+    yield Path(os.path.realpath(file)) if typed is not None else file
+    print(file)
+
+
+def of_kind(*suffixes: str) -> Callable[[str], Path]:
+    """Return a parser of names of files, which refuses the suffix of another kind of file."""
+
+    def parse(text: str) -> Path:
+        file = Path(text)
+        if file.suffix in _KINDS - {*suffixes}:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not what this command writes: choose {', '.join(suffixes)}"
+            )
+        return file
+
+    return parse
 
 
 def picture(text: str) -> Path:
     """Parse the name of a picture, PNG if it has no suffix."""
     file = Path(text)
-    if file.suffix in PICTURES:
+    if file.suffix in PICTURES or is_stream(file):
         return file
     if file.suffix[1:].isalpha():  # and not the .1 of lr0.1
         raise argparse.ArgumentTypeError(f"{text} is no picture: choose {', '.join(PICTURES)}")
     return file.with_name(f"{file.name}.png")
 
 
-def add_printed_output(parser: argparse.ArgumentParser) -> None:
+def add_printed_output(parser: argparse.ArgumentParser, *suffixes: str) -> None:
     """Add ``-o`` of a command whose result is printed without it."""
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write it there instead of printing it"
+        "-o",
+        "--output",
+        type=of_kind(*suffixes),
+        metavar="FILE",
+        help="write it there instead of printing it",
     )
 
 
@@ -125,8 +169,8 @@ def print_or_write(text: str, file: Path | None, name: str) -> None:
     if file is None:
         print(text, end="")
     else:
-        write_atomically(output_file(file, Path(name)), text)
-        print(file)
+        with output_file(file, Path(name)) as path:
+            write_atomically(path, text)
 
 
 def whole(least: int) -> Callable[[str], int]:

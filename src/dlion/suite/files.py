@@ -1,8 +1,10 @@
 """Files that are either complete or absent."""
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +13,19 @@ from pathlib import Path
 def whole_file(path: Path) -> Iterator[Path]:
     """Give the path of a file to write, which gets its own name once it is whole and on the disk.
 
-    Whatever happens, the file of that name is then the new one or the one before.
+    Whatever happens, the file of that name is then the new one or the one before. A link of that
+    name is replaced, not followed, as it may stand in a folder from elsewhere.
+
+    Raises:
+        FileExistsError: if a device, a pipe, a socket or a folder has the name.
     """
+    with contextlib.suppress(FileNotFoundError):
+        if not (stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISLNK(mode)):
+            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     part = path.with_name(f"{path.name}.part")
     try:
-        yield part
+        with readable_by_umask(part):
+            yield part
         sync(part)
         part.replace(path)
     finally:
@@ -33,7 +43,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     part.mkdir()
     try:
         yield part
+        mode = stat.S_IMODE(part.stat().st_mode) & 0o666
         for file in part.iterdir():
+            if file.is_file():
+                file.chmod(mode)
             sync(file)
         sync(part)
         if path.exists():
@@ -48,6 +61,33 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def readable_by_umask(file: Path) -> Iterator[None]:
+    """Give a new file, written inside, the mode of all new files; safetensors makes it private."""
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    yield
+    file.chmod(mode)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a file is to be written in place: a device, a pipe, or where this process prints.
+
+    ``/dev/stdout`` leads to whatever that is, perhaps a regular file that has text already.
+    """
+    try:
+        there = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    printed = []
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            printed.append(os.fstat(descriptor))
+    return not (stat.S_ISREG(there.st_mode) or stat.S_ISDIR(there.st_mode)) or any(
+        os.path.samestat(there, stream) for stream in printed
+    )
 
 
 def sync(path: Path) -> None:

@@ -26,6 +26,7 @@ from dlion.errors import UserError
 from dlion.exchange.channel import IN_FLIGHT, SLOW, TELLING
 from dlion.exchange.grid import WAYS, Way, bits_up, grid_shape
 from dlion.suite.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
+from dlion.suite.files import whole_file
 from dlion.suite.units import show_rate
 
 DIRECT, RING = "direct-send", "ring"
@@ -354,7 +355,8 @@ def draw(file: Path) -> None:
         "predicted speed-up over DDP float32; assumed: 3,000 tokens a worker at 200 TFLOP/s,"
         " 10 µs a message, 20 µs until one has come, 8 buckets; dotted: on the best grid"
     )
-    figure.savefig(file, dpi=80)
+    with whole_file(file) as part:
+        figure.savefig(part, format=file.suffix.removeprefix("."), dpi=80)
 
 
 def show_where_messages_count() -> None:
@@ -421,9 +423,9 @@ def main(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     if options.output:
-        draw(output_file(options.output, options.output))
         show_where_messages_count()
-        print(options.output)
+        with output_file(options.output, Path("predict.png")) as file:
+            draw(file)
     elif options.check:
         for model, rate, method, measured, predicted in compare(options.check):
             print(

@@ -334,7 +334,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     instead.add_argument("--links", action="store_true", help="real steps over emulated links")
     instead.add_argument("--search", action="store_true", help="each method's best trial")
     add_only(parser)
-    add_printed_output(parser)
+    add_printed_output(parser, ".md")
     return parser.parse_args(arguments)
 
 

@@ -22,6 +22,7 @@ from dlion.suite.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_
 from dlion.suite.record.runs import CONFIG, FAILURE, METRICS, Run
 from dlion.suite.record.studies import LeftOut, directories_with
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what one begins with in a spreadsheet
 COLUMNS = [
     "optimizer",
     "model",
@@ -119,6 +120,12 @@ def _listed_if_odd(path: Path, note: LeftOut) -> Iterator[None]:
         note(path, str(error))
 
 
+def guarded(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula, whatever a run's files say."""
+    is_number = isinstance(cell, int | float)
+    return f"'{cell}" if str(cell).startswith(FORMULA) and not is_number else cell
+
+
 def _holds_only_sweeps(path: Path) -> bool:
     """Whether there are sweeps in a directory but no run: all their jobs wait."""
     if not path.is_dir() or not directories_with(path, "multirun.yaml"):
@@ -129,8 +136,8 @@ def _holds_only_sweeps(path: Path) -> bool:
 def main(arguments: list[str]) -> None:
     parser = make_parser("collect", __doc__, "outputs -o runs.csv")
     add_runs(parser)
-    add_printed_output(parser)
+    add_printed_output(parser, ".csv")
     options = parser.parse_args(arguments)
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(collect(options.runs))
+    csv.writer(text).writerows(map(guarded, row) for row in collect(options.runs))
     print_or_write(text.getvalue(), options.output, "runs.csv")

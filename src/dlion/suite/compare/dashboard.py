@@ -9,14 +9,14 @@ written to FILE, and the exit code is 1.
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 from dlion.errors import RunFailed
-from dlion.suite.arguments import DEFAULT_RUNS, make_parser, output_file
+from dlion.suite.arguments import DEFAULT_RUNS, make_parser, of_kind, output_file
 from dlion.suite.files import write_atomically
 from dlion.suite.record.loggers import why_not_sync
 
+DEFAULT = DEFAULT_RUNS / "dashboard.json"
 TITLE = "Accuracy against bandwidth"
 GROUPS = ("dataset.name", "model.name", "optimizer.name", "workers")
 MOST_RUNS = 500  # runs or groups in a panel; W&B's own limit is 10, a recipe has up to 120
@@ -160,10 +160,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
-        default=DEFAULT_RUNS / "dashboard.json",
+        type=of_kind(".json"),
         metavar="FILE",
-        help="what would be created, if it cannot be; default: %(default)s",
+        help=f"what would be created, if it cannot be; default: {DEFAULT}",
     )
     options = parser.parse_args(arguments)
     addresses, reason = [], why_not_sync()
@@ -172,10 +171,11 @@ def main(arguments: list[str]) -> None:
     print(*addresses, sep="\n", end="\n" if addresses else "")
     if reason is None:
         return
-    file = output_file(options.output, Path("dashboard.json"))
     specified = specification(options.entity or "", options.project)
-    write_atomically(file, json.dumps(specified, indent=1) + "\n")
+    with output_file(options.output, DEFAULT) as file:
+        write_atomically(file, json.dumps(specified, indent=1) + "\n")
     created = f"the workspace {addresses[0]} but no report" if addresses else "nothing"
     raise RunFailed(
-        f"{created} was created in Weights & Biases: {reason}. All of it is described in {file}"
+        f"{created} was created in Weights & Biases: {reason}. All of it is described in"
+        f" {options.output or DEFAULT}"
     )

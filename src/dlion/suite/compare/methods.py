@@ -34,7 +34,7 @@ def _row(name: str, method: Method) -> list[str]:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("methods", __doc__, "-o methods.md")
-    add_printed_output(parser)
+    add_printed_output(parser, ".md")
     return parser.parse_args(arguments)
 
 

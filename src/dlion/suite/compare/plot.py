@@ -400,6 +400,6 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     curves, metric = curves_of(options, options.panels, options.x)
     print_table(curves, metric)
-    path = output_file(options.output, beside(options.runs, CURVES))
-    draw(curves, Figure(metric, options.x, options.panels, options.best), path)
-    print(path)
+    figure = Figure(metric, options.x, options.panels, options.best)
+    with output_file(options.output, beside(options.runs, CURVES)) as path:
+        draw(curves, figure, path)

@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup, escape
 
-from dlion.suite.arguments import add_runs, beside, make_parser, output_file
+from dlion.suite.arguments import add_runs, beside, make_parser, of_kind, output_file
 from dlion.suite.compare.curves import Curve, best_first, group_runs, make_curves, short_name
 from dlion.suite.compare.plotly_figures import (
     METHOD,
@@ -343,7 +343,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
+        type=of_kind(".html", ".htm"),
         metavar="FILE",
         help="default: report.html in the first of RUNS",
     )
@@ -351,6 +351,5 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     default = beside(options.runs, "report.html")
     page = render(read_runs(options.runs), options.title, (options.output or default).parent)
-    file = output_file(options.output, default)
-    write_atomically(file, page)
-    print(file)
+    with output_file(options.output, default) as file:
+        write_atomically(file, page)

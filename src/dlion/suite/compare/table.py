@@ -182,7 +182,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--columns", metavar="SETTING", help="a column for each of its values")
     parser.add_argument("--against", metavar="METHOD", help="show differences to this method")
-    add_printed_output(parser)
+    add_printed_output(parser, ".md")
     return parser.parse_args(arguments)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
-from dlion.suite.files import sync, write_atomically
+from dlion.suite.files import readable_by_umask, sync, write_atomically
 from dlion.suite.settings import TRAITS, is_group, unrecorded, with_present_names
 from dlion.suite.training.weights import weights_sha256
 
@@ -369,7 +369,8 @@ def _metadata(name: str, step: int) -> dict[str, str]:
 def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
     """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, file, _metadata(file.name, step))
+    with readable_by_umask(file):
+        save_file(contiguous, file, _metadata(file.name, step))
     receipt = json.dumps([file.stat().st_size, _sha256(file)])
     sync(file)
     write_atomically(file.with_name(f"{file.name}.json"), receipt)
