@@ -167,7 +167,7 @@ def test_no_cell_is_a_formula(typed, runs, start):
 WRITERS = [
     (("collect",), "a.csv", b"status"),
     (("table",), "a.md", b"| "),
-    (("report",), "a.html", b"<!doctype html>"),
+    (("report",), "a.html", b"<!DOCTYPE html>"),
     (("plot",), "a.svg", b"<?xml"),
     (("dashboard",), "a.json", b"{"),
 ]
@@ -183,9 +183,11 @@ def test_what_is_no_regular_file_is_written_into_and_links_are_followed(
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text("old")
     env = {"WANDB_MODE": "offline"}
-    reader = subprocess.Popen(["cat", stream], stdout=subprocess.PIPE)
+    with (tmp_path / "read").open("wb") as read:
+        reader = subprocess.Popen(["cat", stream], stdout=read)
     piped = python("-m", "dlion", *words, "-o", stream, cwd=tmp_path, env=env)
-    assert reader.communicate(timeout=60)[0].startswith(start), piped.stderr
+    assert reader.wait(60) == 0
+    assert (tmp_path / "read").read_bytes().startswith(start), piped.stderr
     assert stream.is_fifo() and str(stream) not in piped.stdout
     linked = name.replace("a", "link-a")
     (tmp_path / linked).symlink_to(tmp_path / "target")

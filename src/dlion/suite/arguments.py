@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlion.errors import RunFailed, UserError
-from dlion.suite.files import is_stream, write_atomically
+from dlion.suite.files import is_stream, whole_file, write_atomically
 from dlion.suite.units import parse_rate
 
 DEFAULT_RUNS = Path("outputs")  # where train.py writes
@@ -108,19 +108,24 @@ def output_file(typed: Path | None, default: Path) -> Iterator[Path]:
     file = typed or default
     if file.is_dir():
         raise UserError(f"-o {file} is a folder: type -o {file / default.name}")
-    if typed is not None and is_stream(typed):
-        with tempfile.TemporaryDirectory() as folder:
-            part = Path(folder, f"part{file.suffix or default.suffix}")
-            yield part
-            sys.stdout.flush()
-            try:
+    if typed is None or not (typed.is_symlink() or is_stream(typed)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield file
+        print(file)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder, f"part{file.suffix or default.suffix}")
+        yield part
+        try:
+            if is_stream(typed):
+                sys.stdout.flush()
                 with part.open("rb") as whole, file.open("ab", buffering=0) as stream:
                     shutil.copyfileobj(whole, stream)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(file)) from error
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    yield Path(os.path.realpath(file)) if typed is not None else file
+                return
+            with whole_file(Path(os.path.realpath(file))) as target:
+                shutil.copyfile(part, target)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file)) from error
     print(file)
 
 

@@ -176,7 +176,7 @@ def _unknown_choice(file: str, options: Collection[str]) -> str:
         return f"{group}= names nothing: type a name behind it, or leave it out"
     if not group:
         return f"--config-name {name} is not a file of conf/: leave it out"
-    few = len(options) <= 20
+    few = 0 < len(options) <= 20
     choices = (
         f"choose one of {', '.join(sorted(options))}" if few else "see `python train.py --help`"
     )

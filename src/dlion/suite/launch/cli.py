@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from dlion import __version__
 from dlion.errors import Finished, RunFailed, Stopped, UserError
@@ -54,6 +55,8 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         else:
             sys.argv[1:] = arguments.ordered()
             main()
+    except (MarkedYAMLError, UnicodeDecodeError) as error:  # before the others: a duplicate key
+        _leave(UserError(_unreadable_file(error)))
     except tuple(_EXIT_CODES) as error:
         _leave(error)
     except Exception as error:
@@ -202,6 +205,20 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return explain(error)
     return str(error) or type(error).__name__
+
+
+def _unreadable_file(error: MarkedYAMLError | UnicodeDecodeError) -> str:
+    """Say where in a file of settings its mistake is."""
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        place = f"{mark.name}, line {mark.line + 1}" if mark else "a file of settings"
+        return f"{place} is not YAML ({error.problem or error.context}): write KEY: VALUE"
+    traceback, place = error.__traceback__, "a file of settings"
+    while traceback is not None:  # the decoder does not know the file, but who opened it does
+        opened = traceback.tb_frame.f_locals.get("full_path")
+        place = opened if isinstance(opened, str) else place
+        traceback = traceback.tb_next
+    return f"{place} is not text in UTF-8 (byte {error.start + 1}): save it as UTF-8"
 
 
 def _raised_by(error: Exception) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -45,11 +46,14 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     """
     words = [word for word in arguments.settings if "=" in word]
     keys = [word for word in arguments.settings if "=" not in word]
+    own = arguments.options.config_dir
     with initialize_config_dir(str(conf), version_base="1.3"):
-        typed = [*words]
-        if arguments.options.config_dir:
-            typed.append(f"hydra.searchpath=['{Path(arguments.options.config_dir).resolve()}']")
-        config = compose("config", overrides=typed, return_hydra_config=True)
+        if own:
+            loader = GlobalHydra.instance().config_loader()
+            path = loader.get_search_path()
+            path.prepend("command-line", f"file://{Path(own).resolve()}", "schema")
+            GlobalHydra.instance().hydra.config_loader = ConfigLoaderImpl(path)
+        config = compose("config", overrides=words, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()
         names = {group: loader.get_group_options(group) for group in _groups()}
     settings: Any = OmegaConf.to_container(settle(config, config.hydra))
