@@ -110,6 +110,7 @@ def job_name() -> str | None:
 def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
     """Read torchrun's variables; None: it did not start this process."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
+        _refuse_mpi(env)
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
@@ -118,6 +119,11 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
             " with torchrun, or unset RANK and WORLD_SIZE"
         )
     rank, processes = (_number(env, name) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < processes:
+        raise UserError(
+            f"RANK={rank} is not possible with WORLD_SIZE={processes}: the first is 0, the last"
+            " WORLD_SIZE - 1"
+        )
     return RankInfo(
         source="torchrun",
         rank=rank,
@@ -128,6 +134,19 @@ def _torchrun(env: Mapping[str, str]) -> RankInfo | None:
         run=re.sub(r"\s", "_", f"torchrun-{env.get('TORCHELASTIC_RUN_ID')}-{_port(env)}"),
         port=_port(env),
     )
+
+
+def _refuse_mpi(env: Mapping[str, str]) -> None:
+    """Refuse to train alone where mpirun has started several processes.
+
+    SLURM's own srun may set the variables of PMI and PMIx, and is read by :func:`_slurm`.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if "SLURM_STEP_ID" not in env and _number(env, name, 1) > 1:
+            raise UserError(
+                f"mpirun started {env[name]} processes ({name}), each of which would train alone:"
+                " start them with torchrun or srun, or without mpirun as workers=N"
+            )
 
 
 def _slurm(env: Mapping[str, str]) -> RankInfo | None:
@@ -156,9 +175,13 @@ def _slurm(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _first_host(hosts: str) -> str | None:
-    """Return the first name in a SLURM node list such as ``gpu[03-05,7],login1``."""
-    first = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts)
-    return first[1] + (first[2] or "") if first else None
+    """Return the first name in a SLURM node list such as ``gpu[03-05,7],login1``.
+
+    A name may have several lists, ``rack[0-1]node[01-16]-ib``: of each the first number counts,
+    which is written with the zeros that the name has.
+    """
+    name = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts.strip())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name[0]) if name else None
 
 
 def _port(env: Mapping[str, str], default: int | None = None) -> int:

@@ -1,10 +1,12 @@
 """The processes of a run find each other, whoever else listens or asks on their machines."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ from dlion.workers import gpu_of
 
 _CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
 _PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run it belongs to
+_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
+_INTERFACE = "interface"  # of process 0, through which others have come; empty: not known
 _JOINED = "joined"  # the number of processes that have found process 0
 
 
@@ -106,6 +110,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
     port = int(env["MASTER_PORT"])
     first = min(port + taken, (1 << 16) - 1)
     ports = range(first, min(first + _CHOICE, 1 << 16))
+    host = host.removeprefix("[").removesuffix("]")  # [::1], as in an address with a port
     if rank == 0:
         guide, listener = _listen(host, ports), _listen(host, range(1))  # 0: any free port
         port = listener.getsockname()[1]
@@ -118,12 +123,17 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
             master_listen_fd=listener.detach(),  # the store closes the socket
         )
         with guide:
-            _answer(guide, _greeting(run) + b"%d\n" % port, store, processes, limit)
+            here = _answer(guide, _greeting(run) + b"%d\n" % port, store, processes, limit)
+        name = _interface(here)
+        store.set(_INTERFACE, name)
     else:
-        store = dist.TCPStore(
-            host, _ask(host, ports, run, limit), timeout=limit, wait_for_workers=False
-        )
+        port, here = _ask(host, ports, run, limit)
+        store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
         store.add(_JOINED, 1)
+        # beside process 0, which knows what leads to others
+        name = store.get(_INTERFACE).decode() if _is_loopback(here) else _interface(here)
+    if name:  # gloo would take the address of this machine's own name: Debian's is 127.0.1.1
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return dist.PrefixStore(run, store)
 
 
@@ -149,9 +159,14 @@ def _listen(host: str, ports: range) -> socket.socket:
 
 def _answer(
     guide: socket.socket, answer: bytes, store: dist.Store, processes: int, limit: timedelta
-) -> None:
-    """Send the answer to everyone who connects, until all processes have joined the store."""
+) -> str:
+    """Send the answer to everyone who connects, until all processes have joined the store.
+
+    Returns:
+        The address of this machine at which processes of others have come, if there are any.
+    """
     guide.settimeout(0.1)
+    here = ""
     deadline = time.monotonic() + limit.total_seconds()
     while (joined := store.add(_JOINED, 0)) < processes - 1:
         if time.monotonic() > deadline:
@@ -163,10 +178,17 @@ def _answer(
             client, _ = guide.accept()
             with client:
                 client.sendall(answer)
+                address = _address(client)
+                here = here if _is_loopback(address) else address
+    return here
 
 
-def _ask(host: str, ports: range, run: str, limit: timedelta) -> int:
-    """Return the port of the run's store, which process 0 tells at one of ``ports``."""
+def _ask(host: str, ports: range, run: str, limit: timedelta) -> tuple[int, str]:
+    """Return the port of the run's store, which process 0 tells at one of ``ports``.
+
+    And the address of this machine from which it was asked.
+    """
+    _resolve(host)
     deadline = time.monotonic() + limit.total_seconds()
     patience = min(_PATIENCE, limit.total_seconds())
     while time.monotonic() < deadline:
@@ -177,13 +199,54 @@ def _ask(host: str, ports: range, run: str, limit: timedelta) -> int:
             ):
                 answer = re.fullmatch(_greeting(run) + rb"(\d+)\n", guide.recv(200))
                 if answer:
-                    return int(answer[1])
+                    return int(answer[1]), _address(guide)
         time.sleep(0.1)
     raise TrainingFailed(
         f"process 0 was not found at {host}, port {_words(ports)}, within timeout="
         f"{limit.total_seconds():g} s: start all processes in that time, and if another program"
         " listens there, set MASTER_PORT to a free port"
     )
+
+
+def _address(connected: socket.socket) -> str:
+    """Return this machine's address of a connection."""
+    return connected.getsockname()[0].removeprefix("::ffff:")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _interface(address: str) -> str:
+    """Return the name of the interface that has an IPv4 address; empty if there is none."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket() as asking:
+            request = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def _resolve(host: str, patience: float = 10) -> None:
+    """Refuse a name of no machine at once, instead of waiting for one to have it.
+
+    Raises:
+        TrainingFailed: in that case. A name server that does not answer is asked again for
+            ``patience`` seconds.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except UnicodeError as error:
+        raise TrainingFailed(f"MASTER_ADDR={host} is not a name of a machine: set it") from error
+    except socket.gaierror as error:
+        if error.errno != socket.EAI_AGAIN or patience < 1:
+            raise TrainingFailed(
+                f"MASTER_ADDR={host} is not the name of a machine that this one knows"
+                f" ({error.strerror}): set it to the name or address of the machine of process 0"
+            ) from error
+        time.sleep(1)
+        _resolve(host, patience - 1)
 
 
 def _greeting(run: str) -> bytes:
