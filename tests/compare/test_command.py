@@ -224,6 +224,9 @@ def test_a_link_in_a_folder_from_elsewhere_leads_nowhere(typed, runs, tmp_path, 
     assert done.returncode == 2 and "it is not a regular file" in done.stderr
 
 
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 12)
+)
 ODD = [
     (".hydra/config.yaml", "workers: x", "workers is 'x', not a whole number"),
     (".hydra/config.yaml", "optimizer: [1]", "optimizer is [1], not a group of settings"),
@@ -235,6 +238,10 @@ ODD = [
     ("metrics.jsonl", '{"step": 0, "test_loss": 1}\n', "step is 0"),
     ("metrics.jsonl", '{"step": 1, "test_loss": 1}\n', "seconds is None, not a number"),
     (".hydra/overrides.yaml", "[1", "is damaged ("),
+    ("metrics.jsonl", f'{{"step": {10**400}, "test_loss": 1}}\n', "step is above 2^63"),
+    ("summary.json", f'{{"optimizer": "g", "steps": {-(10**400)}}}', "steps is above 2^63"),
+    (".hydra/config.yaml", LAUGHS, "aliases"),
+    (".hydra/overrides.yaml", LAUGHS, "aliases"),
 ]
 
 
@@ -255,6 +262,15 @@ def test_a_run_with_an_odd_file_is_left_out_by_name_and_the_others_are_shown(
     assert bad["directory"] == "outputs/g_lion-0-0.001" and reason in bad["failure"]
     done = typed("publish", "-o", "study")
     assert done.returncode == 2 and reason in done.stderr  # results are not published in part
+
+
+@pytest.mark.parametrize("line", ["{", '{"step": ' + 5000 * "9" + "}", '{"step": ' + 9999 * "["])
+def test_damaged_lines_are_left_out_and_counted(typed, runs, line):
+    file = runs / "g_lion-0-0.001" / "metrics.jsonl"
+    file.write_text(f"{line}\n{file.read_text()}")
+    done = typed("table")
+    assert done.returncode == 0 and "g_lion" in done.stdout
+    assert f"left out: 1 damaged lines of outputs/{file.parent.name}" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["multirun.yaml", "g_lion-0-0.001/.hydra/hydra.yaml"])

@@ -117,12 +117,47 @@ def test_without_a_free_port_it_says_so_and_who_waits_in_vain_does_in_time():
         assert alone().startswith("1 of 2 processes were there after timeout=1 s: start all of")
 
 
+def test_a_name_of_no_machine_is_refused_at_once():
+    for name in ("nowhere.invalid", "a..b"):
+        words = join(task(1, MASTER_ADDR=name, SLURM_STEP_NUM_NODES="2"), timeout=50)
+        assert words().startswith(f"MASTER_ADDR={name} is not ")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu[03-05,7],login1", "gpu03"),
+        ("login1,gpu[03-05]", "login1"),
+        ("node[01-02]-ib", "node01-ib"),
+        ("rack[0-1]node[007-016],x", "rack0node007"),
+        ("a[1,3-4].b[2-3].c", "a1.b2.c"),
+    ],
+)
+def test_the_first_machine_of_a_list_of_slurm(monkeypatch, hosts, first):
+    for key, value in task(0, SLURM_STEP_NODELIST=hosts, SLURM_STEP_NUM_NODES="2").items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("RANK", raising=False)
+    assert detect().address == first
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun_do_not_train_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert detect() is None
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UserError, match="mpirun started 2 processes"):
+        detect()
+
+
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
         ({}, "RANK and WORLD_SIZE are set, but not MASTER_ADDR and not MASTER_PORT: start"),
         ({"MASTER_ADDR": "127.0.0.1"}, "RANK and WORLD_SIZE are set, but not MASTER_PORT: start"),
         ({"MASTER_ADDR": "x", "MASTER_PORT": "y"}, "MASTER_PORT=y, which must be a number"),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "1", "RANK": "2"}, "RANK=2 is not possible with"),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "1", "RANK": "-1"}, "RANK=-1 is not possible with"),
+        ({"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "0"}, "not possible with WORLD_"),
         ({"MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: set it to"),
     ],
 )

@@ -76,7 +76,8 @@ WRONG = {
     "resume=7": "resume=7 is not possible",
     "stop_after=0": COUNT,
     "max_restarts=-1": "at least 0",
-    "timeout=10s": COUNT,
+    "timeout=10s": "give a whole number, at least 1 and at most 1000000",
+    "timeout=9999999999999999999999": "at most 1000000",
     "nonfinite=ignore": "nonfinite=ignore is unknown: choose stop, skip or null",
     "box=on": BOOLEAN,
     "agreement=1": BOOLEAN,
@@ -154,6 +155,13 @@ WRONG = {
     "network.rate=fast": "network.rate=fast is not a rate",
     "logger=wandb logger.mode=on": "logger.mode=on is unknown",
     "logger=wandb logger.tags=baseline": "logger.tags=baseline is not possible: give a list",
+    # values that are looked up
+    "'seed=${nosuch}'": "seed=${nosuch} cannot be looked up (Interpolation key 'nosuch' not found)",
+    "'seed=${oc.env:NOSUCH}'": "seed=${oc.env:NOSUCH} cannot be looked up",
+    "'seed=${seed}'": "seed=${seed} cannot be looked up (Recursive interpolation detected)",
+    "'seed=${optimizer}'": "seed={name: dlion_mavo",
+    "'optimizer.lr=${nosuch:3}'": "optimizer.lr=${nosuch:3} cannot be looked up",
+    "optimizer=[g_lion,dlion_mavo]": "type optimizer=A,B and -m for all",
     # what one setting says of another
     "workers=8 processes=3": "processes may be 1, 2, 4, 8",
     "workers=100000": "type workers=1397 or fewer",
@@ -191,6 +199,11 @@ WRONG = {
     "model._target_=null": "model._target_=null is not possible",
     "optimizer._target_=dlion.optim": "optimizer._target_=dlion.optim is no class or function",
     "~model.name": "model has no name",
+    "optimizer.name=": "optimizer.name= is not possible: give a text",
+    "optimizer.name=null": "optimizer.name=null is not possible",
+    "optimizer.name=[1]": "optimizer.name=[1] is not possible",
+    "~schedule.final": "type schedule.final=VALUE",
+    "~network.rate": "type network.rate=VALUE",
     "methods=3": "methods.dlion_mavo is a table of settings",
     "+methods.dlion_mavo=3": "type methods.dlion_mavo.KEY=VALUE",
     "model._target_=nosuch.Model": "No module named 'nosuch'",
@@ -217,6 +230,8 @@ WRONG = {
     "output_dir=file": "output_dir=file cannot be written",
     "output_dir=file/below": "cannot be written",
     """'output_dir="~no-one/x"'""": "output_dir=~no-one/x is below the home of nobody here",
+    f"output_dir={'a' * 256}": "cannot be written (File name too long)",
+    f"output_dir={'/'.join(25 * ['a' * 200])}": "cannot be written (File name too long)",
     "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written",
     "hydra.run.dir=x": "type output_dir=x",
     # sweeps
@@ -228,6 +243,17 @@ WRONG = {
     "-m hydra.sweep.dir= seed=0,1": "hydra.sweep.dir= is not possible",
     "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope cannot be written",
     "-m experiment=vote_attack,vote_local": "one recipe at a time",
+    "-m seed=0,1 hydra.sweep.subdir=same": "not a folder of its own for each of 2 runs",
+    "-m seed=0,1 hydra.sweep.subdir=../up": "not a folder of its own",
+    "-m seed=0,1 hydra.sweep.subdir=": "not a folder of its own",
+    "-m seed='range(0)'": "seed=range(0) names no value: give a value or more",
+    "-m optimizer='glob(zzz*)'": "optimizer=glob(zzz*) names no value: choose one of demo, dgc",
+    "-m --config-dir own experiment=trials candidate=a,b": "optimizer.lr=fast is not possible",
+    "-m --config-dir own experiment=trials candidate=a,zz": "candidate",
+    "--config-dir own optimizer=list": "list.yaml, line 3 is not YAML (expected the node",
+    "--config-dir own optimizer=tab": "tab.yaml, line 2 is not YAML (found character",
+    "--config-dir own optimizer=twice": "twice.yaml, line 3 is not YAML (found duplicate key lr)",
+    "--config-dir own optimizer=latin": "latin.yaml is not text in UTF-8 (byte 15): save it as",
     "-m evaluate=nowhere,elsewhere": "evaluate=nowhere takes steps",
     "evaluate=nowhere experiment=vote_attack": "takes optimizer, faults.byzantine, seed",
     "hydra/launcher=slurm": "add -m",
@@ -243,6 +269,21 @@ WRONG = {
     "--config-dir own model=untyped model.size=3": "missing a required argument: 'shape'",
     "--config-dir own model=nothing": "model has no _target_",
 }
+
+
+TRIALS = """\
+# @package _global_
+defaults:
+  - override /dataset: digits
+  - override /optimizer: g_lion
+candidate: a
+candidates:
+  a: {lr: 0.1}
+  b: {lr: fast}
+methods:
+  g_lion:
+    lr: ${candidates.${candidate}.lr}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +308,13 @@ def answers(tmp_path_factory):
         ("nothing", "width: 4"),
     ):
         (models / f"{name}.yaml").write_text(f"name: {name}\n{text}\n")
+    optimizers, recipes = folder / "own" / "optimizer", folder / "own" / "experiment"
+    optimizers.mkdir()
+    recipes.mkdir()
+    for name, line in (("list", "lr: ["), ("tab", "\tlr: 1"), ("twice", "lr: 1\nlr: 2")):
+        (optimizers / f"{name}.yaml").write_text(f"name: {name}\n{line}\n")
+    (optimizers / "latin.yaml").write_bytes(b"name: bad\nlr: \xff\n")
+    (recipes / "trials.yaml").write_text(TRIALS)
     commands = [_quick(shlex.split(line)) for line in WRONG]
     (folder / "commands.json").write_text(json.dumps(commands))
     before = sorted(folder.rglob("*"))

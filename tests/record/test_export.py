@@ -76,6 +76,16 @@ def test_a_model_of_transformers_keeps_all_its_files(run):
     assert torch.load(run / "one" / "model.pt", weights_only=True).keys() == {*TENSORS, "head"}
 
 
+@pytest.mark.parametrize("form", ["safetensors", "state_dict"])
+@pytest.mark.parametrize("cut", [100, -1])
+def test_a_damaged_model_is_not_taken(run, form, cut):
+    file = run / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(UserError, match=r"model.safetensors is damaged .*: copy it again"):
+        main([str(run), "--format", form])
+    assert not (run / "export").exists()
+
+
 def test_what_cannot_be_taken_is_said_and_leaves_nothing(run):
     (run / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):

@@ -12,8 +12,13 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 import dlion.suite.search  # noqa: F401 - its resolvers are those of recipes
 from dlion.errors import UserError
@@ -67,11 +72,20 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         UserError: if the table names an unknown setting, or a setting refers to another that does
             not exist.
     """
-    settings = OmegaConf.masked_copy(config, [k for k in config if k not in ("hydra", "methods")])
-    typed = {override.lstrip("+~").partition("=")[0] for override in hydra_node.overrides.task}
+    try:
+        kept = [key for key in config if key not in ("hydra", "methods")]
+        settings = OmegaConf.masked_copy(config, kept)
+    except OmegaConfBaseException as error:
+        raise UserError(_unresolved(config) or explain(error)) from error
+    words: Any = OmegaConf.to_container(hydra_node.overrides.task, resolve=False)
+    typed = {override.lstrip("+~").partition("=")[0] for override in words}
     check_complete(settings.keys())
-    _check_added(settings, hydra_node.overrides.task)
-    method = hydra_node.runtime.choices.optimizer
+    _check_added(settings, words)
+    method = hydra_node.runtime.choices.get("optimizer")
+    if method is None:
+        raise UserError(
+            "optimizer=[...] is a list: choose one, or type optimizer=A,B and -m for all"
+        )
     try:
         tables = OmegaConf.select(config, "methods")  # None after ~methods
         own = OmegaConf.select(config, f"methods.{method}")
@@ -89,10 +103,31 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
                 settings.optimizer[key] = value
         plain = OmegaConf.to_container(settings, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
+        raise UserError(_unresolved(settings) or explain(error)) from error
     if str(plain["output_dir"]).startswith("~"):
         plain["output_dir"] = expand_home("output_dir", plain["output_dir"])
     return OmegaConf.create(with_present_names(plain), flags={"struct": True})
+
+
+def _unresolved(node: Any) -> str | None:
+    """Name the first setting that looks up what is not there, and say why it cannot."""
+    for key in node if isinstance(node, DictConfig) else range(len(node)):
+        if key == "hydra":
+            continue
+        full = node._get_full_key(key)
+        try:
+            value = node[key]
+        except MissingMandatoryValue:
+            continue  # which the checks name
+        except OmegaConfBaseException as error:
+            reason = _first_line(error)
+            if (said := reason.removeprefix(_OF_A_RESOLVER)) != reason:
+                return f"{full}: {said}"
+            written = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
+            return f"{full}={written} cannot be looked up ({reason}): type {full}=VALUE"
+        if isinstance(value, DictConfig | ListConfig) and (said := _unresolved(value)):
+            return said
+    return None
 
 
 def expand_home(key: str, value: str) -> str:

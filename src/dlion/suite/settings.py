@@ -269,7 +269,7 @@ class Settings:
     resume: Name | None
     stop_after: Count | None = traits(traffic=True)
     max_restarts: Whole
-    timeout: Count = traits(typed=True)
+    timeout: Annotated[int, Limits(ge=1, le=10**6)] = traits(typed=True)
     nonfinite: Literal["stop", "skip"] | None = traits(bits=True, compared=1)
     box: bool = traits(traffic=True)
     agreement: bool = traits(traffic=True)
@@ -405,6 +405,8 @@ def _check_component(group: str, node: Any, component: Component) -> None:
         raise UserError(f"{group}={show(node)} is not possible: choose a file of conf/{group}")
     if "name" not in node:
         raise UserError(f"{group} has no name: write name: NAME in its file of conf/{group}")
+    if wrong := refusal(node["name"], Name):
+        raise UserError(f"{group}.name={show(node['name'])} {wrong}")
     values = {key: value for key, value in node.items() if key not in SPECIAL}
     if component.shared is not None:
         known = parameters(component.shared)
@@ -414,6 +416,9 @@ def _check_component(group: str, node: Any, component: Component) -> None:
         target = locate(node["_target_"], group)
         _check_keys(group, values, target, shared=component.shared)
     elif component.own is not None:
+        for key in parameters(component.own):
+            if key not in values:
+                raise UserError(f"{group}.{key} cannot be left out: type {group}.{key}=VALUE")
         _check_keys(group, values, component.own)
     else:
         raise UserError(f"{group} has no _target_: {_TARGET}")
@@ -447,7 +452,9 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
                 raise UserError(f"{key}.{name} cannot be left out: type {key}.{name}=VALUE")
         _check_keys(key, value, hint)
         return
-    if isinstance(value, dict) and "_target_" in value:  # an object of the user's own
+    if (
+        "." in key and isinstance(value, dict) and "_target_" in value
+    ):  # an object of the user's own
         return
     if value == "???":
         raise UserError(f"{key} has no value: {advice(hint)}")

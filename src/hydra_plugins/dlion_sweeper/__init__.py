@@ -77,6 +77,7 @@ class QuickSweeper(BasicSweeper):
         self._check(batch)
         if self.config.hydra.sweep.dir == "":
             raise UserError("hydra.sweep.dir= is not possible: give a folder")
+        _check_subdir(self.config, len(batch))
         make_sweep_dir(Path(self.config.hydra.sweep.dir))
         return super().sweep(arguments)
 
@@ -136,6 +137,23 @@ class QuickSweeper(BasicSweeper):
             checked.update(overrides)
         for dataset in downloaded.values() if runs_here else ():
             load_data(dataset)
+
+
+def _check_subdir(config: DictConfig, runs: int) -> None:
+    """Refuse folders that several runs of a sweep would share, or that are not in the sweep's.
+
+    Raises:
+        UserError: what to type instead.
+    """
+    from dlion.errors import UserError
+
+    subdir = str(OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"])
+    outside = ".." in Path(subdir).parts or Path(subdir).is_absolute()
+    if outside or (runs > 1 and "${" not in subdir):
+        raise UserError(
+            f"hydra.sweep.subdir={subdir} is not a folder of its own for each of {runs} runs: leave"
+            " it out, or type 'hydra.sweep.subdir=${hydra.job.num}'"
+        )
 
 
 def _looked_up(config: DictConfig) -> set[str]:

@@ -13,6 +13,7 @@ from dlion.suite.record.runs import CONFIG, FAILURE, METRICS, SUMMARY, Run
 from dlion.suite.record.studies import LeftOut, find_runs
 from dlion.suite.settings import TRAITS, is_group
 
+_MOST = 2**63  # a larger whole number cannot always be made a float
 _NAMES = {str: "a word", int: "a whole number", float: "a number", dict: "a group of settings"}
 _GROUPS = [name for name, traits in TRAITS.items() if traits.compared and is_group(name)]
 _COUNTS = {"workers": int, "seed": int}
@@ -47,6 +48,12 @@ def read_runs(
             left_out(run.directory, str(error))
         else:
             good.append(run)
+            if run.damaged_rows:
+                place = run.directory / METRICS
+                print(
+                    f"warning: left out: {run.damaged_rows} damaged lines of {place}",
+                    file=sys.stderr,
+                )
     if not good and left_out is _say:
         raise UserError("none of these runs can be read: give others")
     return good
@@ -69,6 +76,10 @@ def check(run: Run) -> None:
     if summary is not None:
         _expect(run, SUMMARY, summary, _SUMMARY, needed=True)
         _expect(run, SUMMARY, summary, _COUNTS | {"state_bytes_per_parameter": float})
+    for file, part in ((SUMMARY, summary or {}), *((METRICS, row) for row in run.metrics)):
+        for key, value in part.items():
+            if type(value) is int and abs(value) > _MOST:
+                raise UserError(f"{run.directory / file} is odd: {key} is above 2^63")
     for row in run.metrics:
         _expect(run, METRICS, row, {"step": float}, needed=True)
         if not row["step"] > 0:

@@ -40,8 +40,9 @@ def alone_in(output_dir: Path) -> Iterator[None]:
     Raises:
         UserError: if another run is in there, or nothing can be written there.
     """
-    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     with ExitStack() as stack:
+        with _named_if_not_writable("output_dir", output_dir):
+            made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
         stack.callback(_remove_empty, made)
         with _named_if_not_writable("output_dir", output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)

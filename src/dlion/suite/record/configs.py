@@ -1,12 +1,17 @@
 """Recorded configurations, which may look up values in themselves and elsewhere."""
 
 import contextlib
+import io
 import re
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+_ALIASES = 10  # with as many, a file can hold at most some 40 times what is in it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(file: Path) -> Any:
@@ -14,8 +19,14 @@ def read_yaml(file: Path) -> Any:
 
     Raises:
         OmegaConfBaseException, yaml.YAMLError: if it cannot be parsed.
+        ValueError: if it repeats parts by aliases, of which a small file can hold billions.
     """
-    return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    text = file.read_text("utf-8")
+    if "&" in text and "*" in text:  # few files have both, and parsing takes time
+        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _LOADER))
+        if aliases > _ALIASES:
+            raise ValueError(f"it has {aliases} aliases, a recorded configuration has none")
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def resolve(recorded: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ With --format state_dict it has model.pt instead, for torch.load and load_state_
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.arguments import DEFAULT_RUNS, make_parser
@@ -29,6 +30,8 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
     if not run.finished:
         raise UserError(f"{run.directory} is not finished: its model comes with its last step")
     weights = _weights(run.directory)
+    for file in weights:
+        _tensors(file, load=False)  # whoever takes it away finds it damaged elsewhere
     folder.mkdir(parents=True, exist_ok=True)
     if form == "state_dict":
         with whole_file(folder / "model.pt") as part:
@@ -56,18 +59,26 @@ def _weights(directory: Path) -> list[Path]:
 
 def _save_state_dict(weights: list[Path], file: Path) -> None:
     import torch
+
+    torch.save({name: value for part in weights for name, value in _tensors(part).items()}, file)
+
+
+def _tensors(file: Path, load: bool = True) -> dict[str, Any]:
+    """Return the tensors of a file by all of their names; without ``load`` look whether it can.
+
+    Raises:
+        UserError: if it is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
-    tensors = {}
-    for part in weights:
-        try:
-            with safe_open(part, "pt") as stored:
-                tensors |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-                tied = json.loads((stored.metadata() or {}).get("tied", "{}"))
-            tensors |= {name: tensors[first] for name, first in tied.items()}
-        except (SafetensorError, ValueError, AttributeError, KeyError) as error:
-            raise UserError(f"{part} is damaged ({error}): copy it again") from error
-    torch.save(tensors, file)
+    try:
+        with safe_open(file, "pt") as stored:
+            read = stored.get_tensor if load else stored.get_slice
+            tensors = {name: read(name) for name in stored.keys()}  # noqa: SIM118
+            tied = json.loads((stored.metadata() or {}).get("tied", "{}"))
+        return tensors | {name: tensors[first] for name, first in tied.items()}
+    except (SafetensorError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"{file} is damaged ({error}): copy it again") from error
 
 
 def _copy(file: Path, target: Path) -> None:

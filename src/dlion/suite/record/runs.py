@@ -172,6 +172,7 @@ class Run:
         silence: seconds since its last line, or since it began without one.
         overrides: what was typed; in a sweep, one value for each key.
         study: of a packed run, the name of the directory that holds the packed file.
+        damaged_rows: number of lines of metrics.jsonl that could not be read.
     """
 
     directory: Path
@@ -182,6 +183,7 @@ class Run:
     silence: float = math.inf
     overrides: list[str] = field(default_factory=list)
     study: str | None = None
+    damaged_rows: int = 0
 
     @property
     def finished(self) -> bool:
@@ -230,12 +232,14 @@ def load_run(directory: Path) -> Run:
         with named_if_damaged(file):
             overrides = [str(override) for override in read_yaml(file)]
     failure = directory / FAILURE
+    rows, damaged = read_rows(directory)
     return Run(
         directory=directory,
-        metrics=read_rows(directory)[0],
+        metrics=rows,
+        damaged_rows=len(damaged),
         summary=summary,
         config=config,
-        failure=failure.read_text("utf-8").strip() if failure.is_file() else None,
+        failure=failure.read_text("utf-8", "replace").strip() if failure.is_file() else None,
         silence=_silence(directory),
         overrides=overrides,
     )
