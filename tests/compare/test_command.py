@@ -227,6 +227,8 @@ def test_a_link_in_a_folder_from_elsewhere_leads_nowhere(typed, runs, tmp_path, 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]\n" for i in range(1, 12)
 )
+WHOLE = {"optimizer": "g", "model": "m", "dataset": "d", "workers": 8}
+WHOLE |= {"paper_bits_up": 1, "paper_bits_down": 1}
 ODD = [
     (".hydra/config.yaml", "workers: x", "workers is 'x', not a whole number"),
     (".hydra/config.yaml", "optimizer: [1]", "optimizer is [1], not a group of settings"),
@@ -239,7 +241,7 @@ ODD = [
     ("metrics.jsonl", '{"step": 1, "test_loss": 1}\n', "seconds is None, not a number"),
     (".hydra/overrides.yaml", "[1", "is damaged ("),
     ("metrics.jsonl", f'{{"step": {10**400}, "test_loss": 1}}\n', "step is above 2^63"),
-    ("summary.json", f'{{"optimizer": "g", "steps": {-(10**400)}}}', "steps is above 2^63"),
+    ("summary.json", json.dumps(WHOLE | {"steps": -(10**400)}), "steps is above 2^63"),
     (".hydra/config.yaml", LAUGHS, "aliases"),
     (".hydra/overrides.yaml", LAUGHS, "aliases"),
 ]

@@ -203,7 +203,6 @@ WRONG = {
     "optimizer.name=null": "optimizer.name=null is not possible",
     "optimizer.name=[1]": "optimizer.name=[1] is not possible",
     "~schedule.final": "type schedule.final=VALUE",
-    "~network.rate": "type network.rate=VALUE",
     "methods=3": "methods.dlion_mavo is a table of settings",
     "+methods.dlion_mavo=3": "type methods.dlion_mavo.KEY=VALUE",
     "model._target_=nosuch.Model": "No module named 'nosuch'",
