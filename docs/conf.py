@@ -37,6 +37,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
 
 myst_heading_anchors = 4  # links to headings, as code hosts write them

@@ -147,9 +147,12 @@ def of_choice(group: str, name: str) -> Iterator[Entry]:
 
 def table(entries: Iterable[Entry]) -> Iterator[str]:
     """Yield a table of settings."""
-    cells = [[f"``{e.typed}``", escaped(e.sentence), escaped(e.kind)] for e in entries]
+    cells = []
+    for entry in entries:
+        kind = f" ({entry.kind})" if entry.kind else ""
+        cells.append([f"``{entry.typed}``", escaped(entry.sentence + kind)])
     if cells:
-        yield from rows([["setting", "meaning", "values"], *cells])
+        yield from rows([["setting", "meaning and values"], *cells])
 
 
 def rows(cells: list[list[str]]) -> Iterator[str]:

@@ -56,9 +56,9 @@ def overlap() -> None:
     """Two steps on a time line."""
     axes = _empty(6.4, 2.8)
     parts = [
-        (0, "computing", [(0, 2, "forward"), (2, 4, "backward"), (9, 0.7, "update")], INK),
+        (0, "computing", [(0, 2, "forward"), (2, 4, "backward"), (9, 1.5, "update")], INK),
         (1, "network", [(6, 1, ""), (7, 1, ""), (8, 1, "")], UP),
-        (2.6, "computing", [(0, 2, "forward"), (2, 4, "backward"), (7, 0.7, "update")], INK),
+        (2.6, "computing", [(0, 2, "forward"), (2, 4, "backward"), (7, 1.5, "update")], INK),
         (3.6, "network", [(3.4, 1, ""), (4.7, 1, ""), (6, 1, "")], UP),
     ]
     for y, name, bars, colour in parts:
@@ -66,9 +66,9 @@ def overlap() -> None:
         for start, width, label in bars:
             axes.barh(-y, width, left=start, height=0.7, fc="white", ec=colour, lw=1.5)
             axes.text(start + width / 2, -y, label, ha="center", va="center", fontsize=9)
-    axes.text(10.1, -0.5, "overlap=False", va="center")
-    axes.text(10.1, -3.1, "overlap=True", va="center")
-    axes.set(xlim=(-2.2, 13), ylim=(-4.2, 0.6))
+    axes.text(10.9, -0.5, "overlap=False", va="center")
+    axes.text(10.9, -3.1, "overlap=True", va="center")
+    axes.set(xlim=(-2.2, 13.8), ylim=(-4.2, 0.6))
     _save("overlap")
 
 
