@@ -100,6 +100,8 @@ WRONG = {
     "optimizer=lion_cub optimizer.bits=true": "choose 1, 2, 4 or 8",
     "optimizer=lion_cub optimizer.scale=l2": "choose l1, max or geometric",
     "optimizer=lion_cub optimizer.momentum_sync=often": "at least 0, or exponential",
+    "optimizer=lion_cub optimizer.headroom=true workers=8": "at most 7 workers",
+    "optimizer=lion_cub optimizer.sync_until=0": "a whole number, at least 1",
     "optimizer=lion_cub optimizer.momentum_sync=5 optimizer.sync_pattern=zzz": "matches no para",
     "optimizer=dlion_adm optimizer.rise=0": "at least 1 and at most 32",
     "optimizer=dlion_adm optimizer.limit=0.5": "give a number, at least 1, or null",
