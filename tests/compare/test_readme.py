@@ -10,7 +10,9 @@ from dlion.suite.compare.readme import main
 from tests.compare.runs import write_run
 from tests.conftest import ROOT
 
-READMES = sorted([ROOT / "README.md", *ROOT.glob("results/**/README.md")])
+READMES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/**/README.md")]
+)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -35,6 +35,20 @@ usage: python train.py [GROUP=NAME ...] [KEY=VALUE ...]
 """
 INDENT = 27  # columns before a sentence
 PLAIN = (Any, bool, Name, Name | None, Folder, Folder | None)  # of which nothing is to say
+
+
+class Entry(NamedTuple):
+    """A setting in the help.
+
+    Attributes:
+        typed: the setting and its value, as they are typed: ``seed=0``.
+        sentence: the meaning.
+        kind: the allowed values; empty where any is.
+    """
+
+    typed: str
+    sentence: str
+    kind: str
 
 
 def help_text(arguments: Arguments, conf: Path) -> str:
@@ -86,9 +100,7 @@ def _overview(
         default = f" [{choices[group]}]" if choices.get(group) else ""
         yield _entry(f"{group}=NAME", f"{_as_typed(said[group])}{default}\n{', '.join(options)}")
     yield "\nSettings\n"
-    for key, hint in parameters(Settings).items():
-        if component_of(hint) is None:
-            yield from _entries(key, settings[key], hint, said.get(key, ""))
+    yield from map(_line, settings_of_runs(settings))
 
 
 def _choice(group: str, name: str, settings: dict[str, Any], folders: list[str]) -> str:
@@ -100,15 +112,7 @@ def _choice(group: str, name: str, settings: dict[str, Any], folders: list[str])
     lines = [f"{group}={name}", *(c for c in comments if not c.startswith("@package")), ""]
     if group == "experiment":
         return "\n".join([*lines, *body, ""])
-    node = settings[group]
-    component = component_of(parameters(Settings)[group])
-    assert component is not None
-    target = locate(node["_target_"], group) if "_target_" in node else component.own
-    for source in filter(None, (target, component.shared)):
-        hints, said = parameters(source), sentences(source)
-        for key in (key for key in hints if key in node and key not in SPECIAL):
-            lines += _entries(f"{group}.{key}", node[key], hints[key], said.get(key, ""))
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(_line, settings_of_choice(group, settings[group]))])
 
 
 def _key(key: str, settings: dict[str, Any]) -> str:
@@ -121,18 +125,44 @@ def _key(key: str, settings: dict[str, Any]) -> str:
         )
     if first not in hints or component_of(hints[first]):
         raise UserError(f"{first} is a group: type `python train.py --help {first}=NAME`")
-    return "\n".join(_entries(first, settings[first], hints[first], sentences(Settings)[first]))
+    sentence = sentences(Settings)[first]
+    return "\n".join(map(_line, _entries(first, settings[first], hints[first], sentence)))
 
 
-def _entries(key: str, value: Any, hint: Any, sentence: str) -> Iterator[str]:
-    """Yield the lines of a setting, or of all settings in it."""
+def settings_of_runs(settings: dict[str, Any]) -> Iterator[Entry]:
+    """Yield the settings that do not depend on a choice."""
+    said = sentences(Settings)
+    for key, hint in parameters(Settings).items():
+        if component_of(hint) is None:
+            yield from _entries(key, settings[key], hint, said.get(key, ""))
+
+
+def settings_of_choice(group: str, node: dict[str, Any]) -> Iterator[Entry]:
+    """Yield the settings of what was chosen from a group: ``node`` has its values."""
+    component = component_of(parameters(Settings)[group])
+    assert component is not None
+    target = locate(node["_target_"], group) if "_target_" in node else component.own
+    for source in filter(None, (target, component.shared)):
+        hints, said = parameters(source), sentences(source)
+        for key in (key for key in hints if key in node and key not in SPECIAL):
+            yield from _entries(f"{group}.{key}", node[key], hints[key], said.get(key, ""))
+
+
+def _entries(key: str, value: Any, hint: Any, sentence: str) -> Iterator[Entry]:
+    """Yield the entry of a setting, or of all settings in it."""
     if inspect.isclass(hint) and isinstance(value, dict):
         hints, said = parameters(hint), sentences(hint)
         for name, inner in hints.items():
             yield from _entries(f"{key}.{name}", value[name], inner, said[name])
     else:
-        kind = "" if hint in PLAIN else f" ({describe(hint)})"
-        yield _entry(f"{key}={show(value)}", f"{_as_typed(sentence)}{kind}")
+        kind = "" if hint in PLAIN else describe(hint)
+        yield Entry(f"{key}={show(value)}", _as_typed(sentence), kind)
+
+
+def _line(entry: Entry) -> str:
+    """Return an entry as it is printed."""
+    kind = f" ({entry.kind})" if entry.kind else ""
+    return _entry(entry.typed, entry.sentence + kind)
 
 
 def _as_typed(sentence: str) -> str:

@@ -1,0 +1,89 @@
+"""Draw the figures of the documentation: python docs/figures/draw.py."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+HERE = Path(__file__).parent
+UP, DOWN, INK, QUIET = "#1f77b4", "#d62728", "#222222", "#bbbbbb"
+plt.rcParams |= {"svg.hashsalt": "dlion", "font.size": 11, "svg.fonttype": "path"}
+
+
+def vote() -> None:
+    """Three workers' signs, their sum and the majority."""
+    rows = {"worker 0": "+-++-+", "worker 1": "++-+--", "worker 2": "-+++-+"}
+    sums = [sum(1 if row[i] == "+" else -1 for row in rows.values()) for i in range(6)]
+    rows |= {"sum": [f"{s:+d}" for s in sums], "answer": ["+" if s > 0 else "-" for s in sums]}
+    axes = _empty(6.4, 2.6)
+    for y, (name, signs) in enumerate(rows.items()):
+        height = -y - (0.4 if y > 2 else 0)
+        axes.text(-0.8, height, name, ha="right", va="center", color=INK)
+        for x, sign in enumerate(signs):
+            colour = QUIET if name == "sum" else UP if sign == "+" else DOWN
+            box = {"boxstyle": "square,pad=0.35", "fc": "white", "ec": colour}
+            shown = sign.replace("-", "\N{MINUS SIGN}")
+            axes.text(x, height, shown, ha="center", va="center", family="monospace", bbox=box)
+    notes = {-1: "1 bit up", -3.4: "counted by the owner", -4.4: "1 bit down"}
+    for y, note in notes.items():
+        axes.text(5.9, y, note, va="center", color=INK)
+    axes.set(xlim=(-2.6, 9), ylim=(-5, 0.6))
+    _save("vote")
+
+
+def exchange() -> None:
+    """Messages that one worker of nine sends: directly, and on a grid of three by three."""
+    figure, both = plt.subplots(1, 2, figsize=(6.4, 3))
+    for axes, title, reached in (
+        (both[0], "direct-send: to all", [i for i in range(9) if i != 4]),
+        (both[1], "grid: along its row, its column", [1, 3, 5, 7]),
+    ):
+        axes.axis("off")
+        axes.set(title=title, xlim=(-0.5, 2.5), ylim=(-0.5, 2.5), aspect="equal")
+        for i in reached:
+            style = {"arrowstyle": "->", "color": UP, "shrinkA": 12, "shrinkB": 12}
+            axes.annotate("", (i % 3, i // 3), (1, 1), arrowprops=style)
+        for i in range(9):
+            colour = UP if i == 4 else "white"
+            axes.plot(i % 3, i // 3, "o", ms=18, mfc=colour, mec=INK)
+    figure.tight_layout()
+    _save("exchange")
+
+
+def overlap() -> None:
+    """Two steps on a time line."""
+    axes = _empty(6.4, 2.8)
+    parts = [
+        (0, "computing", [(0, 2, "forward"), (2, 4, "backward"), (9, 1.5, "update")], INK),
+        (1, "network", [(6, 1, ""), (7, 1, ""), (8, 1, "")], UP),
+        (2.6, "computing", [(0, 2, "forward"), (2, 4, "backward"), (7, 1.5, "update")], INK),
+        (3.6, "network", [(3.4, 1, ""), (4.7, 1, ""), (6, 1, "")], UP),
+    ]
+    for y, name, bars, colour in parts:
+        axes.text(-0.2, -y, name, ha="right", va="center", color=INK)
+        for start, width, label in bars:
+            axes.barh(-y, width, left=start, height=0.7, fc="white", ec=colour, lw=1.5)
+            axes.text(start + width / 2, -y, label, ha="center", va="center", fontsize=9)
+    axes.text(10.9, -0.5, "overlap=False", va="center")
+    axes.text(10.9, -3.1, "overlap=True", va="center")
+    axes.set(xlim=(-2.2, 13.8), ylim=(-4.2, 0.6))
+    _save("overlap")
+
+
+def _empty(width: float, height: float) -> plt.Axes:
+    _, axes = plt.subplots(figsize=(width, height))
+    axes.axis("off")
+    return axes
+
+
+def _save(name: str) -> None:
+    plt.savefig(HERE / f"{name}.svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close()
+
+
+if __name__ == "__main__":
+    vote()
+    exchange()
+    overlap()

@@ -1,0 +1,92 @@
+"""The site is built without a warning, tutorials work word for word, pages keep to a form."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dlion
+from dlion.methods import METHODS
+from tests.conftest import ROOT
+from tests.form import Form, form_of
+from tests.readmes import commands, words
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+MARKED = re.compile(r"<!-- (test|prints|file: \S+) -->\n```\w+\n(.*?)^```", re.M | re.S)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# longer than pages are written, so that only what rots is found
+LIMITS = Form(mean_words=17, longest_sentence=45, longest_row=240, words_to_code=60)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built by the command that the README says."""
+    folder = tmp_path_factory.mktemp("site")
+    (typed,) = {c.text for c in commands() if c.text.startswith("sphinx-build")}
+    command = [sys.executable, "-m", "sphinx", "-q", *words(typed)[1:-1], str(folder)]
+    offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | offline
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_every_public_name_and_method_and_setting(site):
+    reference = "".join(page.read_text() for page in (site / "docs/reference").glob("*.html"))
+    assert set(dlion.__all__) <= set(re.findall(r'id="dlion\.(\w+)"', reference))
+    assert all(f"optimizer={name}" in reference for name in METHODS)
+    assert "checkpoint_every=null" in reference and "dataset.alpha=0.5" in reference
+
+
+@pytest.mark.slow
+def test_the_site_is_searched_without_a_network(site):
+    page = (site / "search.html").read_text()
+    loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"]+)"', page)
+    assert loaded and not [address for address in loaded if "//" in address]
+    assert "byzantin" in (site / "searchindex.js").read_text()  # stems of words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_works_word_for_word(tmp_path, page):
+    for name in ("train.py", "conf", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "bin").mkdir()
+    programs = {"python": "", "dlion": "-m dlion", "torchrun": "-m torch.distributed.run"}
+    for name, module in programs.items():
+        script = tmp_path / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        script.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    printed = ""
+    for mark, block in MARKED.findall(page.read_text()):
+        if mark == "test":
+            typed = ["bash", "-euc", block]
+            done = subprocess.run(
+                typed, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PATH": path}
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            printed = done.stdout
+        elif mark == "prints":
+            pattern = ".*".join(map(re.escape, block.strip().split("...")))
+            assert re.search(pattern, printed, re.S), printed
+        else:
+            (tmp_path / mark.removeprefix("file: ")).write_text(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_keeps_to_the_form(page):
+    form = form_of(page.read_text())
+    limits = LIMITS if page.name == "README.md" else LIMITS._replace(words_to_code=10_000)
+    assert [None for found, most in zip(form, limits, strict=True) if found > most] == [], form
+
+
+def test_the_form_is_measured():
+    text = "# A title\n\nOne two three. Four `x y` five.\n\n| a | b |\n\n- six\n\n```sh\nls\n```"
+    assert form_of(text) == Form(2.3, longest_sentence=3, longest_row=9, words_to_code=11)
