@@ -21,6 +21,7 @@ COMMANDS = {
     "sync": ("record.sync", "send runs that were recorded offline to Weights & Biases"),
     "dashboard": ("compare.dashboard", "make a workspace and a report in Weights & Biases"),
     "prepare": ("data.prepare", "turn text into tokens to train on"),
+    "lighthouse": ("lighthouse", "start what elastic workers meet at"),
     "predict": ("predict", "predict the time of a step on your machines"),
 }
 

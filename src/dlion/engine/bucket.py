@@ -116,6 +116,24 @@ class Bucket:
         self.own = {name: zeros(local, padded, device=self.device) for name in state}
         self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
 
+    @torch.no_grad()
+    def renew(self, exchange: Exchange) -> None:
+        """Go on with an exchange for another number of workers, whose padding may differ."""
+        self.exchange = exchange
+        self._pieces.clear()
+        self._row = None
+        if exchange.numel != len(self.params):
+            self.params = self._resized(self.params)
+            self.own = {name: self._resized(rows) for name, rows in self.own.items()}
+            self.shared = {name: self._resized(flat) for name, flat in self.shared.items()}
+        self.adopt()
+
+    def _resized(self, flat: Tensor) -> Tensor:
+        """Copy a flat buffer into one as long as the exchange asks for."""
+        new = flat.new_zeros(*flat.shape[:-1], self.exchange.numel)
+        new[..., : self.numel] = flat[..., : self.numel]
+        return new
+
     @property
     def step(self) -> int:
         """The number of steps that its parameter group has taken."""

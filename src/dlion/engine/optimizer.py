@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlion.engine import nonfinite, saving
 from dlion.engine.bucket import Bucket, InFlight, StateNames
 from dlion.engine.checks import check_bare, check_hyperparameters, check_parameters, checked
+from dlion.engine.elastic import Elastic, check_dealt
 from dlion.engine.layout import Members
 from dlion.engine.lockstep import check_alike, check_spread, facts_about, plain_values
 from dlion.engine.node import DenseWire, Node
@@ -35,6 +36,7 @@ class Common(TypedDict, total=False):
     workers: Workers | None
     process_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None
+    manager: Any
     dense_group: dist.ProcessGroup | None
     dense_wire: DenseWire
     seed: int
@@ -95,6 +97,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         workers, process_group, mesh: who takes part, said in one of three ways: workers, for
             several in a process; a process group; a mesh of one dimension (``mesh["replicate"]``).
             By default the processes of the default process group.
+        manager: of torchft, from :func:`dlion.join`: workers come and go while training goes on.
+            ``zero_grad()`` then begins a step: it asks who is there (``workers.rank``,
+            ``workers.count``), and a new worker gets parameters, shared state and hyperparameters
+            of a peer; its own momenta begin at zero. ``step()`` commits only if all have all
+            answers; otherwise it changes nothing, ``committed`` is False, and the loop goes on with
+            ``zero_grad()``. A learning rate schedule is to step only where ``committed`` is true.
         dense_group: processes (of a node, say) that are one worker together: they average their
             gradients in ``dense_wire``, and one of them exchanges messages for all. Then
             process_group or mesh is of the processes that have the same place in other nodes.
@@ -164,6 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         workers: Workers | None = None,
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        manager: Any = None,
         dense_group: dist.ProcessGroup | None = None,
         dense_wire: DenseWire = "bf16",
         seed: int = 0,
@@ -173,6 +182,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     ):
         check_hyperparameters(type(self), defaults)
         given = voters(workers, process_group, mesh)
+        if manager is not None:
+            given = self._alone(given, workers or process_group or mesh or dense_group)
         self._met_nobody = not (dist.is_initialized() or workers or process_group or mesh)
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
@@ -182,13 +193,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
-        check_alike(given, {"settings": self._settings()})
+        settings = self._settings()
+        check_alike(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
         self.channel, self.node = Channel(self.workers), None
+        self._elastic: Elastic | None = None
         if dense_group is not None:
             check_gpus(Workers.current(group=dense_group), _device_of(params))
             self.node = Node(dense_group, dense_wire, given, overlap)
-            self.node.check_alike({"settings": self._settings()})
+            self.node.check_alike({"settings": settings})
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
@@ -207,6 +220,26 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._constructed = True
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
+        if manager is not None:
+            self._check_elastic()
+            facts = {"settings": settings, **facts_about(self.param_groups)}
+            self._elastic = Elastic(manager, self, facts)
+
+    def _alone(self, given: Workers, named: Any) -> Workers:
+        """Return this process alone: whom it trains with, a manager says at every step."""
+        if named is not None:
+            raise ValueError(
+                "manager= says who takes part: give no workers, process_group, mesh or dense_group"
+            )
+        return Workers()
+
+    def _check_elastic(self) -> None:
+        """Refuse settings that hold for one number of workers alone, or whose state would move."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether the latest step has moved the parameters; False only with ``manager``."""
+        return self._elastic is None or self._elastic.committed
 
     # ------------------------------------------------------------------ what a method fills in
 
@@ -299,8 +332,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
+        if self._elastic is not None:
+            check_dealt(bucket, type(self).__name__)
         self.buckets.append(bucket)
-        saving.publish(bucket, self.state, self.workers)
+        saving.publish(bucket, self.state, self._saved_workers)
         self.begin(bucket)
         if self._overlap is not None:
             self._overlap.watch(bucket)
@@ -369,6 +404,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             )
         if self._in_step:
             raise RuntimeError("set_participants() in the middle of a step")
+        if self._elastic is not None:
+            raise RuntimeError("set_participants() with manager=, which says who takes part")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -391,18 +428,19 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
 
         What had left of a pass that raised an exception stays sent: its gradients count for these
-        buckets.
+        buckets. With ``manager`` it begins the next step.
 
         Raises:
             RuntimeError: if messages of a pass that went well have left; step() has to follow then.
+            TrainingFailed: with ``manager``, if the lighthouse does not answer.
         """
-        if self._overlap is None:
-            super().zero_grad(set_to_none)
-            return
-        if not self._failed:
+        if self._overlap is not None and not self._failed:
             self._overlap.check_restart()
         super().zero_grad(set_to_none)
-        self._overlap.restart()
+        if self._overlap is not None:
+            self._overlap.restart()
+        if self._elastic is not None:
+            self._elastic.begin()
 
     def collect(self, local: int) -> None:
         """Take the gradients of local worker ``local`` (0 to ``workers.local`` - 1).
@@ -454,8 +492,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             missing = sorted(set(local) - self._collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
         with self._halfway():
-            self._exchange_and_update()
-        self._end_step()
+            went_well = self._exchange_and_update()
+        if went_well:
+            self._end_step()
+        else:
+            self._forget_step()
         return loss
 
     @property
@@ -509,6 +550,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         With a node and overlap the exchange's thread does so: it then starts all collectives, and
         communicators never meet in two orders.
         """
+        if self._elastic is not None:
+            self._elastic.require_open()
         self._look_at(buckets, local)
         for bucket in buckets:
             if self.node is None:
@@ -539,14 +582,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
         """Write a local worker's message about a bucket, and its header."""
+        if self._elastic is not None:
+            self._elastic.keep(bucket)
         present = bucket.present() if self.skips_missing else bucket.trained()
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
         bucket.write_header(local, bucket.make_header(present, self._members.trained, flag))
 
-    def _exchange_and_update(self) -> None:
-        """Let all messages leave, wait for the answers and apply them.
+    def _exchange_and_update(self) -> bool:
+        """Let all messages leave, wait for the answers and apply them; return whether it did.
 
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
         later buckets go on meanwhile, each bucket is updated as soon as its answer is there.
@@ -554,19 +599,28 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._overlap is not None:
             for bucket in self.buckets[self._overlap.sent :]:
                 self._overlap.send(bucket, self._late.pop(bucket, None))
+        if self._elastic is not None:
+            if self._elastic.commit():
+                self._apply(self.buckets)
+            return self._elastic.committed
         at_once = any(bucket.device.type != "cpu" for bucket in self.buckets)
         for batch in [self.buckets] if at_once else [[bucket] for bucket in self.buckets]:
             with self.channel.timer("wait"):
                 self._wait(batch)
-            for bucket in batch:
-                bucket.adopt()
-                flats = (bucket.params, *bucket.shared.values())
-                kept = bucket.untouched(bucket.flight.present, *flats)
-                with self.channel.timer("apply"), kept:
-                    self.update(bucket)
-                bucket.write_back()
+            self._apply(batch)
         for bucket in self.buckets:
             self.after_step(bucket)
+        return True
+
+    def _apply(self, buckets: Sequence[Bucket]) -> None:
+        """Update buckets with their answers."""
+        for bucket in buckets:
+            bucket.adopt()
+            flats = (bucket.params, *bucket.shared.values())
+            kept = bucket.untouched(bucket.flight.present, *flats)
+            with self.channel.timer("apply"), kept:
+                self.update(bucket)
+            bucket.write_back()
 
     def _wait(self, buckets: Sequence[Bucket]) -> None:
         """Wait for the exchanges of buckets, and read the headers of their messages."""
@@ -609,6 +663,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _overflowed(self) -> bool:
         """Whether a GradScaler found an overflow on any worker; if not, unscale the gradients."""
+        if self._elastic is not None:
+            raise RuntimeError("a GradScaler does not work with manager=: train in bfloat16")
         if self.overlap or self.workers.local > 1:
             raise RuntimeError(
                 "under a GradScaler messages must not be made of scaled gradients: create the"
@@ -683,7 +739,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
         here, flats = self._spread_state()
         saving.check_groups(groups, {*self._hyperparameters})
-        worker = saving.of_workers(self.workers)
+        worker = saving.of_workers(self._saved_workers)
         for name, param in param_of.items():
             saving.check_state(name, saved.get(param, {}), here.get(param, {}), worker)
         if self._overlap is not None:
@@ -696,12 +752,22 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket.group = next(
                 group for group in self.param_groups if any(p is first for p in group["params"])
             )
-            saving.publish(bucket, self.state, self.workers)
+            saving.publish(bucket, self.state, self._saved_workers)
         saving.put_back(self.buckets, here, flats, saved)
+        if self._elastic is not None:
+            self._elastic.resume(self.param_groups[0]["steps"])
+
+    @property
+    def _saved_workers(self) -> Workers:
+        """Whose state is saved: with a manager each worker's by itself, as numbers change."""
+        return self.workers if self._elastic is None else Workers()
+
+    def _joined(self) -> None:
+        """Start from the shared state of a peer."""
 
     def _spread_state(self) -> tuple[saving.States, saving.Elementwise]:
         return saving.spread_state(
-            self.state, self.params, self.buckets, self.workers, self.own_state
+            self.state, self.params, self.buckets, self._saved_workers, self.own_state
         )
 
     def __getstate__(self) -> NoReturn:

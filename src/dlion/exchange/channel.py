@@ -83,6 +83,14 @@ class Channel:
         self._fastest = 0.0  # bytes a second
         self.set_participants(None)
 
+    def move(self, workers: Workers) -> None:
+        """Go on with other workers, on a gloo group that torch need not know."""
+        self.workers, self.alone = workers, workers.processes == 1
+        self._backends = dict.fromkeys(("cpu", "cuda"), "gloo")
+        self.slow = self._one_by_one = False
+        self._fastest = 0.0
+        self.set_participants(None)
+
     def settle(self, slow: bool) -> None:
         """Say whether the links of some process are ``slow``; equal everywhere."""
         self._one_by_one = slow

@@ -108,6 +108,13 @@ class SignedDescent(DistributedOptimizer):
             self._costs = measure_costs(self.workers, bucket.device)
         return self._costs.best(bucket.numel, self.levels - 1)
 
+    def _check_elastic(self) -> None:
+        if self.exchange not in ("direct", "grid"):
+            raise ValueError(
+                f"exchange={self.exchange} is for one number of workers: with manager= give direct"
+                " or grid"
+            )
+
     def encode(self, bucket: Bucket, local: int) -> None:
         betas, positive = self.betas(bucket.group), self.zero_is_positive(local, bucket.step)
         message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]

@@ -137,12 +137,23 @@ class LocalUpdate(DistributedOptimizer):
         if self._exchanges:
             super()._write_message(bucket, local, flag)
 
-    def _exchange_and_update(self) -> None:
-        if self._exchanges:
-            super()._exchange_and_update()
-            for bucket in self.buckets:
-                bucket.own["local"].copy_(bucket.shared["outer"])
-            self.host(None)  # also where nobody takes part in the next step
+    def _exchange_and_update(self) -> bool:
+        # a round that not all could commit goes on: what a worker has moved by is sent later
+        if self._exchanges and super()._exchange_and_update():
+            self._joined()
+        return True
+
+    def _check_elastic(self) -> None:
+        if isinstance(self._inner, OfTorch):
+            raise ValueError(
+                "an inner optimizer of your own does not work with manager=: choose"
+                f" {', '.join(INNER)}"
+            )
+
+    def _joined(self) -> None:
+        for bucket in self.buckets:
+            bucket.own["local"].copy_(bucket.shared["outer"])
+        self.host(None)  # also where nobody takes part in the next step
 
     def _end_step(self) -> None:
         super()._end_step()

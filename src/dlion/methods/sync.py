@@ -5,6 +5,7 @@ import torch
 from dlion.engine.bucket import Bucket
 from dlion.engine.checks import check_pattern
 from dlion.exchange import Channel, DenseMean
+from dlion.workers import Workers
 
 
 class MomentumSync:
@@ -43,6 +44,7 @@ class MomentumSync:
         self.every, self.rate, self.until = every, rate, until
         self.pattern = check_pattern("sync_pattern", pattern)
         self._means: dict[Bucket, DenseMean] = {}
+        self._workers: Workers | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether to average after ``step`` steps."""
@@ -68,6 +70,9 @@ class MomentumSync:
         rows = bucket.own["momentum"]
         if not spans:
             return
+        if channel.workers is not self._workers:  # exchanges are for one number of workers
+            self._means.clear()
+            self._workers = channel.workers
         if bucket not in self._means:
             size = sum(stop - start for start, stop in spans)
             self._means[bucket] = DenseMean(channel, size, device=bucket.device)

@@ -1,0 +1,436 @@
+"""What exists for ``manager=`` alone: workers that come and go, with torchft.
+
+A lighthouse knows who is there. Before every step each worker asks for the quorum of that step;
+where it is another than before, the exchanges are made again for as many workers. A step commits if
+all of them have all answers; otherwise each of them puts back what encoding has moved.
+"""
+
+import io
+import json
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlion.engine import saving
+from dlion.engine.bucket import Bucket
+from dlion.engine.lockstep import plain_values
+from dlion.errors import TrainingFailed, UserError
+from dlion.exchange.vote import AGREEMENT
+from dlion.workers import Workers
+
+if TYPE_CHECKING:
+    from dlion.engine.optimizer import DistributedOptimizer
+
+# state of exchanges that can be dealt again: the answer before, which all workers know, and what an
+# owner has learnt about workers, which it takes along to its next slice
+_DEALT = {"previous", "agreement"}
+_RETRY = 0.5  # seconds between two looks at who is there
+_log = logging.getLogger(__name__)
+
+
+class Elastic:
+    """The workers of one optimizer, as a torchft manager knows them.
+
+    Args:
+        manager: made by :func:`join`, or a ``torchft.Manager`` with ``use_async_quorum=False`` and
+            a ``ProcessGroupGloo``.
+        optimizer: with its buckets, made for one worker.
+
+    Attributes:
+        open: whether there is a quorum for the step at hand.
+        committed: whether the latest step has moved the parameters.
+        healed: how often the state of a peer was taken over.
+
+    Raises:
+        ValueError: for a manager or a method that will not do.
+    """
+
+    def __init__(self, manager: Any, optimizer: "DistributedOptimizer", facts: dict[str, Any]):
+        if manager._use_async_quorum:
+            raise ValueError("the manager must have use_async_quorum=False: make it with join()")
+        if "gloo" not in manager._pg.getBackendName():
+            raise ValueError("the manager's process group must be a torchft.ProcessGroupGloo")
+        self.manager, self._optimizer = manager, optimizer
+        self.open, self.committed, self.healed = False, True, 0
+        self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
+        self._group: dist.ProcessGroup | None = None
+        self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
+        self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
+        self._ids = torch.tensor([int.from_bytes(os.urandom(7), "little")])
+        for bucket in optimizer.buckets:
+            check_dealt(bucket, type(optimizer).__name__)
+        manager.register_state_dict_fn("dlion", self._load, self._state)
+
+    # ---- before a step
+
+    def begin(self) -> None:
+        """Ask who takes part in the next step, unless that is known; join if this worker is new.
+
+        It waits until there are as many workers as the manager asks for.
+
+        Raises:
+            TrainingFailed: if the lighthouse does not answer, or the run has other settings.
+        """
+        waiting = False
+        while not self.open:
+            self._ask()
+            n, least = self.manager.num_participants(), self.manager._min_replica_size
+            if self.manager.errored() is None and n >= least and self._rebuild():
+                self.open = True
+                continue
+            if n < least and not waiting:
+                waiting = True
+                _log.warning("waiting for %d more of at least %d workers", least - n, least)
+            error = self.manager.errored()
+            if error is not None:  # others may wait for this worker
+                self._give_up(error.original_exception)
+            if not self.manager.should_commit():  # which makes it ask for another quorum
+                time.sleep(_RETRY if n < least else 0)
+
+    def _ask(self) -> None:
+        try:
+            self.manager.start_quorum()
+        except (TimeoutError, RuntimeError) as error:
+            if isinstance(error, TrainingFailed):
+                raise
+            # torchft 0.2 would raise the same error again in every later start_quorum()
+            self.manager._quorum_future = None
+            raise TrainingFailed(
+                f"the lighthouse has not answered within {self.manager._quorum_timeout} ({error}):"
+                " start it again at the same address, and this run from its last checkpoint"
+            ) from error
+
+    def _rebuild(self) -> bool:
+        """Make the exchanges for the workers of this quorum, if it is a new one."""
+        group = self.manager._pg.parent
+        if group is self._group:
+            return True
+        optimizer = self._optimizer
+        rank, count = self.manager.participating_rank(), self.manager.num_participants()
+        optimizer.workers = Workers(rank, count, group=group)
+        optimizer.channel.move(optimizer.workers)
+        try:
+            everyones = optimizer.channel.gather(self._ids).tolist()
+        except RuntimeError as error:  # somebody has left already
+            self._give_up(error)
+            return False
+        self._group = group
+        for bucket in optimizer.buckets:
+            exchange = optimizer.make_exchange(bucket)
+            bucket.renew(exchange)
+            saving.publish(bucket, optimizer.state, Workers())
+            self._deal(bucket, everyones)
+        self._everyones = everyones
+        return True
+
+    def _deal(self, bucket: Bucket, everyones: list[int]) -> None:
+        """Give a new exchange what is known of its state."""
+        known, state = self._known.get(bucket.index, {}), bucket.exchange.state
+        rank = self._optimizer.workers.rank
+        if "previous" in known:
+            flat = torch.full((bucket.exchange.numel // 64,), -1, dtype=torch.int64)
+            words = known["previous"][: len(flat)]
+            flat[: len(words)] = words
+            state["previous"].copy_(flat.view(-1, bucket.exchange.words)[rank : rank + 1])
+        if "agreement" in known:
+            shares = dict(zip(known["ids"].tolist(), known["agreement"].tolist(), strict=True))
+            row = [shares.get(worker, AGREEMENT) for worker in everyones]
+            state["agreement"].copy_(torch.tensor([row]))
+
+    # ---- a step
+
+    def keep(self, bucket: Bucket) -> None:
+        """Remember the worker's own state of a bucket, which encoding is about to move."""
+        rows = [*bucket.own.values(), *bucket.own_counters.values()]
+        kept = self._kept.get(bucket, [])
+        if [id(row) for row, _ in kept] != [id(row) for row in rows]:
+            kept = self._kept[bucket] = [(row, torch.empty_like(row)) for row in rows]
+        for row, copy in kept:
+            copy.copy_(row)
+
+    def require_open(self) -> None:
+        """Refuse a message that nobody waits for."""
+        if not self.open:
+            raise RuntimeError(
+                "no step has begun: with manager=, zero_grad() begins a step, so call it before"
+                " backward()"
+            )
+
+    def commit(self) -> bool:
+        """Wait for all answers, here and elsewhere; if some are missing, take this step back."""
+        optimizer = self._optimizer
+        buckets, error = optimizer.buckets, None
+        try:
+            optimizer._wait(buckets)
+            for bucket in buckets:
+                optimizer.after_step(bucket)
+            optimizer.channel.barrier()
+        except TrainingFailed as failed:
+            if not self._others_are_odd():
+                raise
+            error = failed
+        except RuntimeError as failed:
+            error = failed
+        if error is not None:
+            self._give_up(error)
+        self.open = False
+        self.committed = self.manager.should_commit()
+        if self.committed:
+            for bucket in buckets:
+                self._note(bucket)
+        else:
+            self._abort()  # so that the next quorum makes exchanges again: they have moved too
+            if optimizer._overlap is not None:
+                optimizer._overlap.finish()
+            for kept in self._kept.values():
+                for row, copy in kept:
+                    row.copy_(copy)
+        return self.committed
+
+    def _others_are_odd(self) -> bool:
+        """Whether this worker's headers say what those of most workers say."""
+        for bucket in self._optimizer.buckets:
+            read = bucket.header.decode(bucket.exchange.headers.cpu())
+            if any(broken is not None for broken in read.broken):
+                return False
+            said = list(zip(read.steps, read.checksums, strict=True))
+            (most, _), *_ = Counter(said).most_common()
+            if said[self._optimizer.workers.rank] != most:
+                return False
+        return True
+
+    def _note(self, bucket: Bucket) -> None:
+        """Remember what a new exchange would have to know."""
+        exchange, known = bucket.exchange, self._known.setdefault(bucket.index, {})
+        if "previous" in exchange.state:  # it is the answer, of all owners
+            known["previous"] = exchange.answer.view(torch.int64).flatten().cpu().clone()
+        if "agreement" in exchange.state:
+            known["agreement"] = exchange.state["agreement"][0].cpu().clone()
+            known["ids"] = torch.tensor(self._everyones)
+
+    def _give_up(self, error: Exception) -> None:
+        _log.warning("a step is taken again: %s", str(error).splitlines()[0])
+        self.manager.report_error(error)
+        self._abort()
+
+    def _abort(self) -> None:
+        """Close the connections, so that nobody waits for this worker."""
+        self.manager._pg.abort()
+        self._group = None
+
+    # ---- the state that a worker joins with
+
+    def resume(self, steps: int) -> None:
+        """Say that a checkpoint was loaded, after so many steps: the newest state is taken."""
+        committed = self.manager.batches_committed()
+        self.manager.load_state_dict({"step": steps, "batches_committed": committed})
+
+    def _state(self) -> dict[str, Any]:
+        optimizer = self._optimizer
+        return {
+            "facts": self._facts,
+            "groups": [plain_values(group) for group in optimizer.param_groups],
+            "buckets": [
+                {
+                    "sizes": [slot.stop - slot.start for slot in bucket.slots],
+                    "params": bucket.params[: bucket.numel],
+                    "shared": {k: flat[: bucket.numel] for k, flat in bucket.shared.items()},
+                    "counters": dict(bucket.counters),
+                    "known": {
+                        name: values
+                        for name, values in self._known.get(bucket.index, {}).items()
+                        if name == "previous"
+                    },
+                }
+                for bucket in optimizer.buckets
+            ],
+            "frozen": [p.data for p in optimizer.params if not p.requires_grad],
+        }
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
+        optimizer = self._optimizer
+        theirs = state["facts"]
+        names = [name for name in self._facts if self._facts[name] != theirs.get(name)]
+        if names:
+            raise TrainingFailed(
+                f"this worker made its optimizer with other {' and other '.join(names)} than the"
+                " run that it joins: give it the same"
+            )
+        optimizer._include_unfrozen()
+        sizes = [[slot.stop - slot.start for slot in bucket.slots] for bucket in optimizer.buckets]
+        if sizes != [saved["sizes"] for saved in state["buckets"]]:
+            raise TrainingFailed(
+                "this worker trains other parameters than the run that it joins: freeze and"
+                " unfreeze the same ones before zero_grad()"
+            )
+        for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        for bucket, saved in zip(optimizer.buckets, state["buckets"], strict=True):
+            bucket.adopt()
+            bucket.params[: bucket.numel] = saved["params"]
+            for name, flat in bucket.shared.items():
+                flat[: bucket.numel] = saved["shared"][name]
+            for name, counts in bucket.counters.items():
+                counts.copy_(saved["counters"][name])
+            self._known[bucket.index] = self._known.get(bucket.index, {}) | saved["known"]
+            bucket.write_back()
+        frozen = (p for p in optimizer.params if not p.requires_grad)
+        for tensor, values in zip(frozen, state["frozen"], strict=True):
+            tensor.data.copy_(values)
+        optimizer._joined()
+        self.healed += 1
+
+
+def check_dealt(bucket: Bucket, method: str) -> None:
+    """Refuse an exchange whose owners keep what nobody else knows."""
+    lost = sorted(bucket.exchange.state.keys() - _DEALT)
+    if lost:
+        raise ValueError(
+            f"{method} with these settings does not work with manager=: its exchange keeps"
+            f" {', '.join(lost)}, which is not handed over when workers change; choose dlion_mavo,"
+            " lion_cub or another method without a memory in its exchange"
+        )
+
+
+class GroupTransport:
+    """Sends state to those who join through the process group, and executes nothing of it.
+
+    torchft's own HTTPTransport opens a port on every interface and unpickles what it gets; this
+    uses the connections that messages use, and ``torch.load(weights_only=True)``.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(
+        self, dst_ranks: Iterable[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        buffer = io.BytesIO()
+        torch.save(state_dict, buffer)
+        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        for rank in dst_ranks:
+            for part in (torch.tensor([len(data)]), data):
+                self._group.parent.send([part], rank, 0).wait()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        size = torch.empty(1, dtype=torch.int64)
+        self._group.parent.recv([size], src_rank, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._group.parent.recv([data], src_rank, 0).wait()
+        return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+
+    def disallow_checkpoint(self) -> None:
+        """Nothing is under way once :meth:`send_checkpoint` has returned."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """There is nothing to end."""
+
+
+def join(
+    lighthouse: str,
+    min_workers: int = 1,
+    name: str = "",
+    address: str | None = None,
+    timeout: float = 30.0,
+    patience: float = 60.0,
+) -> Any:
+    """Connect to a lighthouse; return the ``torchft.Manager`` that optimizers take as ``manager``.
+
+    ::
+
+        manager = dlion.join("10.0.0.1:29510", min_workers=2)
+        optimizer = dlion.DLion(model.parameters(), lr=1e-4, manager=manager)
+
+    The lighthouse is a process that ``dlion lighthouse`` (or ``torchft_lighthouse``) starts. What a
+    loop keeps besides (a schedule, buffers of a model) joins too, once it is registered with
+    ``manager.register_state_dict_fn(name, load, save)``; it must consist of tensors, numbers,
+    texts, lists and dictionaries, as nothing else is unpickled.
+
+    Args:
+        lighthouse: its HOST:PORT.
+        min_workers: with fewer, all wait.
+        name: workers are numbered in the order of their names, then at random.
+        address: of this machine, for the other workers; None: the one that it reaches the
+            lighthouse from. Gloo, which carries messages, listens on the interface that the
+            environment variable GLOO_SOCKET_IFNAME names.
+        timeout: seconds that a worker may hang before the others go on without it.
+        patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
+
+    Raises:
+        UserError: if torchft is not installed, or there is no lighthouse.
+    """
+    os.environ.setdefault("RUST_LOG", "error")  # torchft writes ten lines a step otherwise
+    try:
+        from torchft import Manager, ProcessGroupGloo
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"elastic workers need {error.name}, which is not installed: type pip install"
+            " 'dlion[elastic]'"
+        ) from error
+    host, _, port = lighthouse.removeprefix("http://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"lighthouse={lighthouse} is not an address: give HOST:PORT")
+    if min_workers < 1:
+        raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
+    logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # what matters is raised
+    try:
+        address = address or _own_address(host, int(port))
+        # a store that listens on every interface would be one door more
+        listener = socket.create_server((address, 0))
+    except OSError as error:
+        raise UserError(f"no lighthouse at {lighthouse} ({error}): {_START}") from error
+    store = dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+    try:
+        manager = Manager(
+            pg=group,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=min_workers,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=timeout),
+            quorum_timeout=timedelta(seconds=patience),
+            connect_timeout=timedelta(seconds=5),
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=store.port,
+            lighthouse_addr=f"http://{host}:{port}",
+            replica_id=name,
+            hostname=address,
+            checkpoint_transport=cast(Any, GroupTransport(group)),
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
+    group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
+    return manager
+
+
+_START = "start one with `dlion lighthouse`, or correct the address"
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address of this machine that packets to a host come from."""
+    family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return probe.getsockname()[0]

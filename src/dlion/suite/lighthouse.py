@@ -1,0 +1,61 @@
+"""Start a lighthouse: it knows which workers of an elastic run are there (torchft).
+
+Whoever reaches it can join the run, see its page in a browser and end its workers: bind it to an
+address that only they reach, of a VPN say. Ctrl-C ends it.
+"""
+
+import os
+import signal
+
+from dlion.errors import UserError
+from dlion.suite.arguments import make_parser, whole
+
+HOST, PORT = "127.0.0.1", 29510
+# milliseconds after which a worker that says nothing is dead, and in which the living have to come
+SILENCE = JOIN = 2000
+
+
+def main(arguments: list[str]) -> None:
+    """Run until a signal ends it."""
+    parser = make_parser("lighthouse", __doc__, "--bind 10.0.0.1:29510 --min-workers 2")
+    parser.add_argument(
+        "--bind",
+        default=f"{HOST}:{PORT}",
+        metavar="HOST:PORT",
+        help="where to listen; default: %(default)s, for this machine alone",
+    )
+    parser.add_argument(
+        "--min-workers",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="workers without which no step begins; default: 1",
+    )
+    options = parser.parse_args(arguments)
+    host, _, port = options.bind.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--bind {options.bind} is not an address: give HOST:PORT")
+    os.environ.setdefault("RUST_LOG", "error")  # torchft writes ten lines a step otherwise
+    try:
+        from torchft.coordination import LighthouseServer
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"a lighthouse needs {error.name}, which is not installed: type pip install"
+            " 'dlion[elastic]'"
+        ) from error
+    try:
+        lighthouse = LighthouseServer(
+            bind=options.bind,
+            min_replicas=options.min_workers,
+            join_timeout_ms=JOIN,
+            heartbeat_timeout_ms=SILENCE,
+        )
+    except RuntimeError as error:
+        raise UserError(f"--bind {options.bind} is not possible: {error}") from error
+    port = lighthouse.address().rpartition(":")[2]
+    here = f"{host}:{port}"
+    print(f"lighthouse at {here}; workers join with dlion.join({here!r})", flush=True)
+    try:
+        signal.pause()
+    finally:
+        lighthouse.shutdown()

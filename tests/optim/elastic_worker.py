@@ -1,0 +1,59 @@
+"""A worker of tests/optim/test_elastic.py: trains a small model, and says what it has after steps.
+
+python -m tests.optim.elastic_worker LIGHTHOUSE NAME METHOD OPTIONS STEPS PAUSE MIN_WORKERS
+"""
+
+import hashlib
+import json
+import sys
+import time
+
+import torch
+
+import dlion
+from dlion.methods import METHODS
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5))
+
+
+def loss(net: torch.nn.Module, step: int, worker: int) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(1000 * step + worker)
+    x, y = torch.randn(8, 20, generator=draws), torch.randint(5, (8,), generator=draws)
+    return torch.nn.functional.cross_entropy(net(x), y)
+
+
+def sha256(net: torch.nn.Module) -> str:
+    flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    return hashlib.sha256(flat.numpy()).hexdigest()
+
+
+def main(
+    lighthouse: str, name: str, method: str, options: str, steps: str, pause: str, least: str
+) -> None:
+    torch.set_num_threads(1)
+    net, entry = model(), METHODS[method]
+    kwargs = {**entry.options, **json.loads(options)}
+    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=20)
+    optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
+    while True:
+        optimizer.zero_grad()
+        step = optimizer.param_groups[0]["steps"]
+        optimizer.host(None)  # the parameters that all share, of local updates
+        print(step, optimizer.workers.count, sha256(net), flush=True)
+        optimizer.host(0)
+        if step >= int(steps):
+            break
+        loss(net, step, optimizer.workers.rank).backward()
+        optimizer.step()
+        time.sleep(float(pause))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except (dlion.UserError, dlion.TrainingFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

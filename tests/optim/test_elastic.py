@@ -1,0 +1,195 @@
+"""Workers that come and go: real processes, a real lighthouse, SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import dlion
+from dlion.methods import METHODS
+from tests.optim.elastic_worker import loss, model, sha256
+
+coordination = pytest.importorskip("torchft.coordination")
+
+STEPS = 40
+Rows = dict[int, list[str]]  # of each step: workers, digest of the parameters before it
+
+
+class Crew:
+    """Workers of one run."""
+
+    def __init__(self, address: str, folder: Path, method: str, options: str, least: int) -> None:
+        self.settings = address, method, options, least
+        self.folder, self.processes = folder, {}
+
+    def start(self, name: str, steps: int = 10**6, pause: float = 0.02, **other: str) -> None:
+        address, method, options, least = self.settings
+        options = other.get("options", options)
+        command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
+        with (self.folder / f"{name}.out").open("w") as out, (self.folder / "err").open("a") as err:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, *command, str(steps), str(pause), str(least)],
+                stdout=out,
+                stderr=err,
+                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+            )
+
+    def rows(self, name: str) -> Rows:
+        lines = (self.folder / f"{name}.out").read_text().split("\n")[:-1]
+        return {int(step): rest for step, *rest in map(str.split, lines)}
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not what():
+            assert time.monotonic() < end, (self.folder / "err").read_text()
+            time.sleep(0.1)
+
+    def see(self, name: str, workers: int) -> None:
+        """Wait until a worker takes steps with so many."""
+        self.wait(lambda: (rows := self.rows(name)) and int([*rows.values()][-1][0]) == workers)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
+    monkeypatch.setenv("RUST_LOG", "error")
+    crews: list[Crew] = []
+    lighthouse = coordination.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=2000
+    )
+    address = "127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+
+    def make(method: str, options: str, least: int = 1) -> Crew:
+        crews.append(Crew(address, tmp_path, method, options, least))
+        return crews[-1]
+
+    yield make
+    for each in crews:
+        each.stop()
+    lighthouse.shutdown()
+
+
+def agree(*runs: Rows) -> None:
+    """All that took a step had the same parameters before it."""
+    for step in set.union(*map(set, runs)):
+        assert len({rows[step][1] for rows in runs if step in rows}) == 1, step
+
+
+CASES = [
+    ("dlion_mavo", '{"overlap": true, "bucket_cap_mb": 0.002}'),
+    ("dlion_mavo", '{"weighted": true}'),
+    ("diloco", '{"local_steps": 4}'),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), CASES)
+def test_all_are_equal_after_a_death_and_a_join(
+    crew: Callable[..., Crew], method: str, options: str
+) -> None:
+    run = crew(method, options)
+    for name in "abc":
+        run.start(name)
+    run.see("a", 3)
+    run.processes["b"].send_signal(signal.SIGKILL)
+    run.see("a", 2)
+    run.see("c", 2)
+    run.start("d")
+    run.see("d", 3)
+    run.see("a", 3)
+    last = max(run.rows("a"))
+    run.wait(lambda: max(run.rows("d")) > last + 5 and max(run.rows("c")) > last + 5)
+    run.stop()
+    rows = [run.rows(name) for name in "abcd"]
+    agree(*rows)
+    seen = set.union(*map(set, rows))
+    assert seen == {*range(max(seen) + 1)}, "no step that was committed is lost"
+    assert min(rows[3]) > 0, "the new worker has begun with the state of a peer"
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("dlion_mavo", "{}"), ("dlion_avg", "{}"), ("terngrad", "{}")]
+)
+def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
+    crew: Callable[..., Crew], method: str, options: str
+) -> None:
+    run = crew(method, options, 2)
+    for name in "ab":
+        run.start(name, STEPS, 0)
+    for name in "ab":
+        assert run.processes[name].wait(120) == 0
+    net, entry = model(), METHODS[method]
+    optimizer = entry.cls(net.parameters(), workers=dlion.Workers(local=2), **entry.options)
+    for step in range(STEPS):
+        for local in range(2):
+            loss(net, step, local).backward()
+            optimizer.collect(local)
+        optimizer.step()
+    assert run.rows("a")[STEPS] == run.rows("b")[STEPS] == ["2", sha256(net)]
+
+
+def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("dlion_mavo", "{}")
+    run.start("a")
+    run.see("a", 1)
+    run.start("b", options='{"lr": 0.5}')
+    assert run.processes["b"].wait(120) == 2
+    said = (run.folder / "err").read_text()
+    assert "other hyperparameters than the run that it joins" in said
+    before = max(run.rows("a"))
+    run.wait(lambda: max(run.rows("a")) > before + 20)
+
+
+class Manager:
+    """Enough of torchft's to be refused."""
+
+    _use_async_quorum = False
+
+    class _pg:
+        @staticmethod
+        def getBackendName() -> str:
+            return "torchft-gloo"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("dlion_adm", {}, "its exchange keeps"),
+        ("powersgd", {}, "its exchange keeps query"),
+        ("ef_signsgd", {}, "its exchange keeps error"),
+        ("ef21_sign", {}, "its exchange keeps"),
+        ("onebit_adam", {}, "its exchange keeps"),
+        ("diloco", {"wire": "sign"}, "its exchange keeps error"),
+        ("diloco", {"inner": torch.optim.SGD}, "an inner optimizer of your own"),
+        ("dlion_mavo", {"exchange": "auto"}, "for one number of workers"),
+        ("dlion_mavo", {"workers": dlion.Workers()}, "manager= says who takes part"),
+    ],
+)
+def test_what_cannot_have_changing_workers_is_refused(
+    method: str, options: dict, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        entry = METHODS[method]
+        entry.cls(
+            [torch.nn.Parameter(torch.zeros(64, 64))], manager=Manager, **entry.options, **options
+        )
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("127.0.0.1", "give HOST:PORT"), ("127.0.0.1:1", "no lighthouse at 127.0.0.1:1")],
+)
+def test_no_lighthouse_is_one_sentence(address: str, said: str) -> None:
+    with pytest.raises(dlion.UserError, match=said):
+        dlion.join(address)
