@@ -26,6 +26,7 @@ from dlion.optim import (
     LocalUpdate,
     OneBitAdam,
     PowerSGD,
+    SignMuon,
     Signum,
     SparseLoCo,
     TernGrad,
@@ -555,6 +556,8 @@ def test_exponential_synchronisation_steps():
         (lambda p: LionCub(p, bits=3), "bits=3 is not possible: choose 1, 2, 4 or 8"),
         (lambda p: LionCub(p, scale="l2"), "scale=l2 is unknown"),
         (lambda p: LionCub(p, momentum_sync="often"), "momentum_sync=often"),
+        (lambda p: SignMuon(p, rest="adamw"), "rest=adamw needs aggregation=avg"),
+        (lambda p: SignMuon(p, adamw_names="["), "is no regular expression: unterminated"),
         (lambda p: LionCub(p, momentum_sync=1, sync_pattern="w"), "matches no parameter name"),
         (lambda p: LionCub(p, sync_pattern="w"), "has no effect with momentum_sync=0"),
         (
@@ -590,6 +593,8 @@ def test_exponential_synchronisation_steps():
         (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
         (lambda p: GMuon(p, ns_precision="fp16"), "choose bf16 or float32"),
         (lambda p: GMuon(p, adamw_names="["), "is no regular expression: unterminated"),
+        (lambda p: SignMuon(p, rest="adamw"), "rest=adamw needs aggregation=avg"),
+        (lambda p: SignMuon(p, adamw_names="["), "is no regular expression: unterminated"),
         (lambda p: LionCub(p, momentum_sync=1, sync_pattern="("), "is no regular expression: miss"),
         (lambda p: PowerSGD(p, rank=0), "rank=0 is not possible: give a whole number"),
         (

@@ -257,6 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         for local in range(self.workers.local):
             self.encode(bucket, local)
         bucket.exchange.run(0)
+        bucket.flight.present = [True]
         self.update(bucket)
 
     # ------------------------------------------------------------------ parameters
