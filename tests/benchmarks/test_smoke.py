@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 LEAVES = {  # by the first word of a command that is a key, else by its script
     "local_step": {"local_step.json", "local_step.png"},
     "kernel_code": {"kernel_code.json"},
+    "host_time": {"host_time.json"},
     "exchange": {"exchange.json", "exchange.png"},
     "two_levels": {"two_levels.json"},
     "grid": {"grid.json", "grid.png"},
@@ -67,7 +68,8 @@ def test_the_smallest_form_measures_everything_and_leaves_results_alone(form, tm
     typed = next(arguments for arguments, name in COMMANDS.items() if name == form)
     on_gpu = form in ("kernels,steps", "train,nccl")
     env = None
-    if on_gpu or form == "kernel_code":  # read when Triton is imported: in a process of its own
+    if on_gpu or form in ("kernel_code", "host_time"):
+        # read when Triton is imported: in a process of its own
         env = {"TRITON_INTERPRET": str(int(on_gpu))}
     done = python(*typed, "--output", str(tmp_path / "out"), "--smoke", env=env)
     assert done.returncode == 0, done.stderr

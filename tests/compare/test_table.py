@@ -97,14 +97,6 @@ def test_runs_that_would_have_been_stopped_are_seeds_of_those_that_would_not(tmp
     assert rows == [["dgc nonfinite=skip", "1"], ["dgc nonfinite=stop", "2"]]
 
 
-def test_local_steps_of_runs_that_know_no_other_were_of_sgd(tmp_path, table):
-    for seed, more in enumerate([{}, {"local_optimizer": "sgd"}, {"local_optimizer": "lion"}]):
-        write_run(tmp_path, "dgc", seed)
-        reconfigure(tmp_path / f"dgc-{seed}-0.001", local_steps=4, **more)
-    rows = cells(table(tmp_path, "--show", "seeds").stdout)[2:]
-    assert rows == [["dgc local_optimizer=lion", "1"], ["dgc local_optimizer=sgd", "2"]]
-
-
 def test_an_unknown_column_is_named(runs, table):
     done = table(runs, "--show", "end,speed")
     assert done.returncode == 2 and "speed is no column: choose of seeds, end" in done.stderr

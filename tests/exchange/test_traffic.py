@@ -70,6 +70,11 @@ VARIANTS = {
     "lion_cub bits=2": (LionCub, {"bits": 2}, bits(2, 1.6)),
     "lion_cub ties=plus": (LionCub, {"ties": "plus"}, bits(4, 1)),
     "lion_cub bits=8": (LionCub, {"bits": 8}, bits(8, 1.6)),
+    "lion_cub headroom": (
+        LionCub,
+        {"bits": 8, "headroom": True},
+        bits(lambda n: {2: 7, 3: 7, 8: 5}[n], 1.6),
+    ),
     **{
         f"diloco wire={wire}": (DiLoCo, {"local_steps": 1, "wire": wire}, bits(size, size))
         for wire, size in (("bf16", 16), ("int8", 8), ("sign", 1))

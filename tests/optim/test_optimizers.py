@@ -512,9 +512,21 @@ def test_momentum_is_synchronised_when_and_where_asked():
     assert not torch.equal(before[0]["momentum"][0], before[0]["momentum"][1])
 
 
-def test_exponential_synchronisation_steps():
-    every = MomentumSync("exponential")
-    assert [t for t in range(1, 70) if every.is_due(t)] == [1, 2, 4, 8, 16, 32, 64]
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (("exponential",), [1, 2, 4, 8, 16]),
+        (("floored",), [1, 2, 4, 8, 16]),
+        (("exponential", 16.0), [*range(1, 8), 9, 10, 11, 13, 14, 16, 18, 19, *range(21, 30, 2)]),
+        (("floored", 16.0), [*range(1, 18), *range(19, 30, 2)]),
+        (("floored", 16.0, None, 20), [*range(1, 18), 19]),
+        ((3, 1.0, None, 7), [3, 6]),
+        ((7,), [7, 14, 21, 28]),
+    ],
+)
+def test_the_steps_after_which_momenta_are_averaged(settings, steps):
+    sync = MomentumSync(*settings)
+    assert [t for t in range(1, 30) if sync.is_due(t)] == steps
 
 
 @pytest.mark.parametrize(
@@ -560,6 +572,12 @@ def test_exponential_synchronisation_steps():
         (lambda p: SignMuon(p, adamw_names="["), "is no regular expression: unterminated"),
         (lambda p: LionCub(p, momentum_sync=1, sync_pattern="w"), "matches no parameter name"),
         (lambda p: LionCub(p, sync_pattern="w"), "has no effect with momentum_sync=0"),
+        (lambda p: LionCub(p, sync_until=9), "sync_until=9 has no effect with momentum_sync=0"),
+        (lambda p: LionCub(p, headroom=True, bits=1), "it needs bits=2, 4 or 8"),
+        (
+            lambda p: LionCub(p, headroom=True, workers=Workers(local=8)),
+            "bits=4 and 8 workers is not possible: it needs at most 7 workers",
+        ),
         (
             lambda p: LionCub(p, momentum_sync="exponential", sync_rate=0),
             "sync_rate=0 is not possible",

@@ -127,13 +127,13 @@ def signum(vote):
     return lambda s, x, g, t: simple.signum(x, s.m, g, t, LR, 0.9, WD, vote(s, t))
 
 
-def cub(p: int, scale: str, ties: str, every: int = 0, spans: list = SPANS):
+def cub(p: int, scale: str, ties: str, every: int = 0, spans: list = SPANS, headroom: bool = False):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         betas, vote = (0.9, 0.99), voted(ties)(s, t)
         if p == 1:
             simple.dlion(x, s.m, g, t, LR, betas, WD, vote)
         else:
-            simple.lion_cub(x, s.m, g, LR, betas, WD, p, scale, SPANS, vote)
+            simple.lion_cub(x, s.m, g, LR, betas, WD, p, scale, headroom, SPANS, vote)
         if every and (t + 1) % every == 0:
             simple.synchronise(s.m, spans)
 
@@ -296,6 +296,14 @@ ROWS = {
         f"lion_cub {p} {scale}": ({"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)
         for p in (2, 4, 8)
         for scale in ("l1", "max", "geometric")
+    },
+    **{
+        f"lion_cub {p} headroom {scale}": (
+            {"bits": p, "scale": scale, "headroom": True},
+            cub(p, scale, "zero", headroom=True),
+            0,
+        )
+        for p, scale in ((8, "l1"), (8, "max"))
     },
     "lion_cub 1": ({"bits": 1}, cub(1, "l1", "zero"), 0),
     "lion_cub previous": ({"ties": "previous"}, cub(4, "l1", "previous"), 0),

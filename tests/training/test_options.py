@@ -1,6 +1,5 @@
 """Settings of the loop: accumulation, precision, faults, and the theory's quantities."""
 
-import copy
 import itertools
 import math
 import re
@@ -10,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlion.suite.training.faults import Participation
-from dlion.suite.training.local_steps import InnerSteps, SGDSteps
-from dlion.workers import Workers
+from dlion.suite.training.local_steps import LocalSteps
 from tests.runs import record, train
 
 SETTINGS = ["dataset=digits", "model=linear", "logger=none", "workers=2", "processes=1"]
@@ -103,55 +101,18 @@ def test_local_steps_send_the_mean_gradient_of_their_path():
     model, path = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     path.load_state_dict(model.state_dict())
     batches = [torch.randn(4, 5) for _ in range(3)]
-    local, sgd = SGDSteps(model, 3, lr=0.1), torch.optim.SGD(path.parameters(), lr=0.1)
+    local, sgd = LocalSteps(model, 3, lr=0.1), torch.optim.SGD(path.parameters(), lr=0.1)
     start = model.weight.detach().clone()
-    with local.path(0):
+    with local.path():
         for turn, x in enumerate(batches):
             if turn:
-                local.move(0)
+                local.move()
             (model(x).square().mean() / 3).backward()
             sgd.zero_grad()
             path(x).square().mean().backward()
             sgd.step()
     assert torch.equal(model.weight, start)
     torch.testing.assert_close(model.weight.grad, (start - path.weight.detach()) / (3 * 0.1))
-
-
-def test_local_steps_of_adamw_are_torchs_and_each_worker_keeps_its_moments():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 3))
-    model[0].unused = torch.nn.Parameter(torch.zeros(2))
-    betas, lr, turns = (0.8, 0.95), 0.02, 2
-    local = InnerSteps(model, Workers(local=2), turns, lr, "adamw", betas)
-    paths = [copy.deepcopy(model) for _ in range(2)]
-    theirs = [
-        torch.optim.AdamW(p.parameters(), lr=lr, betas=betas, weight_decay=0.0) for p in paths
-    ]
-    seen = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    for _ in range(3):  # exchanges, after which all begin at the same parameters again
-        start = copy.deepcopy(model.state_dict())
-        for i, (path, optimizer) in enumerate(zip(paths, theirs, strict=True)):
-            path.load_state_dict(start)
-            model.zero_grad()
-            with local.path(i):
-                for x in torch.randn(turns, 4, 5):
-                    (model(x).square().mean() / turns).backward()
-                    local.move(i)
-                    optimizer.zero_grad()
-                    path(x).square().mean().backward()
-                    optimizer.step()
-                local.arrive(i)
-            for name, param in model.named_parameters():
-                assert torch.equal(param, start[name])
-                if name.endswith("unused"):
-                    assert param.grad is None
-                    continue
-                moved = (start[name] - path.get_parameter(name).detach()) / (turns * lr)
-                torch.testing.assert_close(param.grad, moved, rtol=1e-3, atol=1e-4)
-            assert torch.equal(seen[-1], model[0].weight.grad)  # as after any backward pass
-        model[0].weight.data += 0.1
-    assert not torch.equal(*(local.state(i)["local.0.exp_avg"] for i in range(2)))
 
 
 @pytest.mark.slow
@@ -188,7 +149,8 @@ def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
     """Lion makes a sign of NaN and of inf, so what it sends would not show them."""
     settings = [
         *("dataset=digits", "logger=none", "workers=2", "processes=2", "steps=4", "batch_size=8"),
-        *("local_steps=2", "local_lr=1e-3", f"local_optimizer={inner}", "check_replicas_every=1"),
+        *("optimizer=diloco", "optimizer.local_steps=2", f"optimizer.inner={inner}"),
+        "check_replicas_every=1",
         "model._target_=tests.launch.faulty.model",
     ]
     monkeypatch.setenv("FAULT", "nan:3")  # the first local step of the second exchange

@@ -26,7 +26,6 @@ WORKERS = 4
 SPREADS = {"": (1, 4), "-hard": (1, 2, 4)}
 VOTES = ("dlion", "lion_cub", "signum")  # how methods begin whose agreement can be measured
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
-INNER = {"dlion_mavo": "adamw", "g_lion": "muon", "signum_avg": "lion"}  # what takes local steps
 
 
 class Net(torch.nn.Module):
@@ -120,8 +119,6 @@ def _train_all(processes: int, data, directory) -> None:
             more = HARD if kind else None
             if more and method in ("diloco", "sparseloco"):
                 more = more | {"local_steps": 1}  # it has its own
-            if more and method in INNER:
-                more = more | {"local_optimizer": INNER[method]}
             job = _job(method, processes, data, directory / f"{method}{kind}", more)
             train(replace(job, workers=Workers.current(WORKERS // processes)))
     dist.destroy_process_group()

@@ -426,18 +426,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._encode_unsent(local)
         super().zero_grad()
 
-    def look_at_gradients(self, local: int) -> None:
-        """Do what ``nonfinite`` says about gradients that move a worker before it sends anything.
-
-        What is sent is looked at in any case.
-
-        Raises:
-            TrainingFailed: if one is not finite and that is to end training.
-        """
-        self._look_at(self.buckets, local)
-        if self.nonfinite == "stop":
-            nonfinite.refuse(self.buckets, local)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange messages and update the parameters, identically on every worker.

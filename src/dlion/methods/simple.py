@@ -145,8 +145,10 @@ def learn(agreement: Tensor, signs: Tensor, outcome: Tensor) -> None:
 # Lion Cub: p bits up.
 
 
-def quantise(u: Tensor, p: int, scale: str, spans: Spans) -> Tensor:
+def quantise(u: Tensor, p: int, scale: str, headroom: bool, spans: Spans) -> Tensor:
     q, s = torch.zeros_like(u), 2 ** (p - 1) - 1
+    if headroom:  # the sum of all workers fits into p bits
+        s //= len(u)
     for start, stop in spans:
         for i in range(len(u)):
             size = u[i, start:stop].abs()
@@ -168,10 +170,12 @@ def lion_cub(
     wd: float,
     p: int,
     scale: str,
+    headroom: bool,
     spans: Spans,
     vote: Callable[[Tensor], Tensor],
 ) -> None:
-    descend(x, vote(quantise(lion_direction(m, g, betas), p, scale, spans)), lr, wd)
+    q = quantise(lion_direction(m, g, betas), p, scale, headroom, spans)
+    descend(x, vote(q), lr, wd)
 
 
 def synchronise(m: Tensor, spans: Spans) -> None:

@@ -32,7 +32,10 @@ class SparseOptimizer(DistributedOptimizer):
 
     @property
     def paper_bits(self) -> tuple[float, float]:
-        """Values only, and all of them on the way back: arXiv 2404.00438, Table 1."""
+        """Values without their places up, and float32 for every entry down.
+
+        So the caption of table 1 of arXiv 2404.00438 lets one count; its cells could not be read.
+        """
         return 32 * self.density, 32
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:

@@ -11,36 +11,50 @@ class MomentumSync:
     """Averages the momenta of all workers after some steps, float32 both ways.
 
     Source: Ishikawa et al. 2024 (arXiv 2411.16462); the exponential rule is 0/1 Adam's (Lu et al.
-    2022, arXiv 2202.06009).
+    2022, arXiv 2202.06009). The first author's code is ``floored`` with a rate of 16, and stops
+    after the first epoch.
 
     Args:
         every: a number of steps (0: never), or ``exponential``: ever more rarely, after the steps
-            T_0 = 1, T_{j+1} = T_j + 2^(j / rate), rounded down (1, 2, 4, 8 ... at a rate of 1).
-        rate: of the exponential rule.
+            T_0 = 1, T_{j+1} = T_j + 2^(j / rate), rounded down at the end (1, 2, 4, 8 ... at a rate
+            of 1). ``floored``: the same, but every T_j is rounded down before the next is computed.
+        rate: of the growing intervals.
         pattern: a regular expression; only parameters whose name contains it are averaged. None:
             all.
+        until: the last step after which momenta may be averaged. None: no last step.
 
     Raises:
         ValueError: for settings that are not possible.
     """
 
-    def __init__(self, every: int | str, rate: float = 1.0, pattern: str | None = None):
-        if pattern is not None and not every:
-            raise ValueError(
-                f"sync_pattern={pattern} has no effect with momentum_sync=0: give a number of steps"
-                " or exponential"
-            )
-        self.every, self.rate = every, rate
+    def __init__(
+        self,
+        every: int | str,
+        rate: float = 1.0,
+        pattern: str | None = None,
+        until: int | None = None,
+    ):
+        for name, value in {"sync_pattern": pattern, "sync_until": until}.items():
+            if value is not None and not every:
+                raise ValueError(
+                    f"{name}={value} has no effect with momentum_sync=0: give a number of steps,"
+                    " exponential or floored"
+                )
+        self.every, self.rate, self.until = every, rate, until
         self.pattern = check_pattern("sync_pattern", pattern)
         self._means: dict[Bucket, DenseMean] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether to average after ``step`` steps."""
+        if self.until is not None and step > self.until:
+            return False
         if isinstance(self.every, int):
             return bool(self.every) and step % self.every == 0
         moment, j = 1.0, 0
         while moment < step:
             moment += 2 ** (j / self.rate)
+            if self.every == "floored":
+                moment = int(moment)
             j += 1
         return int(moment) == step
 

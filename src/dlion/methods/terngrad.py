@@ -50,6 +50,7 @@ class TernGrad(DistributedOptimizer):
 
     @property
     def paper_bits(self) -> tuple[float, float]:
+        """1.5 bits up, as often quoted (log2(3) is 1.58), and the count of the sum down."""
         return 1.5, math.log2(2 * self.workers.count + 1)
 
     def make_exchange(self, bucket: Bucket) -> ScaledTernaryMean:

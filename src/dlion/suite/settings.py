@@ -25,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
 from dlion.values import (
-    Betas,
     Called,
     Count,
     Folder,
@@ -185,10 +184,8 @@ class Settings:
             proportion to the workers beyond 8; null: all.
         threads: compute threads per process; another number may change the last bit of results.
         participation: share of the workers that take part in a step, drawn for each step.
-        local_steps: steps of each worker between two exchanges; epochs count them.
-        local_optimizer: what takes them, as inside DiLoCo; sgd is without momentum.
+        local_steps: steps of SGD of each worker between two exchanges; epochs count them.
         local_lr: the learning rate of local steps.
-        local_betas: of adamw and lion; the first is the momentum of muon.
         faults: workers that are absent or lie.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
             save_pretrained.
@@ -251,11 +248,7 @@ class Settings:
 
     participation: PositiveShare = traits(bits=True, compared=1)
     local_steps: Count = traits(bits=True, compared=1)
-    local_optimizer: Literal["sgd", "adamw", "lion", "muon"] = traits(
-        bits=True, compared=1, unrecorded="sgd"
-    )
     local_lr: Positive = traits(bits=True, compared=1)
-    local_betas: Betas = traits(bits=True, compared=1, unrecorded=[0.9, 0.99])
     faults: Faults = traits(bits=True, compared=1)
 
     init_from: Name | None = traits(compared=3)

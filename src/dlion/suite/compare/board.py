@@ -1,13 +1,16 @@
-"""Print the board: where every method ends, what it costs, and what of that is more than noise.
+"""Print the board: each method's final result, its cost, and which differences exceed the noise.
 
-A task is a folder with task.yaml and published runs: its own (runs.jsonl), those of one method with
-many seeds (noise/), which are its line as well, and short ones on an idle machine (compute/, or
-the folder that task.yaml names as compute:, where another task takes the same steps).
-results/board has the rules. With --page also makes the figures and the tables of TASK/README.md
-anew. With --links prints the milliseconds of a step of real runs over emulated links instead
-(links/), and in brackets that over what the board's times take for granted: the longer of the same
-step without links and of sending or receiving, or their sum after local steps. With --search prints
-each method's best trial (search.csv, a table of dlion collect) instead.
+TASK is a folder with task.yaml and published runs:
+
+  runs.jsonl   the lines
+  noise/       one method with many seeds, which is its line as well
+  compute/     short runs on an idle machine (or the folder that task.yaml names as compute:)
+  links/       real runs over emulated links, for --links
+  search.csv   the trials, a table of dlion collect, for --search
+
+results/board has the rules. --links prints milliseconds a step, and in brackets the ratio to the
+board's assumption: the longer of the same step without links and the wire, or their sum after local
+steps.
 """
 
 import argparse
@@ -328,11 +331,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("board", __doc__, "results/board/cifar10 --only workers=8")
     parser.add_argument("task", type=Path, metavar="TASK", help="a folder with task.yaml and runs")
     parser.add_argument(
-        "--page", action="store_true", help="also make TASK/README.md's tables and figures anew"
+        "--page", action="store_true", help="also update the tables and figures of TASK/README.md"
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--links", action="store_true", help="real steps over emulated links")
-    instead.add_argument("--search", action="store_true", help="each method's best trial")
+    instead.add_argument("--search", action="store_true", help="the best trial of each method")
     add_only(parser)
     add_printed_output(parser)
     return parser.parse_args(arguments)

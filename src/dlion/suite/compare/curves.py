@@ -188,8 +188,6 @@ def settings_of(run: Run) -> Settings:
             settings.setdefault(key, _plain(config[key]))
     if "local_steps" in settings:
         settings = unrecorded(_SETTINGS) | settings
-    if settings.get("local_optimizer") == "sgd":
-        settings.pop("local_betas", None)
     if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped
         settings["nonfinite"] = "stop"
     if run.summary is not None:

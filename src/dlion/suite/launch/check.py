@@ -84,12 +84,6 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
             file=sys.stderr,
         )
     _check_method(config, data, sharding.smallest_batch // config.accumulate, device)
-    if config.local_optimizer in ("adamw", "lion") and config.local_lr >= 0.05 and is_first():
-        print(
-            f"note: local_lr={config.local_lr} is a rate for sgd; local_optimizer="
-            f"{config.local_optimizer} moves every parameter by about that much in a local step",
-            file=sys.stderr,
-        )
     resume = checkpoint_to_resume(config, output_dir, steps)
     samples = data.train_size, data.test_size
     if resume is not None and resume.samples != samples:
@@ -285,12 +279,6 @@ def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
             f"local_steps={config.local_steps} is a path of its own within each step, but"
             f" optimizer={name} has an inner optimizer of its own: type"
             f" optimizer.local_steps={config.local_steps} instead"
-        )
-    if config.local_optimizer != "sgd":
-        raise UserError(
-            f"local_optimizer={config.local_optimizer} is of paths within each step, but"
-            f" optimizer={name} has an inner optimizer of its own: type"
-            f" optimizer.inner={config.local_optimizer} instead"
         )
     if callable(optimizer.inner):
         raise UserError(

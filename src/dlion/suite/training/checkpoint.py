@@ -329,6 +329,9 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
         raise ValueError(f"{STATE} is damaged") from error
     if _step_of(directory) not in (None, progress.step):
         raise ValueError(f"it is of step {progress.step}, and not what its name says")
+    run.pop("local_betas", None)  # earlier settings, which sgd does not have
+    if (inner := run.pop("local_optimizer", "sgd")) != "sgd":
+        raise ValueError(f"local steps of {inner} are those of optimizer=diloco today")
     return run, files, checkpoint
 
 

@@ -17,7 +17,7 @@ from dlion.suite.training.checkpoint import Checkpoints, Progress, identity
 from dlion.suite.training.evaluation import box_state, evaluate
 from dlion.suite.training.faults import Byzantine, Participation
 from dlion.suite.training.job import Job
-from dlion.suite.training.local_steps import make_local_steps
+from dlion.suite.training.local_steps import LocalSteps
 from dlion.suite.training.meter import Meter
 from dlion.suite.training.output import Output
 from dlion.suite.training.precision import in_precision
@@ -76,7 +76,7 @@ class Trainer:
             nonfinite=config.nonfinite,
         )
         self.virtual = VirtualWorkers(model, workers, config.seed)
-        self.local_steps = make_local_steps(model, workers, config)
+        self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
         self.participation = Participation(
             workers.count, config.participation, config.faults.drop, config.seed
         )
@@ -164,8 +164,8 @@ class Trainer:
 
     def forward_backward(self, i: int, step: int) -> None:
         """Leave the gradient of local worker i in the parameters, and add its loss to the sums."""
-        worker, local = self.job.workers.ids[i], self.local_steps
-        with self.virtual.hosting(i, step), local.path(i):
+        worker = self.job.workers.ids[i]
+        with self.virtual.hosting(i, step), self.local_steps.path():
             for each in self._passes(worker, step):
                 x, y = next(self.batches)
                 with self.timer("forward"):
@@ -175,13 +175,8 @@ class Trainer:
                     loss.backward()
                 self.losses[i] += loss.detach().double()
                 if each.moves:
-                    if local.late:
-                        self.optimizer.look_at_gradients(i)
                     with self.timer("apply"):
-                        local.move(i)
-            if local.late:
-                with self.timer("backward"), self._sending(i, step, True):
-                    local.arrive(i)
+                        self.local_steps.move()
 
     def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:
         """Record the mean loss since the latest row, totals and, if asked for, an evaluation."""
@@ -246,7 +241,6 @@ class Trainer:
             **self.optimizer.worker_state(i),
             **self.virtual.state(i),
             **self.byzantine.state(i),
-            **self.local_steps.state(i),
             "losses": self.losses[i : i + 1],
         }
 
@@ -289,7 +283,7 @@ class Trainer:
 
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
         """Yield what a worker does between two exchanges."""
-        turns, parts, late = self.config.local_steps, self.config.accumulate, self.local_steps.late
+        turns, parts = self.config.local_steps, self.config.accumulate
         for turn in range(turns):
             local_step = step * turns + turn
             indices = self.job.sharding.indices(worker, local_step)
@@ -299,8 +293,8 @@ class Trainer:
                     samples=samples,
                     stream=(worker, local_step, part),
                     share=len(samples) / len(indices) / turns,
-                    moves=ends and (late or not last),
-                    sends=ends and last and not late,
+                    moves=ends and not last,
+                    sends=ends and last,
                 )
 
     def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
