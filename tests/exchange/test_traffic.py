@@ -56,6 +56,7 @@ def one_per_count(largest):
 FORMULAS = {
     "dlion_avg": bits(1, one_per_count(lambda n: n)),
     "signum_avg": bits(1, one_per_count(lambda n: n)),
+    "sign_muon_avg": bits(1, one_per_count(lambda n: n)),
     "terngrad": bits(1.6, one_per_count(lambda n: 2 * n)),
     "graddrop": sparse(0.04),
     "dgc": sparse(0.04),

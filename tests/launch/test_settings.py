@@ -115,6 +115,8 @@ WRONG = {
     "optimizer=dgc optimizer.density=0": "above 0 and at most 1",
     "optimizer=g_muon optimizer.adjust_lr=rms": "choose match_rms_adamw or original",
     "optimizer=g_muon optimizer.ns_precision=fp16": "choose bf16 or float32",
+    "optimizer=sign_muon_mavo optimizer.rest=adamw": "rest=adamw needs aggregation=avg",
+    "optimizer=sign_muon_avg optimizer.rest=sgd": "choose lion or adamw",
     "optimizer=powersgd optimizer.rank=0": COUNT,
     "optimizer=onebit_adam optimizer.warmup_steps=0": COUNT,
     "optimizer=dgc optimizer.clip_norm=0": "above 0, or null",

@@ -8,10 +8,13 @@ from dlion.optim import GAdamW, GMuon, OneBitAdam, PowerSGD
 from dlion.suite.models.transformer import GPT, ViT
 from dlion.workers import Workers
 
+# some alike, which are multiplied as a batch, or too small for it
+SHAPES = (20, 33), (40, 6), (9, 9), (33, 20), (9, 9), (20, 33)
+
 
 def matrices() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=generator)) for s in ((20, 33), (40, 6), (9, 9))]
+    return [nn.Parameter(torch.randn(s, generator=generator)) for s in SHAPES]
 
 
 def give_gradients(params: list[nn.Parameter], seed: int) -> None:

@@ -201,6 +201,13 @@ def g_muon(adjust: str, steps: int, dtype: torch.dtype):
     return lambda s, x, g, t: simple.g_muon(x, s.b, s.b2, g, t, *fixed)
 
 
+def sign_muon(vote, rest: str, polar: bool, steps: int = 5, dtype: torch.dtype = torch.bfloat16):
+    """The second tensor is the one matrix."""
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    fixed = (LR, 0.95, (0.9, 0.99), WD, rest, polar, (steps, dtype), matrices, others)
+    return lambda s, x, g, t: simple.sign_muon(x, s.m, s.b2, g, t, *fixed, vote(s, t))
+
+
 def powersgd(rank: int):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         matrices = [(*SPANS[1], 33)] if rank * (33 + 20) < 33 * 20 else []
@@ -310,6 +317,18 @@ ROWS = {
     "g_muon original": (
         {"adjust_lr": "original", "ns_steps": 3, "ns_precision": "float32"},
         g_muon("original", 3, torch.float32),
+        0,
+    ),
+    "sign_muon_mavo": ({}, sign_muon(voted("previous"), "lion", False), 0),
+    "sign_muon_mavo zero polar": (
+        {"ties": "zero", "local_polar": True, "ns_steps": 3, "ns_precision": "float32"},
+        sign_muon(voted("zero"), "lion", True, 3, torch.float32),
+        0,
+    ),
+    "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon(averaged, "adamw", True), 0),
+    "sign_muon_avg lion": (
+        {"rest": "lion", "local_polar": False},
+        sign_muon(averaged, "lion", False),
         0,
     ),
     **{f"powersgd {r}": ({"rank": r}, powersgd(r), 0) for r in (1, 2, 4, 13)},

@@ -65,8 +65,8 @@ class Node:
             what = "parameters that FSDP has sharded" if bucket.sharded else method
             raise ValueError(
                 f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
-                " LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of the"
-                " float32 wire) on a plain model"
+                " SignMuon, LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of"
+                " the float32 wire) on a plain model"
             )
         bucket.run_led = self.run
 

@@ -284,12 +284,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _rehearse(self) -> None:
         """Take a step with a parameter of its own, for :meth:`prepare`."""
-        values = torch.nn.Parameter(torch.zeros(64))
+        values = torch.nn.Parameter(torch.zeros(8, 8))
         bucket = Bucket(0, [values], [""], self.param_groups[0])
         bucket.allocate(self.make_exchange(bucket), self)
         for local in range(self.workers.local):
             self.encode(bucket, local)
         bucket.exchange.run(0)
+        bucket.flight.present = [True]
         self.update(bucket)
 
     # ------------------------------------------------------------------ parameters

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot follow __getattr__
     from dlion.methods.muon import GMuon as GMuon
     from dlion.methods.onebit_adam import OneBitAdam as OneBitAdam
     from dlion.methods.powersgd import PowerSGD as PowerSGD
+    from dlion.methods.sign_muon import SignMuon as SignMuon
     from dlion.methods.sparse import DGC as DGC
     from dlion.methods.sparse import GradDrop as GradDrop
     from dlion.methods.sparseloco import SparseLoCo as SparseLoCo
@@ -103,6 +104,16 @@ METHODS = {  # new ones at the end: the order decides colours of plots
     ),
     "diloco": Method(
         "local.DiLoCo", "Nesterov step on the mean displacement, after 30 local steps"
+    ),
+    "sign_muon_mavo": Method(
+        "sign_muon.SignMuon",
+        "majority vote on the signs of the workers' orthogonalised momenta",
+        {"aggregation": "mavo"},
+    ),
+    "sign_muon_avg": Method(
+        "sign_muon.SignMuon",
+        "mean of the signs of the workers' orthogonalised momenta, orthogonalised again",
+        {"aggregation": "avg", "local_polar": True, "rest": "adamw"},
     ),
 }
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
+import torch
+
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
@@ -18,7 +20,6 @@ from dlion.exchange import (
     grid_shape,
     measure_costs,
 )
-from dlion.methods.updates import sign_descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
@@ -141,15 +142,18 @@ class SignedDescent(DistributedOptimizer):
         return majority if step % 2 == 0 else not majority
 
     def update(self, bucket: Bucket) -> None:
-        params, exchange, group = bucket.params, bucket.exchange, bucket.group
-        rates = group["lr"], group["weight_decay"]
+        self.descend(bucket, bucket.group["lr"], bucket.group["weight_decay"])
+
+    def descend(self, bucket: Bucket, lr: float, weight_decay: float) -> None:
+        """``x <- (1 - lr wd) x - lr D``, D unpacked in the same pass."""
+        params, exchange = bucket.params, bucket.exchange
         if isinstance(exchange.down, Sign):
-            sign_descent(bucket)
+            kernels.apply_signs(params, exchange.answer.view(torch.int64), lr, weight_decay)
         elif isinstance(exchange.down, Ternary):
-            kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
+            kernels.apply_trits(params, exchange.answer, exchange.slice, lr, weight_decay)
         else:
             sums = exchange.down.view(exchange.answer)
-            kernels.apply_levels(params, sums, exchange.largest, *rates)
+            kernels.apply_levels(params, sums, exchange.largest, lr, weight_decay)
 
     def prepare(self) -> None:
         self._rehearse()

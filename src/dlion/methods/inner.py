@@ -4,7 +4,6 @@ A worker's own parameters are ``bucket.own["local"]``, float32 ``[k, padded]``; 
 the bucket's group.
 """
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
-from dlion.methods.muon import EMBEDDINGS_AND_HEADS, orthogonalise
+from dlion.methods.muon import EMBEDDINGS_AND_HEADS, orthogonalise, rms_scale
 from dlion.methods.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -95,6 +94,7 @@ class Muon(Inner):
         gradients, group = bucket.gradients(), bucket.group
         lr, beta = group["lr"], group["betas"][0]
         counts = bucket.count_own("step", local)
+        hidden, directions = [], []
         for slot in bucket.slots:
             part = slice(slot.start, slot.stop)
             if len(slot.shape) < 2 or re.search(EMBEDDINGS_AND_HEADS, slot.name):
@@ -102,13 +102,16 @@ class Muon(Inner):
                     if span in (slice(None), part):
                         _adamw(bucket, local, gradients, count, part)
                 continue
-            own, momentum = (bucket.own[name][local, part] for name in ("local", "exp_avg"))
+            momentum = bucket.own["exp_avg"][local, part]
             momentum.lerp_(gradients[part], 1 - beta)
-            alone = slot._replace(start=0, stop=own.numel())
-            matrix = alone.view(gradients[part].lerp(momentum, beta)).flatten(1)
-            scale = 0.2 * math.sqrt(max(matrix.shape))
-            step = orthogonalise(matrix, _NS_STEPS, "float32") * scale
-            flat = slot.flatten(step.reshape(slot.shape))
+            alone = slot._replace(start=0, stop=len(momentum))
+            hidden.append(slot)
+            directions.append(alone.view(gradients[part].lerp(momentum, beta)).flatten(1))
+        for slot, matrix in zip(
+            hidden, orthogonalise(directions, _NS_STEPS, "float32"), strict=True
+        ):
+            flat = slot.flatten((matrix * rms_scale(matrix)).reshape(slot.shape))
+            own = bucket.own["local"][local, slot.start : slot.stop]
             kernels.descend(own, flat, lr, group["weight_decay"])
 
 

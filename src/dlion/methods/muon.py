@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.checks import check_pattern
-from dlion.engine.optimizer import Common
+from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Count, Name, NotNegative, Probability
@@ -20,7 +20,10 @@ EMBEDDINGS_AND_HEADS = (
     r"embed|(^|\.)(tokens|positions|wte|wpe|\w+_token|fc|heads?|lm_head|classifier)(\.|$)"
 )
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
+RMS = 0.2  # of AdamW's steps at the same rate
 SMALLEST_NORM = 1e-7
+# of products of batches: with fewer rows their bits depend on the size of a batch on some CPUs
+BATCHED_ROWS, BATCHED_ELEMENTS = 16, 2**20
 
 AdjustLR = Literal["match_rms_adamw", "original"]
 Precision = Literal["bf16", "float32"]
@@ -35,7 +38,29 @@ class MatrixState:
     own_counters: ClassVar[list[str]] = []
 
 
-class GMuon(MeanGradientOptimizer):
+class MatricesApart(DistributedOptimizer):
+    """An optimizer whose parameter groups are split into matrices and the rest: ``use_muon``."""
+
+    adamw_names: str | None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; a group becomes one of matrices for Muon and one of the rest."""
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        kinds = [self._is_for_muon(member, param_group.get("use_muon")) for member in members]
+        for kind in (True, False):
+            part = [member for member, own in zip(members, kinds, strict=True) if own is kind]
+            if part:
+                super().add_param_group({**param_group, "params": part, "use_muon": kind})
+
+    def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
+        name, tensor = member if isinstance(member, tuple) else ("", member)
+        if tensor.dim() < 2 or asked is False:
+            return False
+        return asked is True or not re.search(self.adamw_names or EMBEDDINGS_AND_HEADS, name)
+
+
+class GMuon(MatricesApart, MeanGradientOptimizer):
     """Global Muon: torch.optim.Muon on the mean gradient of all workers, AdamW where it is no use.
 
     For matrices, g the mean gradient: ``m <- mu m + (1 - mu) g``, ``O = NS(mu m + (1 - mu) g)``,
@@ -45,7 +70,8 @@ class GMuon(MeanGradientOptimizer):
     (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
     decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with mu 0.95 and 5 iterations;
-    ``match_rms_adamw`` is of Liu et al. 2025 (arXiv 2502.16982). It is torch.optim.Muon to the bit.
+    ``match_rms_adamw`` is of Liu et al. 2025 (arXiv 2502.16982). On a CPU it is
+    torch.optim.Muon to the bit.
     The first authors' code adds to the norm 1e-7, which is its least value here, and takes R and C
     of a convolution from the height and width of its kernel.
 
@@ -109,22 +135,6 @@ class GMuon(MeanGradientOptimizer):
         }
         super().__init__(params, defaults, **common)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a group becomes one of matrices for Muon and one of the rest."""
-        given = param_group["params"]
-        members = [given] if isinstance(given, Tensor) else list(given)
-        kinds = [self._is_for_muon(member, param_group.get("use_muon")) for member in members]
-        for kind in (True, False):
-            part = [member for member, own in zip(members, kinds, strict=True) if own is kind]
-            if part:
-                super().add_param_group({**param_group, "params": part, "use_muon": kind})
-
-    def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
-        name, tensor = member if isinstance(member, tuple) else ("", member)
-        if tensor.dim() < 2 or asked is False:
-            return False
-        return asked is True or not re.search(self.adamw_names or EMBEDDINGS_AND_HEADS, name)
-
     def state_names(self, bucket: Bucket) -> StateNames:
         return MatrixState if bucket.group["use_muon"] else self
 
@@ -134,30 +144,72 @@ class GMuon(MeanGradientOptimizer):
             adamw_descent(bucket, mean)
             return
         lr, mu, momenta = group["lr"], group["momentum"], bucket.shared["momentum_buffer"]
+        directions = []
+        for slot in bucket.slots:
+            m, g = (slot.view(flat) for flat in (momenta, mean))
+            m.lerp_(g, 1 - mu)
+            directions.append(g.lerp(m, mu).flatten(1))
+        orthogonal = orthogonalise(directions, self.ns_steps, self.ns_precision)
         with wide(bucket.params) as params:
-            for slot in bucket.slots:
-                x, m, g = (slot.view(flat) for flat in (params, momenta, mean))
-                m.lerp_(g, 1 - mu)
-                direction = orthogonalise(
-                    g.lerp(m, mu).flatten(1), self.ns_steps, self.ns_precision
-                )
+            for slot, direction in zip(bucket.slots, orthogonal, strict=True):
+                x = slot.view(params)
                 rows, columns = direction.shape
                 scale = math.sqrt(max(1, rows / columns))
                 if self.adjust_lr == "match_rms_adamw":
-                    scale = 0.2 * math.sqrt(max(rows, columns))
+                    scale = rms_scale(direction)
                 x.mul_(1 - lr * group["weight_decay"])
                 x.add_(direction.reshape(x.shape), alpha=-lr * scale)
 
 
-def orthogonalise(matrix: Tensor, steps: int, precision: Precision) -> Tensor:
-    """Newton-Schulz: ``U V^T`` of ``[A, B]``, roughly: ``U S V^T`` with S near 1 becomes of it."""
-    a, b, c = COEFFICIENTS
+def rms_scale(matrix: Tensor) -> float:
+    """Return the factor that gives an orthogonal matrix entries of RMS 0.2, as AdamW's steps."""
+    return RMS * math.sqrt(max(matrix.shape))
+
+
+def orthogonalise(matrices: Sequence[Tensor], steps: int, precision: Precision) -> list[Tensor]:
+    """Newton-Schulz: ``U S V^T`` with S near 1 of each matrix ``[A, B]``.
+
+    Matrices of one shape are multiplied in batches; the bits are those of each by itself.
+    """
+    batches: dict[tuple[int, int], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        batches.setdefault((min(matrix.shape), max(matrix.shape)), []).append(index)
+    found: dict[int, Tensor] = {}
+    for (rows, columns), indices in batches.items():
+        size = max(1, BATCHED_ELEMENTS // (rows * columns)) if rows >= BATCHED_ROWS else 1
+        for first in range(0, len(indices), size):
+            batch = indices[first : first + size]
+            wide = [_wide(matrices[index], precision) for index in batch]
+            iterate = _iterate if len(batch) == 1 else _iterate_batch
+            for index, x in zip(batch, iterate(wide, steps), strict=True):
+                found[index] = x.T if _is_tall(matrices[index]) else x
+    return [found[index] for index in range(len(matrices))]
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return len(matrix) > matrix.shape[1]
+
+
+def _wide(matrix: Tensor, precision: Precision) -> Tensor:
     x = matrix.to(torch.bfloat16 if precision == "bf16" else torch.float32)
-    tall = len(x) > x.shape[1]
-    if tall:
-        x = x.T
+    return x.T if _is_tall(matrix) else x
+
+
+def _iterate(alone: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
+    a, b, c = COEFFICIENTS
+    (x,) = alone
     x = x / x.norm().clamp(min=SMALLEST_NORM)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return [x]
+
+
+def _iterate_batch(matrices: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
+    a, b, c = COEFFICIENTS
+    norms = torch.stack([matrix.norm() for matrix in matrices]).clamp(min=SMALLEST_NORM)
+    x = torch.stack([*matrices]) / norms.view(-1, 1, 1)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return [*x]

@@ -414,6 +414,55 @@ def g_muon(
         x[start:stop].mul_(1 - lr * wd).add_(u.flatten(), alpha=-lr * scale(*u.shape))
 
 
+# SignMuon: the signs of each worker's orthogonalised momentum.
+
+
+def sign_muon(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    betas: Betas,
+    wd: float,
+    rest: str,
+    local_polar: bool,
+    newton_schulz: tuple[int, torch.dtype],
+    matrices: Matrices,
+    spans: Spans,
+    vote: Callable[[Tensor], Tensor],
+) -> None:
+    b1, b2 = betas
+    u = torch.zeros_like(g)
+    for start, stop in spans:
+        part = slice(start, stop)
+        equal = (b1, b1 if rest == "adamw" else b2)
+        u[:, part] = lion_direction(m[:, part], g[:, part], equal)
+    for start, stop, rows in matrices:
+        m[:, start:stop].lerp_(g[:, start:stop], 1 - mu)
+        for i, a in enumerate(g[:, start:stop].lerp(m[:, start:stop], mu)):
+            u[i, start:stop] = orthogonalise(a.view(rows, -1), *newton_schulz).flatten()
+    answer = vote(one_bit(u, step))
+    for start, stop in spans:
+        part = slice(start, stop)
+        if rest == "lion":
+            descend(x[part], answer[part], 0.1 * lr, wd / 0.1)
+        else:
+            v[part].mul_(b2).addcmul_(answer[part], answer[part], value=1 - b2)
+            root = (v[part].sqrt() / math.sqrt(1 - b2 ** (step + 1))).add_(1e-8)
+            x[part].mul_(1 - lr * wd).addcdiv_(answer[part], root, value=-lr)
+    for start, stop, rows in matrices:
+        d = answer[start:stop]
+        if not local_polar:
+            descend(x[start:stop], d, 0.2 * lr, wd / 0.2)
+            continue
+        o = orthogonalise(d.view(rows, -1), *newton_schulz)
+        scale = 0.2 * math.sqrt(max(o.shape))
+        x[start:stop].mul_(1 - lr * wd).add_(o.flatten(), alpha=-lr * scale)
+
+
 # PowerSGD: a step of power iteration on each matrix; its Q, ``[columns, rank]``, is the next one's.
 
 

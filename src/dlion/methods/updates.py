@@ -67,6 +67,21 @@ def adamw_descent(bucket: Bucket, answer: Tensor) -> None:
         )
 
 
+def variance_descent(bucket: Bucket, answer: Tensor) -> None:
+    """``v <- b2 v + (1 - b2) a a``, ``x <- (1 - lr wd) x - lr a / (sqrt(v / (1 - b2^t)) + 1e-8)``.
+
+    AdamW on an answer that is a first moment by itself.
+    """
+    group, state = bucket.group, bucket.shared["exp_avg_sq"]
+    lr, (_, beta2) = group["lr"], group["betas"]
+    for count, span in bucket.count("step"):
+        a, v = answer[span], state[span]
+        v.mul_(beta2).addcmul_(a, a, value=1 - beta2)
+        denominator = v.sqrt().div_(math.sqrt(1 - beta2**count)).add_(1e-8)
+        with wide(bucket.params[span]) as x:
+            x.mul_(1 - lr * group["weight_decay"]).addcdiv_(a, denominator, value=-lr)
+
+
 @contextmanager
 def wide(params: Tensor) -> Iterator[Tensor]:
     """Give parameters in float32 or better, to be changed: in bfloat16, 1 - lr wd would be 1."""

@@ -1,0 +1,159 @@
+"""SignMuon: one bit of an orthogonalised momentum, voted on or averaged."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal, Unpack
+
+from torch import Tensor
+
+from dlion import kernels
+from dlion.engine.bucket import Bucket, StateNames
+from dlion.engine.checks import check_pattern
+from dlion.engine.optimizer import Common
+from dlion.exchange import Shape, Ties, Way
+from dlion.methods.dlion import Aggregation, SignedDescent
+from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise, rms_scale
+from dlion.methods.updates import variance_descent, wide
+from dlion.values import Betas, Count, Name, NotNegative, Probability
+
+Rest = Literal["lion", "adamw"]
+
+LION_SHARE = 0.1  # of AdamW's rate
+
+
+class MatrixState:
+    """State of a matrix, and of what Lion updates."""
+
+    own_state: ClassVar[list[str]] = ["momentum"]
+    shared_state: ClassVar[list[str]] = []
+    counters: ClassVar[list[str]] = []
+    own_counters: ClassVar[list[str]] = []
+
+
+class SignMuon(MatricesApart, SignedDescent):
+    """SignMuon: workers orthogonalise their own momenta and send one bit per parameter.
+
+    Matrices, worker i: ``m_i <- mu m_i + (1 - mu) g_i``, ``d_i = sign(NS(mu m_i + (1 - mu) g_i))``
+    with the Newton-Schulz iteration NS of :class:`GMuon`. Everyone:
+    ``x <- (1 - lr wd) x - 0.2 lr D`` with ``D = sign(sum d_i)`` (``mavo``) or ``D = sum d_i / n``
+    (``avg``). With ``local_polar`` the step is ``0.2 lr sqrt(max(R, C)) NS(D)`` for R rows and C
+    columns. NS makes entries alike in size, so a sign loses little of them.
+
+    The rest (vectors, embeddings, heads) with ``rest=lion``: as :class:`DLion`, at a tenth of the
+    rate: ``x <- (1 - lr wd) x - 0.1 lr D``. With ``rest=adamw``, for ``avg``:
+    ``m_i <- b1 m_i + (1 - b1) g_i``, ``d_i = sign(m_i)``, ``v <- b2 v + (1 - b2) D D``,
+    ``x <- (1 - lr wd) x - lr D / (sqrt(v / (1 - b2^t)) + 1e-8)``: AdamW whose first moment is D.
+
+    Matrices are found as by :class:`GMuon`; sign(0) and ``ties`` are those of :class:`DLion`.
+    Source: SignMuon (arXiv 2605.16311), which votes, with an optional local polar step. Only its
+    abstract was available. ``avg`` and both treatments of the rest are not in it.
+
+    Memory: 4 bytes of state a parameter, 8 of the rest with ``rest=adamw``.
+
+    When not to use it: on non-i.i.d. data. A sign of an orthogonalised momentum forgets how large a
+    worker's gradient is; use :class:`DLionADM` there. Where computation is scarce, as every worker
+    runs Newton-Schulz. With ``local_polar`` all processes also orthogonalise D by themselves, and
+    get the same bits on one kind of machine with one number of threads only.
+
+    Args:
+        lr: learning rate of matrices, about that of :class:`GMuon`.
+        momentum: mu, of matrices.
+        betas: of the rest: Lion's or AdamW's.
+        weight_decay: decoupled and not voted on.
+        aggregation: mavo: majority vote, 1 bit down; avg: the mean of the signs,
+            ``ceil(log2(n + 1))`` bits down.
+        local_polar: orthogonalise the answer before the step.
+        rest: the optimizer of the rest: lion, or for avg adamw.
+        ns_steps: Newton-Schulz iterations.
+        ns_precision: bf16 or float32, of Newton-Schulz.
+        adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
+            embeddings and heads by their usual names.
+        ties: the answer to an equal vote of an even n, as for :class:`DLion`.
+        weighted: weigh the votes of each worker by how often it was with the majority.
+        exchange: how messages travel, as for :class:`DLion`.
+    """
+
+    shared_state = ["exp_avg_sq"]
+    counters = ["step"]
+    whole_matrices = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.95,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        aggregation: Aggregation = "mavo",
+        local_polar: bool = False,
+        rest: Rest = "lion",
+        ns_steps: Count = 5,
+        ns_precision: Precision = "bf16",
+        adamw_names: Name | None = None,
+        ties: Ties = "previous",
+        weighted: bool = False,
+        exchange: Way | Shape = "direct",
+        **common: Unpack[Common],
+    ):
+        check_pattern("adamw_names", adamw_names)
+        if rest == "adamw" and aggregation != "avg":
+            raise ValueError("rest=adamw needs aggregation=avg: a vote has no second moment")
+        self.local_polar, self.rest, self.adamw_names = local_polar, rest, adamw_names
+        self.ns_steps, self.ns_precision = ns_steps, ns_precision
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "use_muon": None,
+        }
+        super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
+
+    def state_names(self, bucket: Bucket) -> StateNames:
+        return self if self._is_adamw(bucket) else MatrixState
+
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        beta1, beta2 = group["betas"]
+        return (beta1, beta1) if self.rest == "adamw" else (beta1, beta2)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if not bucket.group["use_muon"]:
+            super().encode(bucket, local)
+            return
+        mu, gradients = bucket.group["momentum"], bucket.gradients()
+        momentum = bucket.own["momentum"][local]
+        momentum.lerp_(gradients, 1 - mu)
+        directions = gradients.lerp(momentum, mu)
+        polar = self._orthogonalise(bucket, directions)
+        flat = [
+            slot.flatten(d.reshape(slot.shape)) for slot, d in zip(bucket.slots, polar, strict=True)
+        ]
+        # betas of 0 and 1: the direction itself is what a bit is made of, and no momentum moves
+        positive = self.zero_is_positive(local, bucket.step)
+        signs = kernels.Gradients([part.contiguous().float() for part in flat], bucket.places)
+        kernels.encode_signs(
+            bucket.exchange.message(local), directions.zero_(), signs, 0.0, 1.0, positive
+        )
+
+    def update(self, bucket: Bucket) -> None:
+        group = bucket.group
+        lr, decay = group["lr"], group["weight_decay"]
+        if self._is_adamw(bucket):
+            variance_descent(bucket, bucket.exchange.decode())
+        elif not group["use_muon"]:
+            self.descend(bucket, LION_SHARE * lr, decay / LION_SHARE)
+        elif not self.local_polar:
+            self.descend(bucket, RMS * lr, decay / RMS)
+        else:
+            polar = self._orthogonalise(bucket, bucket.exchange.decode())
+            with wide(bucket.params) as params:
+                for slot, matrix in zip(bucket.slots, polar, strict=True):
+                    x = slot.view(params)
+                    x.mul_(1 - lr * decay)
+                    x.add_(matrix.reshape(x.shape), alpha=-lr * rms_scale(matrix))
+
+    def _is_adamw(self, bucket: Bucket) -> bool:
+        return self.rest == "adamw" and not bucket.group["use_muon"]
+
+    def _orthogonalise(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+        matrices = [slot.view(flat).flatten(1) for slot in bucket.slots]
+        return orthogonalise(matrices, self.ns_steps, self.ns_precision)
