@@ -18,7 +18,7 @@ from dlion.values import parameters, refusal
 def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
     """Refuse hyperparameters that a method cannot have; make numbers of tensors of one element."""
     types = parameters(kind)
-    for name in types.keys() & group.keys():
+    for name in types.keys() & group.keys() - {"params"}:
         group[name] = _plain(group[name])
         _check(name, group[name], types[name])
 
@@ -31,7 +31,7 @@ def checked(constructor: Callable[..., None]) -> Callable[..., None]:
     def check_first(self: Any, *args: Any, **kwargs: Any) -> None:
         types = parameters(constructor)
         for name, value in known.bind(self, *args, **kwargs).arguments.items():
-            if name in types:
+            if name in types and name != "params":
                 _check(name, _plain(value), types[name])
         constructor(self, *args, **kwargs)
 
@@ -39,6 +39,9 @@ def checked(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plain(value: Any) -> Any:
+    """Return numbers for tensors of one element, inside a tuple or list too."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -387,6 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """
         return nullcontext() if self._overlap is None else self._overlap.no_sync()
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
 
@@ -404,6 +405,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         super().zero_grad(set_to_none)
         self._overlap.restart()
 
+    @torch._disable_dynamo
     def collect(self, local: int) -> None:
         """Take the gradients of local worker ``local`` (0 to ``workers.local`` - 1).
 
@@ -437,6 +439,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self.nonfinite == "stop":
             nonfinite.refuse(self.buckets, local)
 
+    @torch._disable_dynamo  # a graph break: what is compiled around it stays compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange messages and update the parameters, identically on every worker.
