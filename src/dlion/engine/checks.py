@@ -77,22 +77,28 @@ def check_bare(params: Sequence[Tensor]) -> None:
 
     One whose communication hook is torch's ``noop_hook`` sends no gradients.
     """
+    if wrappers(params):
+        raise RuntimeError(
+            "the model is wrapped in DistributedDataParallel, which would average the gradients"
+            " in float32 before any message is made: give the bare model, as this optimizer"
+            " takes the place of DistributedDataParallel too; where a framework insists on it,"
+            " call its register_comm_hook(None, noop_hook), of"
+            " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+
+
+def wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+    """Return each DistributedDataParallel that would send gradients of some parameters."""
     if not dist.is_initialized():
-        return
+        return []
     ids = set(map(id, params))
     kinds = [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    for found in gc.get_referrers(*kinds):  # its instances are among them
-        if (
-            type(found) in kinds
-            and any(id(param) in ids for param in found.parameters())
-            and not any(hook is noop_hook for hook, _ in found._comm_hooks)
-        ):
-            raise RuntimeError(
-                "the model is wrapped in DistributedDataParallel, which would average the gradients"
-                " in float32 before any message is made: give the bare model, as this optimizer"
-                " takes the place of DistributedDataParallel too; where a framework insists on it,"
-                " call its register_comm_hook(None, noop_hook), of"
-                " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
-            )
+    return [
+        found
+        for found in gc.get_referrers(*kinds)  # its instances are among them
+        if type(found) in kinds
+        and any(id(param) in ids for param in found.parameters())
+        and not any(hook is noop_hook for hook, _ in found._comm_hooks)
+    ]

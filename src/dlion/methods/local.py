@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
+from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.nonfinite import refuse
 from dlion.engine.optimizer import Common, DistributedOptimizer
@@ -111,13 +112,18 @@ class LocalUpdate(DistributedOptimizer):
         state = super().common_state()
         return {name: view for name, view in state.items() if not name.endswith(".parameters")}
 
-    def state_dict(self) -> dict[str, Any]:
+    def _further_state(self) -> dict[str, Any]:
         inner = self._inner.state_dict(self.buckets)
-        return super().state_dict() | ({"inner": inner} if inner else {})
+        return {"inner": inner} if inner else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._inner.load_state_dict(self.buckets, state_dict.get("inner", []))
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        super()._load(state_dict)
+        if saving.APART not in state_dict:
+            self._inner.load_state_dict(self.buckets, state_dict.get("inner", []))
+        self._host_next()
+
+    def _take_own(self, inner: list[Any]) -> None:
+        self._inner.load_state_dict(self.buckets, inner)
         self._host_next()
 
     @property
