@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dlion.errors import TrainingFailed as TrainingFailed
     from dlion.errors import UserError as UserError
     from dlion.methods import *  # noqa: F403
+    from dlion.replicas import check_replicas as check_replicas
+    from dlion.replicas import replicate as replicate
     from dlion.suite.training.weights import load_model as load_model
     from dlion.workers import Workers as Workers
 
@@ -30,6 +32,8 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(_methods, "dlion.methods"),
     "Workers": "dlion.workers",
+    "replicate": "dlion.replicas",
+    "check_replicas": "dlion.replicas",
     "load_model": "dlion.suite.training.weights",
     "TrainingFailed": "dlion.errors",
     "UserError": "dlion.errors",
