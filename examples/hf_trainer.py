@@ -7,6 +7,7 @@ With a folder behind it, each epoch ends with a checkpoint there, and a run resu
 
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ trainer = Trainer(
     optimizers=(optimizer, schedule),
     callbacks=[KeepWorkers(), Count()],  # DistributedDataParallel sends nothing
 )
-trainer.train(resume_from_checkpoint=folder and get_last_checkpoint(folder))
+last = get_last_checkpoint(folder) if folder and Path(folder).exists() else None
+trainer.train(resume_from_checkpoint=last)
 report(model.net, sent.count)
 # a DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
 trainer.model_wrapped = model
