@@ -1,15 +1,20 @@
 """Distributed Lion with Hugging Face accelerate.
 
 torchrun --nproc_per_node=2 examples/accelerate_loop.py
+
+With a folder behind it, each epoch ends with a checkpoint there, and a run resumes from it.
 """
+
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from common import bytes_sent, make_data, make_model, report
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader
 
+from dlion.frameworks.accelerate import keep_workers
 from dlion.optim import DLion
 
 accelerator = Accelerator(cpu=True)
@@ -18,7 +23,7 @@ optimizer = DLion(model.parameters(), lr=3e-3)
 loader = DataLoader(make_data(), batch_size=32, shuffle=True)
 
 model, prepared, loader = accelerator.prepare(model, optimizer, loader)
-model.register_comm_hook(None, noop_hook)  # accelerate insists on DistributedDataParallel
+keep_workers(accelerator)  # its checkpoints hold every worker's state; gradients are not averaged
 
 
 def step(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -27,9 +32,16 @@ def step(x: torch.Tensor, y: torch.Tensor) -> None:
     prepared.step()
 
 
-for _ in range(2):
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+done = len([*folder.glob("epoch*")]) if folder else 0
+if done:
+    accelerator.load_state(str(folder / f"epoch{done}"))
+for epoch in range(done, 2):
+    loader.set_epoch(epoch)
     for x, y in loader:
         step(x, y)
+    if folder:
+        accelerator.save_state(str(folder / f"epoch{epoch + 1}"))
 report(model, bytes_sent(lambda: step(x, y)))
 # a DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
 model, prepared, loader = accelerator.free_memory(model, prepared, loader)

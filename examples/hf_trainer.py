@@ -1,16 +1,21 @@
 """Distributed Lion in the Trainer of transformers.
 
 torchrun --nproc_per_node=2 examples/hf_trainer.py
+
+With a folder behind it, each epoch ends with a checkpoint there, and a run resumes from it.
 """
 
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import BytesSent, make_data, make_model, report
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
+from dlion.frameworks.transformers import KeepWorkers
 from dlion.optim import DLion
 
 
@@ -25,13 +30,6 @@ class Classifier(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels)}
 
 
-class NoSecondAverage(TrainerCallback):
-    """Trainer wraps the model in DistributedDataParallel, which is to send nothing."""
-
-    def on_train_begin(self, *_, **__) -> None:
-        trainer.model_wrapped.register_comm_hook(None, noop_hook)
-
-
 class Count(TrainerCallback):
     """Counts what a step of training sends, for the report alone."""
 
@@ -42,15 +40,16 @@ class Count(TrainerCallback):
         sent.stop()
 
 
+folder = sys.argv[1] if len(sys.argv) > 1 else None
 sent = BytesSent()
 model = Classifier()
 arguments = TrainingArguments(
-    output_dir=tempfile.mkdtemp(),
+    output_dir=folder or tempfile.mkdtemp(),
     per_device_train_batch_size=32,
     num_train_epochs=2,
     ddp_find_unused_parameters=False,  # or each step sends which are used
     use_cpu=True,
-    save_strategy="no",
+    save_strategy="epoch" if folder else "no",
     report_to="none",
     disable_tqdm=True,
 )
@@ -63,9 +62,10 @@ trainer = Trainer(
     arguments,
     train_dataset=data,
     optimizers=(optimizer, schedule),
-    callbacks=[NoSecondAverage(), Count()],
+    callbacks=[KeepWorkers(), Count()],  # DistributedDataParallel sends nothing
 )
-trainer.train()
+last = get_last_checkpoint(folder) if folder and Path(folder).exists() else None
+trainer.train(resume_from_checkpoint=last)
 report(model.net, sent.count)
 # a DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
 trainer.model_wrapped = model

@@ -1,15 +1,20 @@
 """Distributed Lion in Lightning's Trainer.
 
 torchrun --nproc_per_node=2 examples/lightning_trainer.py
+
+With a folder behind it, each epoch ends with a checkpoint there, and a run resumes from it.
 """
+
+import sys
+from pathlib import Path
 
 import lightning
 import torch
 import torch.distributed as dist
 from common import BytesSent, make_data, make_model, report
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader
 
+from dlion.frameworks.lightning import KeepWorkers
 from dlion.optim import DLion
 
 
@@ -23,8 +28,6 @@ class Classifier(lightning.LightningModule):
         return torch.nn.functional.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Lightning has wrapped the model in DistributedDataParallel, which is to send nothing
-        self.trainer.strategy.model.register_comm_hook(None, noop_hook)
         return DLion(self.parameters(), lr=3e-3)
 
 
@@ -38,19 +41,25 @@ class Count(lightning.Callback):
         sent.stop()
 
 
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+checkpoints = folder and lightning.pytorch.callbacks.ModelCheckpoint(
+    folder, "{epoch}", save_top_k=-1
+)
+last = max(folder.glob("*.ckpt"), default=None) if folder else None
 sent = BytesSent()
 model = Classifier()
 trainer = lightning.Trainer(
     max_epochs=2,
     accelerator="cpu",
     devices=2,
-    strategy="ddp",
-    callbacks=[Count()],
+    strategy=KeepWorkers(),  # DistributedDataParallel sends nothing
+    callbacks=[Count(), *([checkpoints] if checkpoints else [])],
     logger=False,
-    enable_checkpointing=False,
+    default_root_dir=folder,
+    enable_checkpointing=bool(folder),
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(model, DataLoader(make_data(), batch_size=32, shuffle=True))
+trainer.fit(model, DataLoader(make_data(), batch_size=32, shuffle=True), ckpt_path=last)
 report(model.net, sent.count)
 dist.destroy_process_group()

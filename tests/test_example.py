@@ -1,8 +1,10 @@
 """The example script trains as its first lines say to start it, on its own."""
 
 import re
+import shutil
 
 import pytest
+import torch
 
 from tests.readmes import commands, words
 from tests.runs import python
@@ -42,3 +44,34 @@ def test_a_framework_trains_and_sends_no_second_average(example, processes):
     accuracy, sent, dense = said.groups()
     assert float(accuracy) > 85
     assert 25 * int(sent.replace(",", "")) < int(dense.replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("example", "last"),
+    [
+        ("accelerate_loop", "epoch2"),
+        ("hf_trainer", "checkpoint-128"),
+        ("lightning_trainer", "epoch=1.ckpt"),
+    ],
+)
+def test_a_framework_resumes_to_the_bit_with_every_workers_state(example, last, tmp_path):
+    """After its last checkpoint is removed it is made again, of the one before."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, "tests/with_operators.py", f"examples/{example}.py", tmp_path]
+    states = []
+    for _ in range(2):
+        run = python(*map(str, command))
+        assert run.returncode == 0, run.stderr
+        found = sorted(tmp_path.glob(f"{last}*/*.worker?of2.pt"))
+        assert len(found) == 2, sorted(tmp_path.rglob("*"))
+        states.append([torch.load(file, weights_only=True) for file in found])
+        for path in tmp_path.glob(f"{last}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not any(map(torch.equal, *map(momenta, states[0])))
+    for first, second in zip(*states, strict=True):
+        assert first["workers_apart"] == second["workers_apart"]  # steps and parameters
+        assert all(map(torch.equal, momenta(first), momenta(second)))
+
+
+def momenta(file: dict) -> list[torch.Tensor]:
+    return [each["momentum"] for each in file["state"].values()]

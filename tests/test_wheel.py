@@ -57,6 +57,8 @@ for name in dlion.__all__:
     if name == "load_model":
         continue
     kind = getattr(dlion, name)
+    if not isinstance(kind, type):
+        continue
     if issubclass(kind, torch.optim.Optimizer) and not inspect.isabstract(kind):
         parameter = torch.nn.Parameter(torch.ones(8, 8))
         optimizer = kind([parameter], lr=0.01)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dlion.errors import TrainingFailed as TrainingFailed
     from dlion.errors import UserError as UserError
     from dlion.methods import *  # noqa: F403
+    from dlion.replicas import check_replicas as check_replicas
+    from dlion.replicas import replicate as replicate
     from dlion.suite.training.weights import load_model as load_model
     from dlion.workers import Workers as Workers
 
@@ -32,6 +34,8 @@ _HOMES = {
     **dict.fromkeys(_methods, "dlion.methods"),
     "Workers": "dlion.workers",
     "join": "dlion.engine.elastic",
+    "replicate": "dlion.replicas",
+    "check_replicas": "dlion.replicas",
     "load_model": "dlion.suite.training.weights",
     "TrainingFailed": "dlion.errors",
     "UserError": "dlion.errors",

@@ -77,6 +77,7 @@ class Bucket:
         counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
         own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
         flight: what the present step has to remember.
+        published: parameter, name and view of what ``state[param]`` of the optimizer shows.
         run_led: runs the exchange, if only one process of a node does.
     """
 
@@ -93,6 +94,7 @@ class Bucket:
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
         self.header = Header(len(tensors))
         self.flight = InFlight()
+        self.published: list[tuple[Tensor, str, Tensor]] = []
         self._pieces: dict[int, list[Piece]] = {}
         self._row: Tensor | None = None
 

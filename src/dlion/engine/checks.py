@@ -18,7 +18,7 @@ from dlion.values import parameters, refusal
 def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
     """Refuse hyperparameters that a method cannot have; make numbers of tensors of one element."""
     types = parameters(kind)
-    for name in types.keys() & group.keys():
+    for name in types.keys() & group.keys() - {"params"}:
         group[name] = _plain(group[name])
         _check(name, group[name], types[name])
 
@@ -31,7 +31,7 @@ def checked(constructor: Callable[..., None]) -> Callable[..., None]:
     def check_first(self: Any, *args: Any, **kwargs: Any) -> None:
         types = parameters(constructor)
         for name, value in known.bind(self, *args, **kwargs).arguments.items():
-            if name in types:
+            if name in types and name != "params":
                 _check(name, _plain(value), types[name])
         constructor(self, *args, **kwargs)
 
@@ -39,6 +39,9 @@ def checked(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plain(value: Any) -> Any:
+    """Return numbers for tensors of one element, inside a tuple or list too."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
@@ -74,22 +77,28 @@ def check_bare(params: Sequence[Tensor]) -> None:
 
     One whose communication hook is torch's ``noop_hook`` sends no gradients.
     """
+    if wrappers(params):
+        raise RuntimeError(
+            "the model is wrapped in DistributedDataParallel, which would average the gradients"
+            " in float32 before any message is made: give the bare model, as this optimizer"
+            " takes the place of DistributedDataParallel too; where a framework insists on it,"
+            " call its register_comm_hook(None, noop_hook), of"
+            " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+
+
+def wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+    """Return each DistributedDataParallel that would send gradients of some parameters."""
     if not dist.is_initialized():
-        return
+        return []
     ids = set(map(id, params))
     kinds = [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    for found in gc.get_referrers(*kinds):  # its instances are among them
-        if (
-            type(found) in kinds
-            and any(id(param) in ids for param in found.parameters())
-            and not any(hook is noop_hook for hook, _ in found._comm_hooks)
-        ):
-            raise RuntimeError(
-                "the model is wrapped in DistributedDataParallel, which would average the gradients"
-                " in float32 before any message is made: give the bare model, as this optimizer"
-                " takes the place of DistributedDataParallel too; where a framework insists on it,"
-                " call its register_comm_hook(None, noop_hook), of"
-                " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
-            )
+    return [
+        found
+        for found in gc.get_referrers(*kinds)  # its instances are among them
+        if type(found) in kinds
+        and any(id(param) in ids for param in found.parameters())
+        and not any(hook is noop_hook for hook, _ in found._comm_hooks)
+    ]

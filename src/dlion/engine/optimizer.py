@@ -1,10 +1,13 @@
 """The step that every method shares: collect gradients, encode, exchange, update."""
 
+import copy
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 
 import torch
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlion.engine import nonfinite, saving
+from dlion.engine import nonfinite, saving, worker_files
 from dlion.engine.bucket import Bucket, InFlight, StateNames
 from dlion.engine.checks import check_bare, check_hyperparameters, check_parameters, checked
 from dlion.engine.elastic import Elastic, check_dealt
@@ -132,6 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         buckets: of all groups, in the order in which their messages leave.
+        workers_apart: whether ``state_dict()`` leaves out what differs from worker to worker, as
+            :meth:`save_workers` writes it.
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
             messages; after a step in which any process whose workers take part had it set,
             ``flagged`` is true on all. (Of FSDP's processes, on all that hold the same shards.)
@@ -181,6 +186,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         nonfinite: Nonfinite | None = None,
     ):
         check_hyperparameters(type(self), defaults)
+        self.workers_apart = False
+        self._own_of = self._awaits = None  # which save: own state was read, or is still to be
         given = voters(workers, process_group, mesh)
         if manager is not None:
             given = self._alone(given, workers or process_group or mesh or dense_group)
@@ -218,6 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
         super().__init__(params, {**self._hyperparameters})
         self._constructed = True
+        self.register_state_dict_post_hook(_put_state)
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
         if manager is not None:
@@ -425,6 +433,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """
         return nullcontext() if self._overlap is None else self._overlap.no_sync()
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With ``overlap`` it also makes another try of a backward pass possible.
 
@@ -443,6 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._elastic is not None:
             self._elastic.begin()
 
+    @torch._disable_dynamo
     def collect(self, local: int) -> None:
         """Take the gradients of local worker ``local`` (0 to ``workers.local`` - 1).
 
@@ -464,6 +474,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._encode_unsent(local)
         super().zero_grad()
 
+    @torch._disable_dynamo  # a graph break: what is compiled around it stays compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange messages and update the parameters, identically on every worker.
@@ -481,7 +492,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         if not self._stepped:
             self._check_first_step()
+        if self._awaits is not None:
+            raise RuntimeError(
+                "the state that was loaded is without each worker's own, which lies in files beside"
+                " the checkpoint: call load_workers(FOLDER) on every process, or use the door of"
+                " dlion.frameworks that saved it"
+            )
         self._members.check_unedited(self.param_groups)
+        for bucket in self.buckets:
+            saving.adopt(bucket, self.state)
         if getattr(self, "found_inf", None) is not None and self._overflowed():
             return loss
         local = self.channel.local_participants
@@ -721,42 +740,107 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
         must call this together.
         """
-        state, (found, _) = super().state_dict(), self._spread_state()
-        params = enumerate(self.params)
-        state["state"] = {index: found[param] for index, param in params if param in found}
-        return state
+        return super().state_dict()
 
+    def _put_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Put the state of all buckets into what torch has packed, before others' hooks see it."""
+        for bucket in self.buckets:
+            saving.adopt(bucket, self.state)
+        found, params = self._spread_state()[0], self.params
+        state = {
+            key: {**value} if isinstance(key, int) else value
+            for key, value in state_dict["state"].items()
+        }
+        for index, param in enumerate(params):
+            if param in found:
+                state[index] = state.get(index, {}) | found[param]
+        packed = {**state_dict, "state": state} | self._further_state()
+        return saving.without_own(packed, self) if self.workers_apart else packed
+
+    def _further_state(self) -> dict[str, Any]:
+        """What is saved beside state and groups."""
+        return {}
+
+    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a saved state in; it must be of the same workers.
 
         Raises:
             ValueError: if it is of other workers, or of other parameters or settings.
         """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         self._include_unfrozen()
         self._members.check_sizes([len(group["params"]) for group in groups])
         names = [name for group in groups for name in group["params"]]
         param_of = dict(zip(names, self.params, strict=True))
-        saved = {param_of[name]: tensors for name, tensors in state_dict["state"].items()}
         here, flats = self._spread_state()
+        apart = state_dict.get(saving.APART)
+        saved, foreign = saving.sort_out(state_dict["state"], param_of, here, apart is not None)
         saving.check_groups(groups, {*self._hyperparameters})
         worker = saving.of_workers(self._saved_workers)
         for name, param in param_of.items():
-            saving.check_state(name, saved.get(param, {}), here.get(param, {}), worker)
+            own = here.get(param, {})
+            if apart is not None:
+                own = {key: own[key] for key in own.keys() & saved.get(param, {}).keys()}
+            saving.check_state(name, saved.get(param, {}), own, worker)
         if self._overlap is not None:
             self._overlap.finish()
         self._forget_step()
         self._failed = False
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        for group, new in zip(self.param_groups, copy.deepcopy(groups), strict=True):
+            kept = {key: group[key] for key in ("params", "param_names") if key in group}
+            names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
+            group.clear()
+            group.update(new | kept | names_too)
+        self.state.clear()
         for bucket in self.buckets:
-            first = bucket.slots[0].tensor
-            bucket.group = next(
-                group for group in self.param_groups if any(p is first for p in group["params"])
-            )
             saving.publish(bucket, self.state, self._saved_workers)
         saving.put_back(self.buckets, here, flats, saved)
+        for key, value in foreign.items():
+            if isinstance(key, torch.nn.Parameter):
+                self.state[key] |= value
+            else:
+                self.state[key] = value
+        if apart is not None and apart != self._own_of:
+            self._awaits, self._own_of = apart, None
         if self._elastic is not None:
             self._elastic.resume(self.param_groups[0]["steps"])
+
+    def _take_own(self, inner: list[Any]) -> None:
+        """Go on from each worker's own state, which was just read."""
+
+    @property
+    def own_state_is_apart(self) -> bool:
+        """Whether a method has state that differs from worker to worker."""
+        return any(bucket.own or bucket.exchange.state for bucket in self.buckets)
+
+    def save_workers(self, folder: str | os.PathLike[str], name: str = "optimizer") -> None:
+        """Write each local worker's own state to a file of a folder; call it on every process.
+
+        Where it is used, set ``workers_apart``: what ``state_dict()`` returns is then equal on all
+        processes, so that process 0 may save it for all, as frameworks do. ``load_workers`` reads
+        the files, on any number of processes that host as many workers.
+
+        Raises:
+            ValueError: if FSDP has sharded the parameters.
+        """
+        worker_files.save(self, Path(folder), name)
+
+    def load_workers(self, folder: str | os.PathLike[str], name: str = "optimizer") -> None:
+        """Read what :meth:`save_workers` has written, before or after ``load_state_dict``.
+
+        Raises:
+            ValueError: if a file is missing, or of another number of workers or another save.
+        """
+        worker_files.load(self, Path(folder), name)
 
     @property
     def _saved_workers(self) -> Workers:
@@ -778,11 +862,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         )
 
 
-def _listed(given: Any) -> Any:
-    """Let a parameter group have a list of parameters, which can be read twice, as torch does."""
-    if isinstance(given, dict) and isinstance(given.get("params"), Iterator):
-        given["params"] = list(given["params"])
-    return given
+def _put_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return optimizer._put_state(state_dict)
 
 
 def _listed(given: Any) -> Any:

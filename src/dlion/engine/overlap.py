@@ -33,13 +33,13 @@ class _Pass:
         waiting: trained parameters whose gradient is not there yet; None before the first is.
         sent: whether its message has left.
         restarted: whether zero_grad() has given up the pass that the message was made in.
-        gradients: those that the message was made of, with their versions.
+        gradients: those that the message was made of, with their versions and a hash, if taken.
     """
 
     waiting: int | None = None
     sent: bool = False
     restarted: bool = False
-    gradients: list[tuple[Slot, Tensor, int]] = field(default_factory=list)
+    gradients: list[tuple[Slot, Tensor, int, Tensor | None]] = field(default_factory=list)
 
 
 class Overlap:
@@ -75,6 +75,7 @@ class Overlap:
         self.hooks: list[RemovableHandle] = []
         self._passes: dict[Bucket, _Pass] = {}
         self._synchronising = True
+        self._written = True  # whether gradients are written to after they are sent: then hashed
         self._ready = threading.RLock()  # autograd has a thread for every device
         self._executor: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -89,6 +90,7 @@ class Overlap:
         tensors = (slot.tensor for slot in bucket.slots)
         self.hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _gradient_is_ready(self, bucket: Bucket) -> None:
         with self._ready:
@@ -138,7 +140,12 @@ class Overlap:
     # ---- changes between backward() and step()
 
     def check_unchanged(self) -> None:
-        """Refuse gradients and hyperparameters that were changed after messages had left."""
+        """Refuse gradients and hyperparameters that were changed after messages had left.
+
+        A gradient that is written to without a change is no change. That takes a hash of each one
+        before; hashes are taken in the first step, and for as long as steps show such writes.
+        """
+        self._written = False
         for bucket in self._buckets[: self.sent]:
             here = self._passes[bucket]
             if bucket.flight.rates != hyperparameters(bucket.group):
@@ -147,12 +154,17 @@ class Overlap:
                     " step(), when messages had left: set it before backward(), or create the"
                     " optimizer with overlap=False"
                 )
-            for slot, grad, version in [] if here.restarted else here.gradients:
-                if slot.tensor.grad is not grad or local_part(grad)._version != version:
+            for slot, grad, version, content in [] if here.restarted else here.gradients:
+                same = slot.tensor.grad is grad
+                if same and local_part(grad)._version != version:
+                    # clip_grad_norm_(params, inf), say, multiplies by 1
+                    self._written = True
+                    same = content is not None and _same_bits(content, _content(grad))
+                if not same:
                     raise RuntimeError(
                         f"the gradient of {slot.name or 'a parameter'} was changed between"
                         " backward() and step(), when it had been sent: clip or scale gradients"
-                        " with overlap=False"
+                        " with overlap=False (torch.nn.utils.get_total_norm only measures them)"
                     )
 
     def check_restart(self) -> None:
@@ -195,7 +207,8 @@ class Overlap:
             grad = slot.tensor.grad
             if grad is not None:
                 version = local_part(grad)._version
-                self._passes[bucket].gradients.append((slot, grad, version))
+                content = _content(grad) if self._written else None
+                self._passes[bucket].gradients.append((slot, grad, version, content))
 
     @torch.no_grad()
     def _run(
@@ -247,6 +260,23 @@ class Overlap:
         if self._executor is not None:
             self._executor.shutdown(wait=False)
         return all(future.done() for future in self._running.values())
+
+
+def _content(grad: Tensor) -> Tensor:
+    """Return a hash of a gradient's bits, its sum and norm, ``[3]`` on its device.
+
+    The hash, of xor, is blind to pairs of equal values.
+    """
+    values = local_part(grad)
+    double = torch.float64
+    hashed = torch.hash_tensor(values).view(double)
+    return torch.stack(
+        [hashed, values.sum(dtype=double), torch.linalg.vector_norm(values, dtype=double)]
+    )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int64), other.view(torch.int64))  # NaN too
 
 
 def _call(method: weakref.WeakMethod, bucket: Bucket, _: Tensor) -> None:

@@ -1,6 +1,7 @@
 """What is saved of an optimizer: tensors that know which part of them is on which process."""
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from dlion.exchange import Channel
 from dlion.workers import Workers
 
 States = dict[torch.nn.Parameter, dict[str, Tensor]]  # of each parameter, by name
+APART = "workers_apart"  # the entry of a state without each worker's own: which save it is of
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
@@ -78,8 +80,9 @@ def _dtensor(
     stride = torch.empty(shape, device="meta").stride()
     # the same memory: pickle fails on a tensor that begins inside another
     here = torch.from_dlpack(here)
-    return DTensor.from_local(
-        here, mesh, over, run_check=False, shape=torch.Size(shape), stride=stride
+    size = torch.Size(shape)
+    return _as_saved(
+        DTensor.from_local(here, mesh, over, run_check=False, shape=size, stride=stride)
     )
 
 
@@ -87,6 +90,26 @@ def of_workers(workers: Workers) -> Tensor:
     """Say whose per-worker state is: ids and the number of workers, int64 ``[k, 2]``."""
     rows = [[worker, workers.count] for worker in workers.ids]
     return torch.tensor(rows, device="cpu")
+
+
+class _Saved(DTensor):
+    """A DTensor that is pickled as the plain tensor of this process.
+
+    So files that torch.save writes can be read without torch.distributed, by weights_only too.
+    """
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._local_tensor.__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Saved":
+        with torch.no_grad():
+            memo[id(self)] = _as_saved(self.clone())
+        return memo[id(self)]
+
+
+def _as_saved(tensor: Any) -> Any:
+    tensor.__class__ = _Saved
+    return tensor
 
 
 def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
@@ -109,6 +132,21 @@ def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
     if not bucket.sharded:
         first = state[bucket.slots[0].tensor]
         first |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
+    bucket.published = [
+        (slot.tensor, name, value)
+        for slot in bucket.slots
+        for name, value in state[slot.tensor].items()
+    ]
+
+
+@torch.no_grad()
+def adopt(bucket: Bucket, state: dict[Tensor, Any]) -> None:
+    """Take over values that others have put into ``state[param]`` in place of published ones."""
+    for param, name, view in bucket.published:
+        value = state[param].get(name, view)
+        if value is not view:
+            view.copy_(torch.as_tensor(value))
+        state[param][name] = view
 
 
 @torch.no_grad()
@@ -132,7 +170,10 @@ def spread_state(
     for bucket in buckets:
         for slot in bucket.slots:
             param = slot.tensor
+            known = _known(bucket)
             for name, value in state[param].items():
+                if name not in known and not name.startswith(EXCHANGE):
+                    continue
                 if name in bucket.shared:
                     kept = spread.shared(value, param)
                 elif name in bucket.counters:
@@ -159,6 +200,68 @@ def spread_state(
                 for name in own_state
             }
     return found, flats
+
+
+def _known(bucket: Bucket) -> set[str]:
+    return {"worker", *bucket.own, *bucket.own_counters, *bucket.shared, *bucket.counters}
+
+
+def own_names(bucket: Bucket, names: Iterable[str]) -> list[str]:
+    """Return which names of a parameter's state are of one worker alone."""
+    shared = _known(bucket) - {*bucket.shared, *bucket.counters}
+    return [name for name in names if name in shared or str(name).startswith(EXCHANGE)]
+
+
+def without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Leave out what differs from worker to worker, and say of which save the rest is."""
+    if not optimizer.own_state_is_apart:
+        return packed
+    index_of = {param: index for index, param in enumerate(optimizer.params)}
+    for bucket in optimizer.buckets:
+        for slot in bucket.slots:
+            own = packed["state"].get(index_of[slot.tensor], {})
+            for name in own_names(bucket, own):
+                del own[name]
+    packed["state"] = {key: value for key, value in packed["state"].items() if value != {}}
+    return {key: value for key, value in packed.items() if key != "inner"} | {
+        APART: mark(optimizer)
+    }
+
+
+def mark(optimizer: Any) -> list[int]:
+    """Return numbers that tell a save from others: equal on all processes."""
+    first = [view.flatten()[:64].cpu() for view in optimizer.common_state().values()]
+    content = b"".join(view.view(torch.uint8).numpy().tobytes() for view in first)
+    return [optimizer.param_groups[0]["steps"], zlib.crc32(content)]
+
+
+def sort_out(
+    state: dict[Any, Any], param_of: dict[Any, Any], here: States, apart: bool
+) -> tuple[States, dict[Any, Any]]:
+    """Tell an optimizer's state, as tensors, from entries that others have put there.
+
+    Numbers become tensors of the shape here; ``apart``: what a worker owns may be missing.
+    """
+    saved: States = {}
+    foreign: dict[Any, Any] = {}
+    for key, value in state.items():
+        param = param_of.get(key)
+        if param is None:
+            foreign[key] = value
+            continue
+        own = here.get(param, {})
+        complete = apart or own.keys() <= value.keys()
+        for name, found in value.items():
+            if name in own:
+                plain = local_part(own[name])
+                if not isinstance(found, Tensor):
+                    found = plain.new_full(plain.shape, found)
+                saved.setdefault(param, {})[name] = found
+            elif complete and own and not str(name).startswith(EXCHANGE):
+                foreign.setdefault(param, {})[name] = found
+            else:
+                saved.setdefault(param, {})[name] = torch.as_tensor(found)
+    return saved, foreign
 
 
 @torch.no_grad()

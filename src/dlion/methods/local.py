@@ -6,9 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
+from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.nonfinite import refuse
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.shards import local_part
 from dlion.exchange import DenseMean, Exchange, RoundedMean, ScaledInt8Mean, ScaledSignMean
 from dlion.methods.inner import INNER, Maker, OfTorch
 from dlion.methods.updates import nesterov
@@ -44,8 +46,9 @@ class LocalUpdate(DistributedOptimizer):
     of the one before and after ``step()``; out of their order, ``host()`` says whose. Training ends
     with a whole round: after ``end_round()`` the next step exchanges wherever it is in its round.
 
-    All of these parameters are kept in float32; those of the model are copies in its own dtype,
-    and what else is written into them is lost. A parameter without a gradient takes
+    All of these parameters are kept in float32; those of the model are copies in its own dtype.
+    What a loop writes into them before the first step is where all begin; later it is a move of
+    that worker, as a step is. A parameter without a gradient takes
     no inner step, and its displacement, 0 or not, is sent. An absent worker takes no inner step;
     one that is absent at the end of a round sends nothing and begins again with all others. The
     loop's ``flag`` waits for the next messages. As nothing travels during a backward pass,
@@ -76,6 +79,7 @@ class LocalUpdate(DistributedOptimizer):
         self.inner, self.local_steps = inner, local_steps
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
+        self._hosted: dict[Bucket, list[int]] = {}  # versions of the model's parameters since then
         self.whole_matrices = inner == "muon"
         self.own_state = ["local", *self._inner.own_state, *self.own_state]
         self.own_counters = [*self._inner.own_counters, *self.own_counters]
@@ -94,6 +98,7 @@ class LocalUpdate(DistributedOptimizer):
             shared = bucket.shared["outer"]
             bucket.params.copy_(shared if local is None else bucket.own["local"][local])
             bucket.write_back()
+            self._hosted[bucket] = _versions(bucket)
 
     def end_round(self) -> None:
         self._last = True
@@ -111,13 +116,18 @@ class LocalUpdate(DistributedOptimizer):
         state = super().common_state()
         return {name: view for name, view in state.items() if not name.endswith(".parameters")}
 
-    def state_dict(self) -> dict[str, Any]:
+    def _further_state(self) -> dict[str, Any]:
         inner = self._inner.state_dict(self.buckets)
-        return super().state_dict() | ({"inner": inner} if inner else {})
+        return {"inner": inner} if inner else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._inner.load_state_dict(self.buckets, state_dict.get("inner", []))
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        super()._load(state_dict)
+        if saving.APART not in state_dict:
+            self._inner.load_state_dict(self.buckets, state_dict.get("inner", []))
+        self._host_next()
+
+    def _take_own(self, inner: list[Any]) -> None:
+        self._inner.load_state_dict(self.buckets, inner)
         self._host_next()
 
     @property
@@ -131,6 +141,7 @@ class LocalUpdate(DistributedOptimizer):
             refuse(buckets, local)
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
+        self._take_over(bucket, local)
         own = (rows[local] for rows in bucket.own.values())
         with self.channel.timer("apply"), bucket.untouched(bucket.present(), *own):
             self._inner.step(bucket, local)
@@ -167,10 +178,23 @@ class LocalUpdate(DistributedOptimizer):
             self.host(waiting[0])
 
     @torch.no_grad()
+    def _take_over(self, bucket: Bucket, local: int) -> None:
+        """Take over what others have written into the model since its parameters were put there."""
+        if _versions(bucket) == self._hosted.get(bucket):
+            return
+        bucket.adopt()
+        if bucket.step == 0:
+            self.begin(bucket)
+        else:
+            bucket.own["local"][local].copy_(bucket.params)
+        self._hosted[bucket] = _versions(bucket)
+
+    @torch.no_grad()
     def begin(self, bucket: Bucket) -> None:
         """Let all begin with the parameters in the model."""
         bucket.shared["outer"].copy_(bucket.params)
         bucket.own["local"].copy_(bucket.shared["outer"])
+        self._hosted[bucket] = _versions(bucket)
 
 
 class DiLoCo(LocalUpdate):
@@ -263,6 +287,11 @@ class DiLoCo(LocalUpdate):
         group, state = bucket.group, bucket.shared
         rates = group["outer_lr"], group["outer_momentum"]
         nesterov(state["outer"], state["momentum_buffer"], bucket.exchange.decode(), *rates)
+
+
+def _versions(bucket: Bucket) -> list[int]:
+    """How often each parameter was written to: this optimizer's own writes do not count."""
+    return [local_part(slot.tensor)._version for slot in bucket.slots]
 
 
 _BITS = {"float32": 32, "bf16": 16, "int8": 8, "sign": 1}

@@ -70,7 +70,15 @@ def detect() -> RankInfo | None:
     Raises:
         UserError: if a variable is missing, or is not a number or port.
     """
-    return _torchrun(os.environ) or _slurm(os.environ)
+    found = _torchrun(os.environ) or _slurm(os.environ)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if found is None and _number(os.environ, name, 1) > 1:
+            raise UserError(
+                f"mpirun has started {os.environ[name]} processes ({name}), each of which would be"
+                " a run of its own: start them with torchrun or srun, or set RANK, WORLD_SIZE,"
+                " MASTER_ADDR and MASTER_PORT for each"
+            )
+    return found
 
 
 def is_first() -> bool:

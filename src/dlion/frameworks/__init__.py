@@ -1,0 +1,31 @@
+"""Doors to frameworks: their checkpoints hold process 0's optimizer, these every worker's.
+
+``accelerate``, ``transformers`` and ``lightning`` here import the framework of that name, and
+nothing else of the library imports them. In another loop set ``optimizer.workers_apart = True`` and
+call ``optimizer.save_workers(folder)`` and ``load_workers(folder)`` on every process.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+from dlion.engine.checks import wrappers
+from dlion.engine.optimizer import DistributedOptimizer
+
+
+def ours(optimizers: Iterable[Any]) -> list[DistributedOptimizer]:
+    """Return the optimizers of this library among those of a framework, which wraps them."""
+    found = []
+    for optimizer in optimizers:
+        while not isinstance(optimizer, DistributedOptimizer) and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        if isinstance(optimizer, DistributedOptimizer):
+            found.append(optimizer)
+    return found
+
+
+def silence(optimizer: DistributedOptimizer) -> None:
+    """Let DistributedDataParallel around an optimizer's model send no gradients."""
+    for wrapper in wrappers(optimizer.params):
+        wrapper.register_comm_hook(None, noop_hook)

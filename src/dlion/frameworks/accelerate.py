@@ -1,0 +1,34 @@
+"""The door to Hugging Face accelerate: save_state() and load_state() with every worker's state."""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from dlion.frameworks import ours, silence
+
+
+def keep_workers(accelerator: Accelerator) -> None:
+    """Let an Accelerator save and load every worker's state; call it after ``prepare()``.
+
+    ``save_state(DIR)`` then writes a file for each worker into DIR, and ``load_state(DIR)`` reads
+    them, on any number of processes that host as many workers. DistributedDataParallel, in which
+    ``prepare()`` wraps models, sends no gradients any more::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        keep_workers(accelerator)
+    """
+    for optimizer in ours(accelerator._optimizers):
+        optimizer.workers_apart = True
+        silence(optimizer)
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        for index, optimizer in enumerate(ours(accelerator._optimizers)):
+            optimizer.save_workers(Path(folder), f"optimizer_{index}")
+
+    def load(models: list[Any], folder: str) -> None:
+        for index, optimizer in enumerate(ours(accelerator._optimizers)):
+            optimizer.load_workers(Path(folder), f"optimizer_{index}")
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
