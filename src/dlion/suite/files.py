@@ -14,8 +14,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     Whatever happens, the file of that name is then the new one or the one before.
     """
     part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    part.touch()
+    mode = part.stat().st_mode  # as the umask wants it, which not all libraries heed
     try:
         yield part
+        part.chmod(mode)
         sync(part)
         part.replace(path)
     finally:
@@ -34,6 +38,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         yield part
         for file in part.iterdir():
+            file.chmod(part.stat().st_mode & 0o666)  # as the umask wants it
             sync(file)
         sync(part)
         if path.exists():

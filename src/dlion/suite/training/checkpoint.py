@@ -370,6 +370,7 @@ def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
     """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, file, _metadata(file.name, step))
+    file.chmod(file.parent.stat().st_mode & 0o666)  # as the umask wants it
     receipt = json.dumps([file.stat().st_size, _sha256(file)])
     sync(file)
     write_atomically(file.with_name(f"{file.name}.json"), receipt)
