@@ -7,12 +7,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as ImageFeature
 from omegaconf import OmegaConf
 from PIL import Image
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data import ImageData, imagenet, images, load
+from dlion.suite.data.pictures import read_picture
 from tests.data.formats import (
     picture,
     write_cifar,
@@ -74,10 +76,112 @@ def test_pictures_of_16_bits_keep_their_shades(tmp_path):
     shades = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
     for i in range(20):
         (tmp_path / f"{i % 2}").mkdir(exist_ok=True)
-        Image.fromarray(shades).save(tmp_path / f"{i % 2}" / f"{i}.png")
-    assert images(str(tmp_path)).train_x[0, 0].tolist() == (shades // 256).tolist()
-    Image.fromarray(shades.astype(np.int32)).save(tmp_path / "0" / "0.tif")
-    with pytest.raises(UserError, match=r"0.tif is not a picture .* 32 bits a pixel"):
+        Image.fromarray(shades[:: 1 - 2 * (i % 2)]).save(tmp_path / f"{i % 2}" / f"{i}.png")
+    data = images(str(tmp_path))
+    for x, y in zip(data.train_x[:, 0], data.train_y.tolist(), strict=True):
+        assert x.tolist() == (shades[:: 1 - 2 * y] // 256).tolist()
+
+
+ramp = np.arange(256).reshape(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ((ramp + 2000).astype(np.uint16), "PNG"),  # of 12 bits, faint
+        (ramp.astype(np.uint16), "TIFF"),
+        ((ramp * 1000).astype(np.int32), "TIFF"),
+        ((ramp / 255).astype(np.float32), "TIFF"),
+    ],
+)
+def test_many_bits_are_read_by_their_range(values, kind):
+    buffer = io.BytesIO()
+    Image.fromarray(values).save(buffer, kind)
+    read = np.asarray(read_picture(buffer.getvalue(), "it", keep_grey=True))
+    assert np.abs(read.astype(int) - ramp).max() <= 1 and len(np.unique(read)) > 250
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB", "1", "I;16"])
+def test_what_is_transparent_is_white(mode):
+    values = np.array([[0, 255], [255, 255]], np.uint8)
+    if mode == "I;16":
+        image = Image.fromarray(values.astype(np.uint16) * 257)
+    else:
+        image = Image.fromarray(values).convert(mode)
+    options = {"transparency": {"RGB": (0, 0, 0)}.get(mode, 0)}
+    if mode.endswith("A"):
+        image.putalpha(Image.fromarray(values))
+        options = {}
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    content = buffer.getvalue()
+    if mode == "I;16":  # Pillow does not write it
+        start = content.index(b"IDAT") - 4
+        clear = struct.pack(">I", 2) + b"tRNS\0\0" + struct.pack(">I", zlib.crc32(b"tRNS\0\0"))
+        content = content[:start] + clear + content[start:]
+    assert np.asarray(read_picture(content, "it")).min() == 255
+
+
+@pytest.mark.parametrize("turn", range(2, 9))
+def test_pictures_stand_as_people_see_them(turn):
+    upright = Image.new("RGB", (16, 8), "red")
+    upright.paste("blue", (0, 0, 8, 4))
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    undo[6], undo[8] = Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_270
+    undo[3], undo[7] = Image.Transpose.ROTATE_180, Image.Transpose.TRANSVERSE
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    buffer = io.BytesIO()
+    upright.transpose(undo[turn]).save(buffer, "PNG", exif=exif)
+    assert np.array_equal(read_picture(buffer.getvalue(), "it"), upright)
+
+
+def test_equal_pictures_are_refused(tmp_path):
+    for load_them in (images, imagenet):
+        folder = tmp_path / load_them.__name__
+        for part in ("train", "val"):
+            for i in range(20):
+                (folder / part / str(i % 2)).mkdir(parents=True, exist_ok=True)
+                Image.new("RGBA", (8, 8), (i, 0, 0, 0)).save(
+                    folder / part / str(i % 2) / f"{i}.png"
+                )
+        with pytest.raises(UserError, match="the 20 training pictures are all alike"):
+            load_them(str(folder), image_size=8)
+
+
+def test_one_set_of_rules_for_files_of_both_loaders(tmp_path):
+    write_classes(tmp_path / "elsewhere", ("",))
+    write_classes(tmp_path / "set", ("Train", "Val"))
+    train = tmp_path / "set" / "Train"
+    (train / ".ipynb_checkpoints").mkdir()
+    (train / "cats" / "._0.PNG").write_bytes(b"x")
+    (train / "cats" / "0.PNG").rename(train / "cats" / "0.JFIF")
+    (train / "dogs" / "notes.txt").touch()
+    (train / "dogs" / "gone.png").symlink_to(tmp_path / "gone")
+    (train / "dogs" / "more").symlink_to(tmp_path / "elsewhere" / "dogs")
+    (train / "dogs" / "round").symlink_to(train / "dogs")
+    for data in (images(str(tmp_path / "set")), imagenet(str(tmp_path / "set"), 16, loaders=0)):
+        assert data.labels.tolist() == 8 * [0] + 16 * [1] and list(data.names) == ["cats", "dogs"]
+        assert data.describe() == (
+            "24 pictures to train on, 16 to test on; left out: 1 broken links, 2 hidden, 1 links"
+            " back to a folder above, 1 of suffix .txt"
+        )
+
+
+def test_numbers_of_class_labels_stay_and_other_splits_are_left_out(tmp_path):
+    names = ["wolf", "bear", "ant", "cat"]
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
+    labels = [(0, 2, 3)[i % 3] for i in range(20)]
+    cells = [{"bytes": picture(8, i), "path": None} for i in labels]
+    table = Dataset.from_dict({"image": cells, "label": labels}, features=features)
+    for part in ("train-0", "train_noisy-0", "test-0"):
+        table.to_parquet(tmp_path / f"{part}.parquet")
+    data = images(str(tmp_path))
+    assert data.train_y.tolist() == labels and data.classes == 4 and list(data.names) == names
+    assert "left out: 1 parquet files of other splits" in data.describe()
+    (tmp_path / "other").mkdir()
+    table.to_parquet(tmp_path / "other" / "train-0.parquet")
+    with pytest.raises(UserError, match=r"parquet files of train in \. and in other"):
         images(str(tmp_path))
 
 
@@ -229,6 +333,7 @@ def test_transparent_palettes_are_read_without_a_warning(tmp_path, recwarn):
     clear = Image.open(tmp_path / "train/cats/0.PNG").quantize(8)
     clear.save(tmp_path / "train/cats/0.PNG", transparency=bytes(4) + b"\xff" * 4)
     shades = np.asarray(clear.convert("RGB")).copy()
+    shades[np.asarray(clear) < 4] = 255
     assert torch.equal(images(str(tmp_path)).train_x[0], torch.from_numpy(shades).permute(2, 0, 1))
     assert not recwarn
 

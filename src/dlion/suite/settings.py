@@ -189,6 +189,8 @@ class Settings:
         faults: workers that are absent or lie.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
             save_pretrained.
+        init_from_except: a pattern of names of weights that init_from leaves out, such as head.*
+            of a model for other classes.
         evaluate: measure the model of this finished run again, and train nothing.
         eval_every: steps between evaluations.
         eval_limit: number of test batches per evaluation; null: all.
@@ -252,6 +254,7 @@ class Settings:
     faults: Faults = traits(bits=True, compared=1)
 
     init_from: Name | None = traits(compared=3)
+    init_from_except: Name | None = traits(bits=True, compared=3, unrecorded=None)
     evaluate: Name | None
 
     eval_every: Count = traits(traffic=True)

@@ -1,12 +1,15 @@
 """The interface between the training loop and a data set."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dlion.errors import UserError
+from dlion.suite.data.folders import describe
 
 Batch = tuple[Tensor, Tensor]
 
@@ -18,10 +21,27 @@ class Data(ABC):
         train_size, test_size: number of samples.
         test_batch_size: samples in a test batch; fixed, as it may touch the last bit of a result.
         sums: length m of what :meth:`score` returns.
+        left_out: number of files, rows or documents that were not taken, by reason.
+        input: makes a model's input of a file or text; None: not known.
     """
 
     test_batch_size: int
     sums: int
+    left_out: Mapping[str, int] = {}
+    samples = "samples"
+
+    @property
+    def input(self) -> Any:
+        return None
+
+    def like(self, source: Any) -> Self:
+        """Return the same data as the model of another :attr:`input` takes it."""
+        return self
+
+    def describe(self) -> str:
+        """Say in a line what there is, and what was left out and why."""
+        there = f"{self.train_size:,} {self.samples} to train on, {self.test_size:,} to test on"
+        return "; ".join(filter(None, [there, describe(self.left_out)]))
 
     @property
     @abstractmethod
@@ -86,13 +106,24 @@ class Images(Data):
         channels: number of colour channels, C.
         image_size: height and width in pixels.
         classes: number of labels.
+        names: of the classes, in the order of their numbers; empty if they are not known.
     """
 
     channels: int
     image_size: int
     classes: int
+    names: Sequence[str] = ()
     test_batch_size = 250
     sums = 3
+    samples = "pictures"
+
+    def numbered_as(self, names: Sequence[str]) -> Self:
+        """Return the same data with the class numbers of a model.
+
+        Raises:
+            UserError: if there is a class that the model does not have.
+        """
+        return self
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), y)
@@ -138,6 +169,20 @@ def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def numbers_of(names: Sequence[str], known: Sequence[str]) -> list[int]:
+    """Return the numbers that classes have in a model that knows classes.
+
+    Raises:
+        UserError: if it does not know one.
+    """
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(
+            f"the data set has the class {unknown[0]}, which the model was not trained on: it knows"
+            f" {', '.join(known[:20])}"
+        )
+    return [list(known).index(name) for name in names]
 
 
 def split_off(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from dlion.errors import UserError
+from dlion.suite.data.folders import LeftOut
 from dlion.suite.data.image_data import ImageData
-from dlion.suite.data.parquet import keep_encoded, load_hub, load_parquet, named_pictures
-from dlion.suite.data.pictures import decode
+from dlion.suite.data.parquet import (
+    class_names,
+    keep_encoded,
+    load_hub,
+    load_parquet,
+    named_pictures,
+)
+from dlion.suite.data.pictures import check_varied, decode
 from dlion.values import Count, Folder
 
 
@@ -64,16 +71,18 @@ def _load(
     limits: Mapping[str, int | None],
 ) -> ImageData:
     """Load the splits that ``limits`` names; ``label`` is the column of the labels."""
-    columns = {"img", label}
+    columns, left_out, names = {"img", label}, LeftOut(), ()
     if path is None:
         tables = load_hub(hub, columns)
     else:
-        tables = load_parquet(path, {split: split for split in limits}, columns)
+        tables = load_parquet(path, {split: split for split in limits}, columns, left_out)
     tensors: list[Tensor] = []
     for split, limit in limits.items():
         where = path or hub
         table = keep_encoded(tables[split], "img", where)
+        names = names or class_names(table, label)
         if limit is not None and limit < len(table):
+            left_out[f"beyond dataset.{split}_limit"] += len(table) - limit
             table = table.select(np.sort(np.random.default_rng(0).permutation(len(table))[:limit]))
         labels = table[label][:]
         if {type(value) for value in labels} != {int}:
@@ -82,4 +91,12 @@ def _load(
             raise UserError(f"{where}: {split} has labels outside 0 .. {classes - 1}")
         pictures = named_pictures(table, "img", f"{split} in {where}")
         tensors += [decode(pictures, len(table)), torch.tensor(labels)]
-    return ImageData(*tensors, classes=classes, crop=augment, flip=augment)
+    check_varied(tensors[0], path or hub)
+    return ImageData(
+        *tensors,
+        classes=classes,
+        crop=augment,
+        flip=augment,
+        names=tuple(names or map(str, range(classes))),
+        left_out=left_out,
+    )

@@ -50,4 +50,6 @@ def _split(images: np.ndarray, labels: np.ndarray, tests_of_class: int) -> Image
     test = torch.cat([(y == c).nonzero().flatten()[:tests_of_class] for c in range(classes)])
     train = torch.ones(len(y), dtype=torch.bool)
     train[test] = False
-    return ImageData(x[train], y[train], x[test], y[test], classes)
+    return ImageData(
+        x[train], y[train], x[test], y[test], classes, names=tuple(map(str, range(classes)))
+    )

@@ -1,12 +1,14 @@
 """Images that fit in memory, as tensors: a batch is cut by index, without helper processes."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dlion.suite.data.base import Batch, Images, split_off, to_device
+from dlion.suite.data.base import Batch, Images, numbers_of, split_off, to_device
+from dlion.suite.data.inputs import PictureInput
 
 
 @dataclass
@@ -19,6 +21,10 @@ class ImageData(Images):
         classes: number of labels.
         crop: shift training images by up to an eighth of their size.
         flip: mirror every other training image.
+        names: of the classes, in the order of their numbers.
+        left_out: number of files or rows that were not taken, by reason.
+        recorded: of the model that the images are for; None: a new one, which the statistics of the
+            training images are for.
     """
 
     train_x: Tensor
@@ -28,6 +34,9 @@ class ImageData(Images):
     classes: int
     crop: bool = False
     flip: bool = False
+    names: Sequence[str] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    recorded: PictureInput | None = None
 
     @property
     def channels(self) -> int:
@@ -72,6 +81,38 @@ class ImageData(Images):
         )
 
     @cached_property
+    def input(self) -> PictureInput:
+        if self.recorded is not None:
+            names = tuple(self.names)
+            return replace(self.recorded, image_size=self.image_size, names=names)
+        mean, deviation = self._statistics
+        return PictureInput(
+            channels=self.channels,
+            image_size=self.image_size,
+            mean=mean.flatten().tolist(),
+            deviation=deviation.flatten().tolist(),
+            names=tuple(self.names),
+        )
+
+    def like(self, source: PictureInput) -> "ImageData":
+        return replace(
+            self,
+            train_x=source.in_its_colours(self.train_x),
+            test_x=source.in_its_colours(self.test_x),
+            recorded=source,
+        )
+
+    def numbered_as(self, names: Sequence[str]) -> "ImageData":
+        numbers = torch.tensor(numbers_of(self.names, names))
+        return replace(
+            self,
+            train_y=numbers[self.train_y],
+            test_y=numbers[self.test_y],
+            names=names,
+            classes=len(names),
+        )
+
+    @property
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Return mean and deviation of each channel, from at most 10,000 training images.
 
@@ -81,17 +122,8 @@ class ImageData(Images):
         deviation, mean = torch.std_mean(sample, dim=(0, 2, 3), correction=0, keepdim=True)
         return mean[0], deviation[0].clamp(min=1)
 
-    @cached_property
-    def _statistics_on(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        """Copies of the statistics, by device."""
-        return {}
-
     def _normalise(self, images: Tensor) -> Tensor:
-        if images.device not in self._statistics_on:
-            mean, deviation = self._statistics
-            self._statistics_on[images.device] = mean.to(images.device), deviation.to(images.device)
-        mean, deviation = self._statistics_on[images.device]
-        return (images.to(torch.float32) - mean) / deviation
+        return self.input.normalise(images)
 
 
 def crop_and_flip(

@@ -1,9 +1,9 @@
 """Images that stay in their files and are decoded by helper processes: ImageNet and its like."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,14 +12,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from dlion.errors import TrainingFailed, UserError
-from dlion.suite.data.base import Batch, Images, split_off
+from dlion.suite.data.base import Batch, Images, numbers_of, split_off
+from dlion.suite.data.folders import LeftOut, files_below, find_parts
+from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import LAYOUTS, folder_with
-from dlion.suite.data.parquet import content, keep_encoded, load_parquet
-from dlion.suite.data.pictures import read_picture
+from dlion.suite.data.parquet import class_names, content, keep_encoded, load_parquet
+from dlion.suite.data.pictures import check_varied, read_picture
 from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.machine import cores, die_with
 from dlion.values import Count, Folder, NotNegative, Whole
 
+_TEST_NAMES = ("val", "valid", "validation", "test", "testing")  # ImageNet's test has no classes
+_LOOKED_AT = 16  # training pictures, whether they differ
 _PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
 # ImageNet's, as torchvision's models use them
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -39,6 +43,10 @@ class ImageFiles(Images):
         mixup: alpha of MixUp (Zhang et al. 2018, arXiv 1710.09412), which makes training labels
             shares ``[B, classes]``; 0: none.
         loaders: helper processes that decode, for each process; 0: none.
+        names: of the classes, in the order of their numbers.
+        left_out: number of files or rows that were not taken, by reason.
+        recorded: of the model that the images are for; None: ImageNet's mean and deviation.
+        numbers: of each class in a model that counts otherwise; empty: as here.
     """
 
     train: Sequence[tuple[Any, int]]
@@ -48,13 +56,34 @@ class ImageFiles(Images):
     auto_augment: bool = False
     mixup: float = 0.0
     loaders: int = 0
+    names: Sequence[str] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    recorded: PictureInput | None = None
+    numbers: Sequence[int] = ()
     # their helper processes stay for the next evaluation
     _test_loaders: dict[tuple[tuple[int, ...], str], DataLoader] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    channels = 3
     test_batch_size = 128
+
+    @property
+    def channels(self) -> int:  # type: ignore[override]
+        return self.input.channels
+
+    @cached_property
+    def input(self) -> PictureInput:
+        source = self.recorded or PictureInput(
+            3, self.image_size, _MEAN, _DEVIATION, scale=255.0, center_crop=True
+        )
+        return replace(source, image_size=self.image_size, names=tuple(self.names))
+
+    def like(self, source: PictureInput) -> Self:
+        return replace(self, recorded=source)
+
+    def numbered_as(self, names: Sequence[str]) -> Self:
+        numbers = numbers_of(self.names, names)
+        return replace(self, numbers=numbers, names=names, classes=len(names))
 
     @property
     def train_size(self) -> int:
@@ -160,7 +189,7 @@ class _Training(_Batches):
         indices, seed = request
         with torch.random.fork_rng(devices=[]):  # the transforms draw from the global generator
             torch.default_generator.manual_seed(seed)
-            x, y = _stack(self.data.train, indices, self._change)
+            x, y = _stack(self.data, self.data.train, indices, self._change)
             return self._mix(x, y) if self._mix else (x, y)
 
 
@@ -172,7 +201,7 @@ class _Testing(_Batches):
         from torchvision.transforms import v2
 
         self.data, self.size = data, size
-        self._change = v2.Compose(
+        self.cut = v2.Compose(
             [
                 v2.Resize(round(data.image_size * 256 / 224)),
                 v2.CenterCrop(data.image_size),
@@ -182,16 +211,18 @@ class _Testing(_Batches):
 
     def make(self, start: int) -> Batch:
         stop = min(start + self.size, self.data.test_size)
-        return _stack(self.data.test, range(start, stop), self._change)
+        return _stack(self.data, self.data.test, range(start, stop), self.cut)
 
 
-def _stack(samples: Sequence, indices: Iterable[int], change: Callable[[Any], Tensor]) -> Batch:
+def _stack(
+    data: ImageFiles, samples: Sequence, indices: Iterable[int], change: Callable[[Any], Tensor]
+) -> Batch:
     """Make a normalised batch of changed images, uint8, and their labels."""
     chosen = (samples[i] for i in indices)
     images, labels = zip(*((change(image), label) for image, label in chosen), strict=True)
-    mean, deviation = (torch.tensor(c).view(3, 1, 1) for c in (_MEAN, _DEVIATION))
-    x = torch.stack(images).to(torch.float32).div_(255).sub_(mean).div_(deviation)
-    return x, torch.tensor(labels, dtype=torch.int64)
+    x = data.input.normalise(data.input.in_its_colours(torch.stack(images)))
+    numbers = [data.numbers[label] for label in labels] if data.numbers else labels
+    return x, torch.tensor(numbers, dtype=torch.int64)
 
 
 def _to(device: str, batch: Batch | str) -> Batch:
@@ -223,39 +254,63 @@ def imagenet(
     Raises:
         UserError: if there is neither, or if the two parts differ in their classes.
     """
-    root = Path(path).expanduser()
-    if any(entry.is_dir() for entry in root.glob("train/*")):
-        train, test, classes = _load_folders(root)
-    elif any(root.rglob("*.parquet")):
-        train, test, classes = _load_parquet(root)
+    root, left_out = Path(path).expanduser(), LeftOut()
+    parts = find_parts(root, _TEST_NAMES, left_out) if root.is_dir() else None
+    if parts:
+        train, test, names = _of_folders(parts, root)
+    elif root.is_dir() and files_below(root, {".parquet"}):
+        train, test, names = _load_parquet(root, left_out)
     else:
         raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('imagenet')}")
-    return ImageFiles(train, test, classes, image_size, auto_augment, mixup, loaders)
+    data = ImageFiles(
+        train, test, len(names), image_size, auto_augment, mixup, loaders, names, left_out
+    )
+    _check_varied(data, f"dataset.path={path}")
+    return data
 
 
-def _load_folders(root: Path) -> tuple[Sequence, Sequence, int]:
-    """Return training samples, test samples and the number of classes."""
-    declare_missing_operators()
-    from torchvision.datasets import ImageFolder
+def _check_varied(data: ImageFiles, where: str) -> None:
+    """Look at a few training pictures, and at all of them if these are alike."""
+    cut = _Testing(data, 1).cut
+    step = max(1, data.train_size // _LOOKED_AT)
+    order = [*range(0, data.train_size, step), *range(data.train_size)]
+    first = cut(data.train[0][0])
+    if not any(not torch.equal(cut(data.train[i][0]), first) for i in order):
+        check_varied(first.expand(data.train_size, -1, -1, -1), where)
 
-    test_names = ("val", "validation", "test")  # ImageNet's test has no classes
-    test_name = next((name for name in test_names if (root / name).is_dir()), "val")
-    try:
-        train, test = (ImageFolder(root / part, loader=_read_file) for part in ("train", test_name))
-    except FileNotFoundError as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"dataset.path={root} must hold {LAYOUTS['imagenet']}: {reason}") from error
-    if train.classes != test.classes:
-        unmatched = sorted(set(train.classes) ^ set(test.classes))
+
+class _Files(Dataset):
+    """Pictures of the folders of classes, decoded when they are needed."""
+
+    def __init__(self, classes: Mapping[str, list[Path]], numbers: Mapping[str, int]):
+        self.files = [file for found in classes.values() for file in found]
+        self.targets = [numbers[name] for name, found in classes.items() for _ in found]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        file = self.files[index]
+        return read_picture(file, str(file)), self.targets[index]
+
+
+def _of_folders(
+    parts: list[dict[str, list[Path]]], root: Path
+) -> tuple[Sequence, Sequence, tuple[str, ...]]:
+    """Return training samples, test samples and the names of the classes."""
+    if len(parts) < 2:
         raise UserError(
-            f"dataset.path={root}: train and {test_name} differ in their class folders,"
+            f"dataset.path={root} must hold {LAYOUTS['imagenet']}: there is no part to test on"
+        )
+    train, test = parts
+    if train.keys() != test.keys():
+        unmatched = sorted(train.keys() ^ test.keys())
+        raise UserError(
+            f"dataset.path={root}: the two parts differ in their class folders,"
             f" {', '.join(unmatched[:3])} for instance"
         )
-    return train, test, len(train.classes)
-
-
-def _read_file(path: str) -> Any:
-    return read_picture(Path(path), path)
+    numbers = {name: i for i, name in enumerate(train)}
+    return _Files(train, numbers), _Files(test, numbers), tuple(train)
 
 
 class _Rows(Dataset):
@@ -276,10 +331,10 @@ class _Rows(Dataset):
         return read_picture(content(row["image"]), f"row {index} of {self.name}"), row["label"]
 
 
-def _load_parquet(root: Path) -> tuple[Sequence, Sequence, int]:
-    """Return training samples, test samples and the number of classes."""
+def _load_parquet(root: Path, left_out: LeftOut) -> tuple[Sequence, Sequence, tuple[str, ...]]:
+    """Return training samples, test samples and the names of the classes."""
     splits = {"train": "train", "test": "validation"}
-    tables = load_parquet(root, splits, {"image", "label"})
+    tables = load_parquet(root, splits, {"image", "label"}, left_out)
     where = f"dataset.path={root}"
     train, test = (keep_encoded(tables[name], "image", where) for name in ("train", "test"))
     labels, test_labels = set(train.unique("label")), set(test.unique("label"))
@@ -291,7 +346,8 @@ def _load_parquet(root: Path) -> tuple[Sequence, Sequence, int]:
             f"{where}: train has labels from {min(labels)} to {max(labels)}, which cannot be the"
             f" classes of {len(train):,} pictures: number them from 0 on"
         )
-    classes = named or max(labels) + 1
+    names = class_names(train, "label") or [str(i) for i in range(max(labels) + 1)]
+    classes = len(names)
     if not 0 <= min(test_labels) <= max(test_labels) < classes:
         raise UserError(f"{where}: validation has labels that train has not")
-    return _Rows(train, f"train in {where}"), _Rows(test, f"validation in {where}"), classes
+    return _Rows(train, f"train in {where}"), _Rows(test, f"validation in {where}"), tuple(names)

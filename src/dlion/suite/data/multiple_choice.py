@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from dlion.streams import stream
 from dlion.suite.data.base import Batch, Text, split_off, to_device
+from dlion.suite.data.inputs import TextInput
+from dlion.suite.data.tokens import vocabulary_of
 
 IGNORED = -100  # the label of tokens that do not count
 
@@ -54,12 +56,16 @@ class MultipleChoice(Text):
     test_batch_size = 2
 
     def __post_init__(self) -> None:
-        self.vocabulary = len(self.tokenizer)
+        self.vocabulary = vocabulary_of(self.tokenizer)
         self.tasks = sorted({question.task for question in self.test})
         self.sums = 2 + 2 * len(self.tasks)
         self._train_by_task: dict[str, list[Question]] = {}
         for question in self.train:
             self._train_by_task.setdefault(question.task, []).append(question)
+
+    @property
+    def input(self) -> TextInput:
+        return TextInput(self.tokenizer, self.context)
 
     @property
     def train_size(self) -> int:

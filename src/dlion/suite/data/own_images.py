@@ -1,6 +1,6 @@
 """Anybody's pictures, in the layouts that are usual: folders of classes, parquet, IDX files."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,15 +8,26 @@ import torch
 from torch import Tensor
 
 from dlion.errors import UserError
+from dlion.suite.data.folders import (
+    TEST_NAMES,
+    LeftOut,
+    files_below,
+    find_parts,
+    picture_suffixes,
+)
 from dlion.suite.data.idx import find_idx, read_idx
 from dlion.suite.data.image_data import ImageData
 from dlion.suite.data.layouts import folder_with
-from dlion.suite.data.parquet import keep_encoded, load_files, named_pictures, split_files
-from dlion.suite.data.pictures import SUFFIXES, Source, decode
+from dlion.suite.data.parquet import (
+    class_names,
+    find_splits,
+    keep_encoded,
+    load_files,
+    named_pictures,
+)
+from dlion.suite.data.pictures import Source, check_varied, decode
 from dlion.values import Count, Folder, Name
 
-_TRAIN_NAMES = ("train", "training")
-_TEST_NAMES = ("test", "testing", "val", "valid", "validation")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
 _FEWEST = 10  # pictures that a tenth can be taken of
 
@@ -27,10 +38,12 @@ class Part(NamedTuple):
     Attributes:
         pictures: a name for messages and the source of each.
         labels: numbers or names.
+        names: the classes, of labels that are their numbers already.
     """
 
     pictures: Iterable[tuple[str, Source]]
     labels: Sequence[int] | Sequence[str]
+    names: Sequence[str] = ()
 
 
 def images(
@@ -58,28 +71,34 @@ def images(
     root = Path(path).expanduser()
     if not root.is_dir():
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with('images')}")
-    parts = _find_idx(root) or _find_folders(root)
-    parts = parts or _find_tables(root, image_column, label_column)
+    left_out = LeftOut()
+    parts = _find_idx(root) or _find_folders(root, left_out)
+    parts = parts or _find_tables(root, image_column, label_column, left_out)
     if parts is None:
-        lacking = "folders of classes" if any(_pictures_in(root)) else "pictures"
+        lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"
         raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
-    numbers = {label: i for i, label in enumerate(sorted(set(parts[0].labels)))}
-    if len(numbers) < 2:
+    present = sorted(set(parts[0].labels))
+    if len(present) < 2:
         raise UserError(
-            f"dataset.path={path} has the class {next(iter(numbers), None)} only: give pictures of"
-            " two classes or more"
+            f"dataset.path={path} has the class {present[0] if present else None} only: give"
+            " pictures of two classes or more"
         )
+    names = parts[0].names  # the numbers of a ClassLabel stay
+    numbers = {label: i for i, label in enumerate(range(len(names)) if names else present)}
     tensors = [_load(part, numbers, image_size, path) for part in parts]
+    check_varied(tensors[0][0], f"dataset.path={path}")
+    known = tuple(names or map(str, present))
+    options = {"crop": augment, "flip": flip, "names": known, "left_out": left_out}
     if len(tensors) == 2:
         (train_x, train_y), (test_x, test_y) = _alike(*tensors)
-        return ImageData(train_x, train_y, test_x, test_y, len(numbers), crop=augment, flip=flip)
+        return ImageData(train_x, train_y, test_x, test_y, len(known), **options)
     ((x, y),) = tensors
     if len(x) < _FEWEST:
         raise UserError(
             f"dataset.path={path} holds {len(x)} pictures, of which no tenth can be held out: give"
             f" {_FEWEST} or more, or a part for the test"
         )
-    return ImageData(x, y, x[:0], y[:0], len(numbers), crop=augment, flip=flip).hold_out()
+    return ImageData(x, y, x[:0], y[:0], len(known), **options).hold_out()
 
 
 def _load(
@@ -143,63 +162,25 @@ def _read_part(pictures: Path, labels: Path) -> Part:
     return Part([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
 
 
-def _find_folders(root: Path) -> list[Part] | None:
+def _find_folders(root: Path, left_out: LeftOut) -> list[Part] | None:
     """Return the parts that lie in folders of classes, if there are any."""
-    folders = {p.name.lower(): p for p in root.iterdir() if p.is_dir() and p.name[0] != "."}
-    train_folder, test_folder = (
-        next((folders[name] for name in names if name in folders), None)
-        for names in (_TRAIN_NAMES, _TEST_NAMES)
-    )
-    train = _read_classes(train_folder) if train_folder else None
-    if train is None:  # a class may be called train
-        if folders.keys() <= {*_TRAIN_NAMES, *_TEST_NAMES}:
-            return None
-        train, test_folder = _read_classes(root), None
-    test = _read_classes(test_folder) if test_folder else None
-    if test_folder and not test and any(_pictures_in(test_folder)):
-        raise UserError(
-            f"{test_folder} holds pictures, but no folders of classes: sort them into such, or move"
-            " it away to test on a tenth of the training pictures"
+    parts = find_parts(root, TEST_NAMES, left_out)
+    return parts and [
+        Part(
+            [(str(file), file) for found in classes.values() for file in found],
+            [name for name, found in classes.items() for _ in found],
         )
-    return [part for part in (train, test) if part] or None
-
-
-def _pictures_in(folder: Path) -> Iterator[Path]:
-    """Yield the pictures below a folder."""
-    for file in folder.rglob("*"):
-        if file.suffix.lower() in SUFFIXES and file.name[0] != ".":
-            yield file
-
-
-def _read_classes(folder: Path) -> Part | None:
-    """Return the pictures below a folder by class, if there are any."""
-    classes = sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
-    files = {each.name: sorted(_pictures_in(each)) for each in classes}
-    if not any(files.values()):
-        return None
-    for name, found in files.items():
-        if not found:
-            raise UserError(
-                f"{folder / name} holds no pictures ({', '.join(SUFFIXES)}): add some, or remove"
-                " the folder"
-            )
-    return Part(
-        [(str(file), file) for found in files.values() for file in found],
-        [name for name, found in files.items() for _ in found],
-    )
+        for classes in parts
+    ]
 
 
 def _find_tables(
-    root: Path, image_column: str | None, label_column: str | None
+    root: Path, image_column: str | None, label_column: str | None, left_out: LeftOut
 ) -> list[Part] | None:
     """Return the parts that lie in parquet files, if there are any."""
-    train, test = split_files(root, "train"), []
-    for name in _TEST_NAMES:
-        test = test or split_files(root, name)
-    train = train or sorted(set(root.rglob("*.parquet")) - set(test))
-    if not train:
+    files = find_splits(root, {"train": ("train",), "test": TEST_NAMES}, left_out, any_name=True)
+    if not files:
         return None
-    files = {"train": train, "test": test} if test else {"train": train}
     tables = load_files(files, root)
     where = f"dataset.path={root}"
     features = tables["train"].features
@@ -245,5 +226,6 @@ def _read_table(table: Any, split: str, image: str, label: str, where: str) -> P
             f"{where}: the column {label} of {split} does not hold whole numbers or names alone:"
             " type dataset.label_column=NAME with that of the labels"
         )
+    names = class_names(table, label)
     table = keep_encoded(table, image, where)
-    return Part(named_pictures(table, image, f"{split} in {where}"), labels)
+    return Part(named_pictures(table, image, f"{split} in {where}"), labels, names)

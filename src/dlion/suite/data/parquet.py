@@ -3,16 +3,23 @@
 ``datasets`` is imported inside the functions, as it takes seconds that most runs can do without.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from dlion.errors import UserError
+from dlion.suite.data.folders import LeftOut, files_below
 from dlion.suite.data.hub import use_the_cache_if_offline
 
 
-def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str]) -> dict[str, Any]:
+def load_parquet(
+    path: str | Path,
+    splits: Mapping[str, str],
+    columns: set[str],
+    left_out: LeftOut | None = None,
+) -> dict[str, Any]:
     """Load the files ``SPLIT-*.parquet`` or ``SPLIT/*.parquet`` below a folder, at any depth.
 
     The first is the hub's layout, the second that of its own parquet copies (the branch
@@ -22,6 +29,7 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
         path: the folder.
         splits: the split of the hub for each name that a table shall have.
         columns: those that each table must have.
+        left_out: counts the files that are not taken.
 
     Returns:
         The tables, by the names in ``splits``.
@@ -33,30 +41,73 @@ def load_parquet(path: str | Path, splits: Mapping[str, str], columns: set[str])
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"dataset.path={path} is not a folder: give that of the parquet files")
-    files: dict[str, list[Path]] = {}
+    left_out = LeftOut() if left_out is None else left_out
+    files = find_splits(folder, {name: (split,) for name, split in splits.items()}, left_out)
     for name, split in splits.items():
-        matches = split_files(folder, split)
-        parents = sorted({str(file.parent.relative_to(folder)) for file in matches})
-        if not matches:
+        if name not in files:
             raise UserError(
                 f"dataset.path={path} holds no {split}-*.parquet and no {split}/*.parquet: give a"
                 " folder in the layout of the hub"
             )
-        if len(parents) > 1:
-            raise UserError(
-                f"dataset.path={path} holds parquet files of {split} in {' and in '.join(parents)}:"
-                " leave one of these folders there"
-            )
-        files[name] = matches
     tables = load_files(files, path)
     check_columns(tables, columns, f"dataset.path={path}")
     return tables
 
 
-def split_files(folder: Path, split: str) -> list[Path]:
-    """Return the parquet files of a split below a folder."""
-    names = (f"{split}-*.parquet", f"{split}/*.parquet", f"{split}_*.parquet", f"{split}.parquet")
-    return sorted({file for name in names for file in folder.rglob(name)})
+def find_splits(
+    folder: Path,
+    splits: Mapping[str, Sequence[str]],
+    left_out: LeftOut,
+    any_name: bool = False,
+) -> dict[str, list[Path]]:
+    """Return the parquet files of each split below a folder.
+
+    Those whose names are a split's and numbers (``train-00000-of-00001``), or that lie in a folder
+    of its name, go before others that begin with its name (``train_noisy``).
+
+    Args:
+        folder: where they are.
+        splits: names that the files of each split may have, in the order of preference.
+        left_out: counts the files of no split.
+        any_name: where no file is of the first split, it has all that are of no other.
+
+    Raises:
+        UserError: if a split lies in several folders, as it does where a data set has several
+            configurations.
+    """
+    there, taken = files_below(folder, {".parquet"}, left_out), {}
+    for part, names in splits.items():
+        found = (_of_split(there, name) for name in names)
+        if files := next(filter(None, found), None):
+            taken[part] = files
+    first = next(iter(splits))
+    used = {file for files in taken.values() for file in files}
+    if first not in taken and any_name:
+        rest = [file for file in there if file not in used]
+        taken = {first: rest, **taken} if rest else {}
+        used |= set(rest)
+    for part, files in taken.items():
+        parents = sorted({str(file.parent.relative_to(folder)) for file in files})
+        if len(parents) > 1:
+            raise UserError(
+                f"dataset.path={folder} holds parquet files of {part} in"
+                f" {' and in '.join(parents)}: leave one of these folders there, or give it"
+            )
+    left_out["parquet files of other splits"] += len(there) - len(used)
+    return taken
+
+
+def _of_split(files: list[Path], name: str) -> list[Path]:
+    """Return the files of a split by their names."""
+    numbered = re.compile(rf"{name}([-_.]?\d+)?([-_]of[-_]\d+)?", re.IGNORECASE)
+    exact = [file for file in files if numbered.fullmatch(file.stem)]
+    exact += [f for f in files if f not in exact and f.parent.name.lower() == name]
+    return sorted(exact) or [f for f in files if re.match(rf"{name}[-_]", f.stem, re.IGNORECASE)]
+
+
+def class_names(table: Any, column: str) -> list[str]:
+    """Return the names of the classes whose numbers a column holds; none if it names none."""
+    return list(getattr(table.features[column], "names", None) or ())
 
 
 def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, Any]:

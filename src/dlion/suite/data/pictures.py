@@ -1,7 +1,9 @@
 """Encoded pictures, from files or tables: one at a time, or all of them as a tensor in memory."""
 
+import contextlib
 import io
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,34 +16,40 @@ from torch import Tensor
 
 from dlion.errors import UserError
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MOST_BYTES = 4 * 10**9  # of pixels in memory
-_GREY = ("1", "L", "LA")  # Pillow's names
+_GREY = ("1", "L", "LA", "La")  # Pillow's names
+_DEEP = ("I", "F")  # beginnings of its names for grey of more than 8 bits
 
-Source = Path | bytes | np.ndarray
-"""A picture's file, the content of one, or its grey pixels, uint8 ``[H, W]``."""
+Source = Path | bytes | np.ndarray | Image.Image
+"""A picture's file, the content of one, its pixels, uint8 ``[H, W]``, or Pillow's."""
 
 
 def read_picture(source: Source, name: str, keep_grey: bool = False) -> Image.Image:
-    """Decode a picture to 8 bits a channel, in colour unless it is grey and may stay so.
+    """Decode a picture to 8 bits a channel as people see it, in colour unless it may stay grey.
+
+    It is turned as its EXIF orientation says, and what is transparent shows a white ground. Grey
+    values of more than 8 bits become 0 .. 255: of 16 bits in proportion, and where they fill less
+    than half of these, as scans of 12 bits do, from the picture's darkest to its brightest.
 
     Raises:
         UserError: calling it ``name``, if it is damaged, no picture, or of more pixels than one has
             (Pillow's limit, against files that are small only until they are decoded).
     """
     try:
-        if isinstance(source, np.ndarray):
+        if isinstance(source, Image.Image):
+            image = source.copy()
+        elif isinstance(source, np.ndarray):
             image = Image.fromarray(source)
         else:
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        with image:
-            if image.mode.startswith("I;16"):  # Pillow would make all but the darkest white
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            if image.mode == "P" and "transparency" in image.info:  # Pillow would warn
-                image = image.convert("RGBA")
-            if image.mode in ("I", "F"):
-                raise ValueError("it has 32 bits a pixel, 8 or 16 are possible")
-            return image.convert("L" if keep_grey and image.mode in _GREY else "RGB")
+        with image, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged EXIF entries, which do not matter here
+            image.load()
+            with contextlib.suppress(Exception):  # it may say anything
+                ImageOps.exif_transpose(image, in_place=True)
+            grey = image.mode in _GREY or image.mode.startswith(_DEEP)
+            image = _on_white(_to_8_bits(image))
+            return image.convert("L" if keep_grey and grey else "RGB")
     except Exception as error:  # Pillow's readers raise whatever they come across
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "its format is not known" if unknown else str(error).partition("\n")[0]
@@ -49,6 +57,37 @@ def read_picture(source: Source, name: str, keep_grey: bool = False) -> Image.Im
             f"{name} is not a picture that can be read"
             f" ({reason or type(error).__name__}): replace it, or leave it out"
         ) from error
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Return a picture whose channels have 8 bits, with a transparent grey value as it was."""
+    clear = image.info.get("transparency")
+    if not image.mode.startswith(_DEEP):
+        if image.mode == "RGB" and clear is not None and max(clear) > 255:
+            image.info["transparency"] = tuple(value >> 8 for value in clear)  # as its pixels
+        return image
+    values = np.asarray(image).astype(np.float64)
+    seen = values[np.isfinite(values) & (values != clear)]
+    low, high = (seen.min(), seen.max()) if seen.size else (0.0, 0.0)
+    if low >= 0 and high - low >= 2**15 and high < 2**16:
+        shades = values / 256
+    else:
+        shades = 255 * (values - low) / ((high - low) or 1)
+    pixels = np.nan_to_num(shades, posinf=255, neginf=0).clip(0, 255).astype(np.uint8)
+    if clear is None:
+        return Image.fromarray(pixels)
+    alpha = np.where(values == clear, 0, 255).astype(np.uint8)
+    return Image.merge("LA", [Image.fromarray(pixels), Image.fromarray(alpha)])
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return a picture without transparency, as it looks on a white ground."""
+    if not image.has_transparency_data:
+        return image
+    if image.mode in ("La", "PA"):
+        image = image.convert("LA" if image.mode == "La" else "RGBA")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
 def decode(
@@ -113,4 +152,13 @@ def _check_memory(count: int, side: int) -> None:
             f"{count:,} pictures of {side} x {side} pixels take {size / 1e9:.1f} GB in memory: type"
             f" a smaller dataset.image_size, or dataset=imagenet dataset.image_size={side}, which"
             " decodes them when they are needed"
+        )
+
+
+def check_varied(pictures: Tensor, where: str) -> None:
+    """Refuse training pictures ``[N, ...]`` that are all equal, of which nothing can be learnt."""
+    if len(pictures) > 1 and bool((pictures == pictures[:1]).all()):
+        raise UserError(
+            f"{where}: the {len(pictures):,} training pictures are all alike once they are read and"
+            " scaled: look at one of them (what is transparent becomes white), or give others"
         )

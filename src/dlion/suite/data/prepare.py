@@ -12,6 +12,9 @@ continues.
 import json
 import os
 import shlex
+import shutil
+import tempfile
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from glob import escape
 from pathlib import Path
@@ -21,25 +24,35 @@ import numpy as np
 
 from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
+from dlion.suite.data.compressed import SUFFIXES, bare_name, compression, unpack
 from dlion.suite.data.parquet import be_quiet, open_hub
 from dlion.suite.data.tokens import (
     BYTES,
     FACTS,
     PARTS,
+    TOKENIZER,
     Bytes,
     dtype_of,
     load_tokenizer,
     prepared_text,
     read_facts,
     stored_tokens,
+    vocabulary_of,
 )
-from dlion.suite.files import write_atomically
+from dlion.suite.files import whole_folder, write_atomically
 
 _BATCH = 1000  # documents
 _FEW = 20  # documents, of which whole ones would be too much or too little to test on
 _LEAST_TEST = 1025  # tokens that the end of few documents shall hold together: a context of 1,024
 _SAMPLES = 256  # the fewest to train on: a batch of each worker, unless others are typed
-_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # other files are text
+_TABLES = {  # other files are text
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 
 
 class Texts:
@@ -48,7 +61,8 @@ class Texts:
     column_names = ["text"]
 
     def __init__(self, texts: list[str]):
-        self.texts = texts
+        self.texts = [text for text in texts if text is None or text.strip()]
+        self.empty = len(texts) - len(self.texts)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -95,8 +109,8 @@ def prepare(
         "documents": 0,
         "of": len(table),
         "tokens": dict.fromkeys(PARTS, 0),
-        "vocabulary": len(tokenizer),
-        "dtype": dtype_of(len(tokenizer)),
+        "vocabulary": vocabulary_of(tokenizer),
+        "dtype": dtype_of(vocabulary_of(tokenizer)),
         "held_out": held_out,
         "origin": origin,
         "size": size,
@@ -106,6 +120,10 @@ def prepare(
         facts = _continued(read_facts(folder), facts, folder)
     else:
         _check_not_foreign(folder)
+        own = folder / TOKENIZER
+        if hasattr(tokenizer, "save_pretrained") and not _is_of(tokenizer, own):
+            with whole_folder(own) as part:  # goes with the models that are trained on it
+                tokenizer.save_pretrained(part)
         _write_facts(folder, facts)
     with Progress() as progress, ExitStack() as stack:
         bar = progress.add_task("documents", total=facts["of"], completed=facts["documents"])
@@ -136,10 +154,25 @@ def _check_not_foreign(folder: Path) -> None:
             raise UserError(f"{file} is there already, without {FACTS}: choose another folder")
 
 
+def _is_of(tokenizer: Any, own: Path) -> bool:
+    """Whether a folder is the one that the tokenizer was loaded from.
+
+    Raises:
+        UserError: if it holds something else.
+    """
+    if not own.exists():
+        return False
+    if Path(tokenizer.name_or_path).resolve() != own.resolve():
+        raise UserError(f"{own} is there already, without {FACTS}: choose another folder")
+    return True
+
+
 def _remove(folder: Path) -> None:
     """Delete what was written into a folder, and the folder if it holds nothing else."""
     for name in (FACTS, *(f"{part}.bin" for part in PARTS)):
         (folder / name).unlink(missing_ok=True)
+    if {path.name for path in folder.iterdir()} == {TOKENIZER}:
+        shutil.rmtree(folder / TOKENIZER)
     with suppress(OSError):
         folder.rmdir()
 
@@ -162,6 +195,8 @@ def _append(
         files, facts: of the folder; what was added is counted.
     """
     for number, ids in enumerate(documents, facts["documents"]):
+        if len(ids) and ids[-1] == end:  # some tokenizers add it themselves
+            ids = ids[:-1]
         tokens = np.array(ids, facts["dtype"])
         for part, stretch in _parts_of(tokens, number, facts).items():
             files[part].write(stretch.tobytes() + np.array(end, facts["dtype"]).tobytes())
@@ -235,7 +270,8 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
-    kinds = {_TABLES.get(Path(source).suffix.lower(), "text") for source in sources}
+    suffixes = {bare_name(Path(source)).suffix.lower() for source in sources}
+    kinds = {_TABLES.get(suffix, "text") for suffix in suffixes}
     if len(kinds) != 1:
         raise UserError(
             f"{', '.join(sources)}: give files of one kind, {', '.join(_TABLES)} or text, or one"
@@ -254,7 +290,15 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
         raise UserError(f"--separator={separator} cuts text files only: leave it out")
     be_quiet()
     try:
-        return load_dataset(kind, data_files=[*map(escape, sources)], split="train")
+        with tempfile.TemporaryDirectory() as folder:
+            files = [
+                _unpacked(Path(source), Path(folder, str(i))) for i, source in enumerate(sources)
+            ]
+            options = _as_text(files, suffixes) if kind == "csv" else {}
+            names = [escape(str(file)) for file in files]
+            return load_dataset(kind, data_files=names, split="train", **options)
+    except UserError:
+        raise
     except Exception as error:  # pyarrow and datasets have many, all about the files
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(
@@ -263,10 +307,39 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
         ) from error
 
 
+def _unpacked(file: Path, folder: Path) -> Path:
+    """Return a file, or what it holds in compressed form, which is written into a new folder."""
+    if compression(file) is None:
+        return file
+    folder.mkdir()
+    unpack(file, folder / bare_name(file).name)
+    return folder / bare_name(file).name
+
+
+def _as_text(files: list[Path], suffixes: Collection[str]) -> dict[str, Any]:
+    """Return the options that let every cell of CSV or TSV be text, "NA" and 12 too."""
+    import pandas as pd
+    from datasets import Features, Value
+
+    if len(suffixes) > 1:
+        raise UserError("give files of one kind, .csv or .tsv")
+    options = {"sep": "\t" if ".tsv" in suffixes else ",", "keep_default_na": False}
+    columns = pd.read_csv(files[0], nrows=0, **options).columns
+    features = Features({str(name): Value("string") for name in columns})
+    return {**options, "features": features}
+
+
 def _read_text(source: str, separator: str | None) -> list[str]:
     """Return the documents of a text file as they are, with their newlines."""
     try:
-        text = Path(source).read_bytes().decode()
+        with tempfile.TemporaryDirectory() as folder:
+            content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
+        if b"\0" in content[:4096] and not content.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError(
+                f"{source} is not text, as it has bytes of 0: give text, or"
+                f" {', '.join(_TABLES)}, also compressed ({', '.join(SUFFIXES)})"
+            )
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise UserError(
             f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
@@ -274,8 +347,7 @@ def _read_text(source: str, separator: str | None) -> list[str]:
         ) from error
     marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
     documents = text.split(marker) if marker else [text]
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    if not text.strip():
         raise UserError(f"{source} holds no text")
     return documents
 
@@ -369,4 +441,7 @@ def main(arguments: list[str]) -> None:
         raise
     facts = read_facts(options.output)
     counts = ", ".join(f"{count:,} {part}" for part, count in facts["tokens"].items())
+    documents = f"{facts['documents']:,} document{'s' * (facts['documents'] != 1)}"
+    left = f" ({table.empty:,} empty ones left out)" if getattr(table, "empty", 0) else ""
+    print(f"{documents} of {len(options.sources)} sources{left}")
     print(f"{options.output}: {counts} tokens; train on them with\n{command}")

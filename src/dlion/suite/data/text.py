@@ -3,12 +3,14 @@
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data.base import Batch, Text, to_device
+from dlion.suite.data.inputs import TextInput
 from dlion.values import Count
 
 # tests, installed packages, generated tables, and bundled programs
@@ -35,12 +37,24 @@ class TextData(Text):
         train_tokens, test_tokens: integers ``[T]``.
         vocabulary: number of different tokens.
         context: tokens a model sees at once.
+        tokenizer_at: the folder of the tokenizer, or ``bytes``; None: not known.
     """
 
     train_tokens: Tensor
     test_tokens: Tensor
     vocabulary: int
     context: int
+    tokenizer_at: str | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        from dlion.suite.data.tokens import load_tokenizer
+
+        return self.tokenizer_at and load_tokenizer(self.tokenizer_at, "dataset.path")
+
+    @property
+    def input(self) -> TextInput | None:
+        return TextInput(self.tokenizer, self.context) if self.tokenizer_at else None
 
     @property
     def train_size(self) -> int:
@@ -103,7 +117,9 @@ def stdlib_text(context: Count = 64, max_bytes: Count | None = None) -> TextData
             f"the standard library's files here hold fewer than dataset.context={context} bytes:"
             " give a smaller context or a larger dataset.max_bytes"
         )
-    return TextData(_tokens(train), _tokens(test), vocabulary=256, context=context)
+    return TextData(
+        _tokens(train), _tokens(test), vocabulary=256, context=context, tokenizer_at="bytes"
+    )
 
 
 def library_sources() -> tuple[list[bytes], list[bytes]]:

@@ -17,6 +17,7 @@ from dlion.values import Count, Folder
 FACTS = "tokens.json"
 PARTS = ("train", "val")
 DTYPES = ("uint16", "int32")
+TOKENIZER = "tokenizer"  # the folder of one of transformers, beside its tokens
 BYTES = "bytes"  # the name of the tokenizer that needs no files
 _COUNTS = ("vocabulary", "documents", "of", "held_out")
 _MOST_TOKENS = 2**22  # of a vocabulary; a model would fill the memory with more
@@ -32,6 +33,9 @@ class Bytes:
 
     def __call__(self, texts: list[str]) -> dict[str, list[np.ndarray]]:
         return {"input_ids": [np.frombuffer(text.encode(), np.uint8) for text in texts]}
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
@@ -83,7 +87,10 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
             )
         stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
         tensors.append(torch.from_numpy(stored))
-    return TextData(*tensors, vocabulary=facts["vocabulary"], context=context)
+    at = BYTES if facts["vocabulary"] == len(Bytes()) else str(folder / TOKENIZER)
+    if at != BYTES and not Path(at).is_dir():  # prepared by an earlier version
+        at = None
+    return TextData(*tensors, vocabulary=facts["vocabulary"], context=context, tokenizer_at=at)
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -112,6 +119,12 @@ def _are_valid(facts: Any) -> bool:
         and facts["dtype"] == dtype_of(facts["vocabulary"])
         and isinstance(facts["origin"], str)
     )
+
+
+def vocabulary_of(tokenizer: Any) -> int:
+    """Return one more than the largest token, which sparse numbers make more than there are."""
+    tokens = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
+    return max(len(tokenizer), *(1 + token for token in tokens), 0)
 
 
 def dtype_of(vocabulary: int) -> str:

@@ -19,6 +19,7 @@ from dlion.suite import data as datasets
 from dlion.suite import models
 from dlion.suite.config import instantiate
 from dlion.suite.data import Data, Images, Sharding
+from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import folder_with
 from dlion.suite.launch.environment import RankInfo, is_first
 from dlion.suite.launch.network import check_possible
@@ -28,7 +29,7 @@ from dlion.suite.record.loggers import check_logger
 from dlion.suite.settings import check as check_types
 from dlion.suite.training.agreement import VOTES
 from dlion.suite.training.job import Job
-from dlion.suite.training.weights import check_pretrained, check_weights
+from dlion.suite.training.weights import check_pretrained, check_weights, recorded_input
 from dlion.suite.units import parse_rate
 from dlion.workers import Workers
 
@@ -60,7 +61,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    data = load_data(config.dataset)
+    data = _for_its_model(load_data(config.dataset), config)
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -114,6 +115,17 @@ def load_data(dataset: DictConfig) -> Data:
     """
     with _one_line(f"dataset={dataset.name}"):
         return datasets.load(dataset)
+
+
+def _for_its_model(data: Data, config: DictConfig) -> Data:
+    """Return the data as the model of evaluate or init_from takes it."""
+    source = config.evaluate or config.init_from
+    made = recorded_input(source) if source is not None and isinstance(data, Images) else None
+    if not isinstance(data, Images) or not isinstance(made, PictureInput):
+        return data
+    if config.evaluate is not None and made.names and data.names:
+        data = data.numbered_as(made.names)
+    return data.like(made)
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
@@ -249,7 +261,7 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
     if isinstance(model, models.CausalLM) and path and Path(path).is_dir():
         check_pretrained(model, path)
     if config.init_from is not None:
-        check_weights(model, config.init_from)
+        check_weights(model, config.init_from, config.init_from_except)
     try:
         optimizer = instantiate(
             config.optimizer,

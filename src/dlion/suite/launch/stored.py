@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from dlion.errors import UserError
 from dlion.suite.record.runs import load_run
 from dlion.suite.settings import TRAITS
-from dlion.suite.training.weights import recorded_settings
+from dlion.suite.training.weights import recorded_input, recorded_settings
 
 _RECORDED = [name for name, traits in TRAITS.items() if traits.evaluated]
 _ALLOWED = [  # beside evaluate=RUN
@@ -39,6 +39,10 @@ def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:
     run = load_run(Path(config.evaluate).expanduser())
     recorded = recorded_settings(run, _RECORDED, given)
     recorded["device"] = run.summary.get("device")
+    if recorded.get("dataset", {}).get("image_size", 0) is None:  # other pictures may have another
+        recorded["dataset"]["image_size"] = getattr(
+            recorded_input(run.directory), "image_size", None
+        )
     settings = OmegaConf.create(OmegaConf.to_container(config) | recorded)
     for key in keys:
         OmegaConf.update(settings, key, OmegaConf.select(config, key))

@@ -2,6 +2,7 @@
 
 FOLDER then has model.safetensors, parameters and buffers by name, or what from_pretrained reads of
 a model of transformers, and config.yaml and summary.json, which say what the model is and how good.
+input.json says what the model's input is made by: mean and deviation, size, names of the classes.
 With --format state_dict it has model.pt instead, for torch.load and load_state_dict.
 """
 
@@ -12,8 +13,8 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.arguments import DEFAULT_RUNS, make_parser
-from dlion.suite.files import whole_file
-from dlion.suite.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, Run
+from dlion.suite.files import whole_file, write_atomically
+from dlion.suite.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, TOKENIZER, Run
 from dlion.suite.record.studies import find_runs
 
 FORMATS = ("safetensors", "state_dict")
@@ -41,6 +42,7 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
         files = weights if pretrained == run.directory else sorted(pretrained.iterdir())
         for file in filter(Path.is_file, files):
             _copy(file, folder / file.name)
+    _export_input(weights[0], folder)
     for name in (CONFIG, SUMMARY):
         if (run.directory / name).exists():
             _copy(run.directory / name, folder / Path(name).name)
@@ -55,6 +57,23 @@ def _weights(directory: Path) -> list[Path]:
             f"{directory} holds no {MODEL}: runs leave it at their end, so train this one again"
         )
     return found
+
+
+def _export_input(file: Path, folder: Path) -> None:
+    """Write what the model's input is made by: input.json, and the tokenizer's files."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as stored:
+            made = (stored.metadata() or {}).get("input")
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}): copy it again") from error
+    if made is not None:
+        write_atomically(folder / "input.json", made + "\n")
+    if (file.parent / TOKENIZER).is_dir():
+        (folder / TOKENIZER).mkdir(exist_ok=True)
+        for part in filter(Path.is_file, (file.parent / TOKENIZER).iterdir()):
+            _copy(part, folder / TOKENIZER / part.name)
 
 
 def _save_state_dict(weights: list[Path], file: Path) -> None:

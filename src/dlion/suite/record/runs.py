@@ -25,6 +25,7 @@ from dlion.suite.record.configs import read_yaml, resolve
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
 MODEL, PRETRAINED = "model.safetensors", "model"  # a file, or a folder of save_pretrained
+TOKENIZER = "tokenizer"  # the folder of a model's tokenizer, beside MODEL
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 

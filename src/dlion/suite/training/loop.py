@@ -63,7 +63,7 @@ class Trainer:
         torch.manual_seed(stream_seed(config.seed, "initialisation"))
         model = in_precision(models.build(config.model, job.data), config.precision, job.device)
         if config.init_from is not None:  # a checkpoint lacks what is frozen
-            load_weights(model, config.init_from)
+            load_weights(model, config.init_from, config.init_from_except)
         self.model = model.train()
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
         self.optimizer: DistributedOptimizer = instantiate(

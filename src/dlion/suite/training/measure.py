@@ -27,6 +27,8 @@ def measure(job: Job) -> float | None:
     # a mean rounds: this gives constants that are not saved the bits that the run measured with
     VirtualWorkers(model, job.workers, config.seed).load_mean_buffers(control)
     load_weights(model, config.evaluate)
+    if job.workers.rank == 0:
+        print(f"data: {job.data.describe()}", flush=True)
     watch = RunConsole(0, job.workers.rank == 0).watch
     results = evaluate(model, job.data, control, job.device, config.eval_limit, watch)
     if job.workers.rank == 0:

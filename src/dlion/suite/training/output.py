@@ -169,6 +169,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         "method": config.optimizer.name,
         "task": f"{config.model.name} on {config.dataset.name}, {job.steps} steps of {n} x"
         f" {config.batch_size} samples",
+        "data": job.data.describe(),
         "workers": _spread(job),
         "network": network,
         "parameters": f"{parameters:,}",

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,20 @@ from dlion.errors import TrainingFailed, UserError
 from dlion.suite import data as datasets
 from dlion.suite import models
 from dlion.suite.data import Data
+from dlion.suite.data.inputs import PictureInput, TextInput
+from dlion.suite.data.next_line import ByteTokenizer
+from dlion.suite.data.tokens import BYTES, Bytes, load_tokenizer
 from dlion.suite.files import whole_file, whole_folder
-from dlion.suite.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, Run, holds_run, load_run
+from dlion.suite.record.runs import (
+    CONFIG,
+    MODEL,
+    PRETRAINED,
+    SUMMARY,
+    TOKENIZER,
+    Run,
+    holds_run,
+    load_run,
+)
 from dlion.suite.settings import SPECIAL, with_present_names
 from dlion.suite.training.precision import in_precision
 
@@ -51,7 +64,7 @@ def save_model(model: nn.Module, data: Data, directory: Path) -> None:
         if isinstance(model, models.CausalLM):
             _save_folder(model.model, tensors, getattr(data, "tokenizer", None), directory)
         else:
-            _save_file(tensors, tied, models.shape_of(data), directory)
+            _save_file(tensors, tied, data, directory)
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
             f"the model could not be written ({error}): mend that, and the same command with"
@@ -67,6 +80,15 @@ def load_model(
     device: str = "cpu",
 ) -> nn.Module:
     """Return the model of a finished run, in evaluation mode and the run's precision.
+
+    ``model.input`` turns pictures or text into what the model was trained on, and knows the names
+    of the classes: :class:`dlion.suite.data.inputs.PictureInput` or ``TextInput``. It is None of
+    data of another kind and of runs of earlier versions; a model's own attribute ``input`` stays.
+    ::
+
+        model = dlion.load_model("outputs/pets")
+        logits = model(model.input("photo.jpg"))  # on the CPU
+        print(model.input.names[logits.argmax()])
 
     Args:
         run: the run's directory.
@@ -93,37 +115,80 @@ def load_model(
             check_weights(make(data), directory)  # before memory is taken for it
         model = make(data)
         load_weights(model, directory)
+    made = recorded_input(directory) or getattr(data, "input", None)
+    if not hasattr(model, "input"):
+        model.input = made
     return in_precision(model, settings.get("precision"), device).eval()
 
 
-def load_weights(model: nn.Module, source: str | Path) -> None:
+def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
+    """Return what makes the input of the model in a run, or in another source of weights.
+
+    None: it is not recorded, as in a run of an earlier version.
+    """
+    file, *_ = _files(source)
+    with _opened(file) as weights:
+        facts = (weights.metadata() or {}).get("input")
+    folder = file.parent
+    if facts is None:
+        if folder.name == PRETRAINED and (folder / "tokenizer_config.json").exists():
+            config = json.loads((folder / "config.json").read_text("utf-8"))
+            context = config.get("max_position_embeddings", config.get("n_positions", 1024))
+            return TextInput(load_tokenizer(str(folder), str(folder)), context)
+        return None
+    try:
+        found = json.loads(facts)
+        if "tokenizer" not in found:
+            return PictureInput(**found)
+        if found["tokenizer"] == BYTES:
+            return TextInput(Bytes(), int(found["context"]))
+        return TextInput(
+            load_tokenizer(str(folder / TOKENIZER), str(folder)), int(found["context"])
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged (its input): copy it again") from error
+
+
+def load_weights(model: nn.Module, source: str | Path, left: str | None = None) -> None:
     """Copy weights into a model, in the model's own precision.
 
     Args:
         model: all of its parameters and buffers are set.
         source: a run's directory, a file, or a folder that ``save_pretrained`` wrote.
+        left: a pattern of names (``head.*``) that stay as they are.
 
     Raises:
         UserError: if they are not those of such a model.
     """
-    check_weights(model, source)
+    check_weights(model, source, left)
     by_name = {name: tensor for names, tensor in _tensors(model) for name in names}
     for file in _files(source):
         with _opened(file) as weights, torch.no_grad():
             for name in weights.keys():  # noqa: SIM118 - not a dictionary
-                by_name[name].copy_(weights.get_tensor(name))
+                if not _is_left([name], left):
+                    by_name[name].copy_(weights.get_tensor(name))
 
 
-def check_weights(model: nn.Module, source: str | Path) -> None:
+def check_weights(model: nn.Module, source: str | Path, left: str | None = None) -> None:
     """Compare the names and shapes of weights with those of a model, which may be on meta.
+
+    ``left``: a pattern of names that are not compared.
 
     Raises:
         UserError: naming what is missing, unexpected, or of another shape.
     """
-    found = _stored(source)
+    stored_names = _stored(source)
+    found = {name: kind for name, kind in stored_names.items() if not _is_left([name], left)}
     missing, misshapen, mistyped = [], [], []
     unexpected = dict.fromkeys(found)
-    for names, tensor in _tensors(model):
+    compared = [(names, tensor) for names, tensor in _tensors(model) if not _is_left(names, left)]
+    if left is not None and len(compared) == len(_tensors(model)):
+        heads = sorted({f"{name.rpartition('.')[0]}.*" for name in stored_names})
+        raise UserError(
+            f"init_from_except={left} is the name of no weights of the model: type one such as"
+            f" {_several(heads[::-1])}"
+        )
+    for names, tensor in compared:
         stored = next((name for name in names if name in found), None)
         if stored is None:
             missing.append(names[0])
@@ -141,7 +206,22 @@ def check_weights(model: nn.Module, source: str | Path) -> None:
         raise UserError(
             f"{source} holds the weights of another model ({'; '.join(lists)}): give weights of"
             " this model, or the settings of the model and the data set that they are of"
+            f"{_other_head(misshapen, complaints)}"
         )
+
+
+def _is_left(names: Iterable[str], pattern: str | None) -> bool:
+    """Whether one of a tensor's names fits a pattern."""
+    return pattern is not None and any(fnmatchcase(name, pattern) for name in names)
+
+
+def _other_head(misshapen: list[str], complaints: dict[str, Any]) -> str:
+    """Return what to type where all that does not fit is one module of another shape."""
+    modules = {entry.split(" ")[0].rpartition(".")[0] for entry in misshapen}
+    others = any(found for what, found in complaints.items() if what != "of another shape")
+    if others or len(modules) != 1:
+        return ""
+    return f"; init_from_except={modules.pop()}.* leaves that part out of init_from"
 
 
 def check_pretrained(model: models.CausalLM, folder: str | Path) -> None:
@@ -265,10 +345,19 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _save_file(
-    tensors: dict[str, Tensor], tied: dict[str, str], shape: models.Shape | None, directory: Path
+    tensors: dict[str, Tensor], tied: dict[str, str], data: Data, directory: Path
 ) -> None:
+    shape, made = models.shape_of(data), getattr(data, "input", None)
     metadata = {"format": "pt", "settings": CONFIG, "data": json.dumps(shape and asdict(shape))}
     metadata["tied"] = json.dumps(tied)
+    if isinstance(made, PictureInput):
+        metadata["input"] = json.dumps(asdict(made))
+    elif isinstance(made, TextInput) and isinstance(made.tokenizer, Bytes | ByteTokenizer):
+        metadata["input"] = json.dumps({"tokenizer": BYTES, "context": made.context})
+    elif isinstance(made, TextInput) and hasattr(made.tokenizer, "save_pretrained"):
+        with whole_folder(directory / TOKENIZER) as part:
+            made.tokenizer.save_pretrained(part)
+        metadata["input"] = json.dumps({"tokenizer": TOKENIZER, "context": made.context})
     with whole_file(directory / MODEL) as part:
         save_file(tensors, part, metadata)
 
