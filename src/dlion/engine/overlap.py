@@ -141,7 +141,7 @@ class Overlap:
         """Refuse gradients and hyperparameters that were changed after messages had left."""
         for bucket in self._buckets[: self.sent]:
             here = self._passes[bucket]
-            if bucket.flight.rates != hyperparameters(bucket.group):
+            if bucket.flight.rates != hyperparameters(bucket.distinct_groups):
                 raise RuntimeError(
                     "the learning rate or another hyperparameter was changed between backward() and"
                     " step(), when messages had left: set it before backward(), or create the"

@@ -126,16 +126,21 @@ class GMuon(MeanGradientOptimizer):
         return asked is True or not re.search(self.adamw_names or EMBEDDINGS_AND_HEADS, name)
 
     def state_names(self, bucket: Bucket) -> StateNames:
-        return MatrixState if bucket.group["use_muon"] else self
+        return MatrixState if bucket.groups[0]["use_muon"] else self
+
+    @staticmethod
+    def kind(group: dict[str, Any]) -> bool:
+        return group["use_muon"]
 
     def update(self, bucket: Bucket) -> None:
-        mean, group = bucket.exchange.decode(), bucket.group
-        if not group["use_muon"]:
+        mean = bucket.exchange.decode()
+        if not self.kind(bucket.groups[0]):
             adamw_descent(bucket, mean)
             return
-        lr, mu, momenta = group["lr"], group["momentum"], bucket.shared["momentum_buffer"]
+        momenta = bucket.shared["momentum_buffer"]
         with wide(bucket.params) as params:
-            for slot in bucket.slots:
+            for slot, group in zip(bucket.slots, bucket.groups, strict=True):
+                lr, mu = group["lr"], group["momentum"]
                 x, m, g = (slot.view(flat) for flat in (params, momenta, mean))
                 m.lerp_(g, 1 - mu)
                 direction = orthogonalise(

@@ -13,9 +13,15 @@ from dlion.engine.bucket import Bucket
 
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
-    group, buffer = bucket.group, bucket.shared["momentum_buffer"]
-    rates = group["momentum"], group["lr"], group["weight_decay"]
-    kernels.momentum_descent(bucket.params, buffer, answer, *rates)
+    buffer = bucket.shared["momentum_buffer"]
+    for run in bucket.runs("momentum", "lr", "weight_decay"):
+        kernels.momentum_descent(*run.of(bucket.params, buffer, answer), *run.values)
+
+
+def descent(bucket: Bucket, answer: Tensor) -> None:
+    """``x <- (1 - lr wd) x - lr a``: SGD."""
+    for run in bucket.runs("lr", "weight_decay"):
+        kernels.descend(bucket.params[run.part], answer[run.part], *run.values)
 
 
 def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float) -> None:
@@ -26,8 +32,14 @@ def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: flo
 
 def sign_descent(bucket: Bucket) -> None:
     """``x <- (1 - lr wd) x - lr D`` with the signs D of an answer of one bit."""
-    group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
-    kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
+    words, runs = bucket.exchange.answer.view(torch.int64), bucket.runs("lr", "weight_decay")
+    if len(runs) == 1:
+        kernels.apply_signs(bucket.params, words, *runs[0].values)
+        return
+    words = words.reshape(1, -1)  # slices are whole words, and so are what starts of parameters cut
+    for run in runs:
+        start, stop = (None if at is None else at // 64 for at in (run.part.start, run.part.stop))
+        kernels.apply_signs(bucket.params[run.part], words[:, start:stop], *run.values)
 
 
 def adamw(
@@ -55,16 +67,11 @@ def adamw(
 
 def adamw_descent(bucket: Bucket, answer: Tensor) -> None:
     """:func:`adamw` on an answer, with the steps of each parameter."""
-    group, state = bucket.group, bucket.shared
-    for count, span in bucket.count("step"):
-        adamw(
-            bucket.params[span],
-            state["exp_avg"][span],
-            state["exp_avg_sq"][span],
-            answer[span],
-            count,
-            **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-        )
+    vectors = bucket.params, bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"], answer
+    for count, slots in bucket.count("step"):
+        for run in bucket.runs("lr", "betas", "eps", "weight_decay", within=slots):
+            x, m, v, a = run.of(*vectors)
+            adamw(x, m, v, a, count, *run.values)
 
 
 @contextmanager

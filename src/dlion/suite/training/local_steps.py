@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from dlion.engine.bucket import Bucket
-from dlion.engine.layout import by_kind
+from dlion.engine.layout import Member, by_kind
 from dlion.methods.inner import INNER
 from dlion.workers import Workers
 
@@ -115,11 +115,13 @@ class InnerSteps:
         self.steps, self.lr = steps, lr
         self._inner = INNER[optimizer]()
         group = {"lr": lr, "betas": tuple(betas), "weight_decay": 0.0}
-        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        members = [
+            Member(p, name, group) for name, p in model.named_parameters() if p.requires_grad
+        ]
         self._buckets: list[Bucket] = []  # their params are what all share, not the model's
         self._moved: set[nn.Parameter] = set()
-        for index, tensors in enumerate(by_kind(names)):
-            bucket = Bucket(index, tensors, [names[tensor] for tensor in tensors], group)
+        for index, kind in enumerate(by_kind(members)):
+            bucket = Bucket(index, kind)
             state, counters = self._inner.own_state, self._inner.own_counters
             bucket.allocate_own(state, counters, workers.local, bucket.numel)
             path = torch.zeros(1, bucket.numel, device=bucket.device)
