@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlion import kernels
 from dlion.methods import DGC, METHODS, DiLoCo, DistributedOptimizer, DLion, GAdamW, GLion, GMuon
 from dlion.workers import Workers
 from tests.methods import ALL, IDS
@@ -158,6 +159,20 @@ def test_a_norm_is_clipped_over_all_groups():
     one = DGC(params, clip_norm=0.5)
     many = DGC([{"params": [param]} for param in others], clip_norm=0.5)
     assert torch.equal(train(one, params, 0, 3), train(many, others, 0, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_signs_are_applied_by_run_as_run_by_run(dtype):
+    draw = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (2, 5), generator=draw)
+    params = torch.randn(640, generator=draw).to(dtype)
+    edges, rates = [0, 64, 448, 640], [(0.1, 0.5), (0.2, 0.0), (0.3, 1.0)]
+    expected, flat = params.clone(), words.view(1, -1)
+    for start, stop, run in zip(edges, edges[1:], rates, strict=False):
+        part = flat[:, start // 64 : stop // 64]
+        kernels.apply_signs(expected[start:stop], part, *run)
+    kernels.apply_signs_by_run(params, words, edges, rates)
+    assert torch.equal(params, expected)
 
 
 def test_inner_optimizers_have_the_groups():

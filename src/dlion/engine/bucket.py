@@ -47,6 +47,10 @@ class Run(NamedTuple):
         return tuple(flat[self.part] for flat in flats)
 
 
+def _values(group: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple([group[name] for name in names])  # a list is filled faster than by a generator
+
+
 class StateNames(Protocol):
     """What a method calls its state."""
 
@@ -176,12 +180,11 @@ class Bucket:
         if within != slice(None):
             (start, stop), (slot, *_) = (within.start, within.stop), self.slots[within]
             assert stop == start + 1
-            values = tuple(self.groups[start][name] for name in names)
+            values = _values(self.groups[start], names)
             return [Run(values, slice(slot.start, slot.stop), within)]
         found: list[tuple[int, tuple[Any, ...]]] = []
         for index in self.edges:
-            group = self.groups[index]
-            values = tuple(group[name] for name in names)
+            values = _values(self.groups[index], names)
             if not found or values != found[-1][1]:
                 found.append((index, values))
         if len(found) == 1:

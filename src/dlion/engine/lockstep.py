@@ -93,10 +93,10 @@ def _gather(values: Tensor, workers: Workers) -> Tensor:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    texts = (
-        sorted(kv for kv in plain_values(group).items() if kv[0] != "steps") for group in groups
-    )
-    return "".join(map(repr, texts))
+    plain = [plain_values(group) for group in groups]
+    for values in plain:
+        values.pop("steps", None)
+    return repr([sorted(values.items()) for values in plain])
 
 
 def checksum(rates: str, trained: int) -> int:

@@ -129,10 +129,12 @@ class SignedDescent(DistributedOptimizer):
         return majority if step % 2 == 0 else not majority
 
     def update(self, bucket: Bucket) -> None:
-        params, exchange, runs = bucket.params, bucket.exchange, bucket.runs("lr", "weight_decay")
+        params, exchange = bucket.params, bucket.exchange
         if isinstance(exchange.down, Sign):
             sign_descent(bucket)
-        elif len(runs) > 1:
+            return
+        runs = bucket.runs("lr", "weight_decay")
+        if len(runs) > 1:
             descent(bucket, exchange.decode())
         elif isinstance(exchange.down, Ternary):
             kernels.apply_trits(params, exchange.answer, exchange.slice, *runs[0].values)

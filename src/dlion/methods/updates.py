@@ -36,10 +36,8 @@ def sign_descent(bucket: Bucket) -> None:
     if len(runs) == 1:
         kernels.apply_signs(bucket.params, words, *runs[0].values)
         return
-    words = words.reshape(1, -1)  # slices are whole words, and so are what starts of parameters cut
-    for run in runs:
-        start, stop = (None if at is None else at // 64 for at in (run.part.start, run.part.stop))
-        kernels.apply_signs(bucket.params[run.part], words[:, start:stop], *run.values)
+    edges = [*(run.part.start for run in runs), len(bucket.params)]
+    kernels.apply_signs_by_run(bucket.params, words, edges, [run.values for run in runs])
 
 
 def adamw(
