@@ -1,7 +1,7 @@
 """Parameters as one long vector, with all that belongs to them during a step."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.layout import Slot, lay_out
+from dlion.engine.layout import Member, Slot, lay_out
 from dlion.engine.lockstep import check_in_step, checksum, hyperparameters
 from dlion.engine.shards import local_part
 from dlion.exchange import Buffers, Exchange, Stages
@@ -27,6 +27,28 @@ class Piece(NamedTuple):
     start: int
     stop: int
     view: Tensor
+
+
+class Run(NamedTuple):
+    """Parameters side by side whose groups agree in some hyperparameters.
+
+    Attributes:
+        values: of the hyperparameters.
+        part: their elements in a flat buffer.
+        slots: which of the bucket's slots they are.
+    """
+
+    values: tuple[Any, ...]
+    part: slice
+    slots: slice
+
+    def of(self, *flats: Tensor) -> Any:
+        """Return these parameters' part of flat buffers, as views."""
+        return tuple(flat[self.part] for flat in flats)
+
+
+def _values(group: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple([group[name] for name in names])  # a list is filled faster than by a generator
 
 
 class StateNames(Protocol):
@@ -58,7 +80,7 @@ class InFlight:
 
 
 class Bucket:
-    """Parameters of one group, dtype and device, laid out one after the other.
+    """Parameters of one dtype and device, laid out one after the other.
 
     Parameters become views into ``params``, so that an update is a few operations on one long
     vector; those that FSDP2 has sharded stay where they are, and ``params`` is a copy of the shards
@@ -67,7 +89,9 @@ class Bucket:
 
     Attributes:
         index: its number among the buckets of the optimizer.
-        group: the optimizer's parameter group; hyperparameters are read from it at every step.
+        groups: the optimizer's parameter group of each parameter; hyperparameters are read from
+            them at every step, see :meth:`runs`.
+        edges: the slots at which the parameters of another group begin, 0 among them.
         slots: the parameters and where they are.
         numel: elements, gaps included.
         exchange: carries the messages about these parameters and holds the answer.
@@ -84,17 +108,17 @@ class Bucket:
     run_led: Callable[["Bucket"], None] | None = None
     exchange: Any  # the kind that the method made
 
-    def __init__(
-        self, index: int, tensors: list[torch.nn.Parameter], names: list[str], group: dict[str, Any]
-    ):
-        self.index, self.group = index, group
-        self.device, self.dtype = tensors[0].device, tensors[0].dtype
-        self.sharded = isinstance(tensors[0], DTensor)
-        self.slots, self.numel = lay_out(tensors, names)
+    def __init__(self, index: int, members: Sequence[Member]):
+        self.index, first = index, members[0].tensor
+        self.device, self.dtype = first.device, first.dtype
+        self.sharded = isinstance(first, DTensor)
+        self.slots, self.numel = lay_out(members)
+        self.regroup(member.group for member in members)
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
-        self.header = Header(len(tensors))
+        self.header = Header(len(members))
         self.flight = InFlight()
         self.published: list[tuple[Tensor, str, Tensor]] = []
+        self._places = {(None, None): self.places}
         self._pieces: dict[int, list[Piece]] = {}
         self._row: Tensor | None = None
 
@@ -136,10 +160,61 @@ class Bucket:
         new[..., : self.numel] = flat[..., : self.numel]
         return new
 
+    def regroup(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Read hyperparameters from these groups, one for each parameter."""
+        self.groups = list(groups)
+        pairs = enumerate(itertools.pairwise(self.groups), 1)
+        self.edges = [0, *(index for index, (one, two) in pairs if one is not two)]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group, where all parameters are of one: see :meth:`runs`."""
+        if len(self.edges) > 1:
+            raise RuntimeError(
+                "the parameters of this bucket are of several groups: read hyperparameters from"
+                " bucket.runs(), as dlion.methods.updates does"
+            )
+        return self.groups[0]
+
+    @property
+    def distinct_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, each once where its parameters lie side by side."""
+        return [self.groups[index] for index in self.edges]
+
     @property
     def step(self) -> int:
-        """The number of steps that its parameter group has taken."""
-        return self.group["steps"]
+        """The number of steps that its parameter groups have taken, equally many."""
+        return self.groups[0]["steps"]
+
+    def runs(self, *names: str, within: slice = slice(None)) -> list[Run]:
+        """Return parameters side by side whose groups agree in hyperparameters of these names.
+
+        Together the runs are all of the bucket, padding included. An update loops over them::
+
+            for run in bucket.runs("lr", "weight_decay"):
+                kernels.descend(bucket.params[run.part], answer[run.part], *run.values)
+
+        Args:
+            within: slots; only what is of these.
+        """
+        if within != slice(None):
+            (start, stop), (slot, *_) = (within.start, within.stop), self.slots[within]
+            assert stop == start + 1
+            values = _values(self.groups[start], names)
+            return [Run(values, slice(slot.start, slot.stop), within)]
+        found: list[tuple[int, tuple[Any, ...]]] = []
+        for index in self.edges:
+            values = _values(self.groups[index], names)
+            if not found or values != found[-1][1]:
+                found.append((index, values))
+        if len(found) == 1:
+            return [Run(found[0][1], within, within)]
+        runs, stop, end = [], None, None
+        for index, values in reversed(found):
+            start = self.slots[index].start
+            runs.append(Run(values, slice(start, end), slice(index, stop)))
+            stop, end = index, start
+        return runs[::-1]
 
     @property
     def names(self) -> list[str]:
@@ -219,7 +294,14 @@ class Bucket:
     @property
     def grads(self) -> Gradients:
         """The latest gradients, where autograd has left them."""
-        return Gradients([slot.gradient() for slot in self.slots], self.places)
+        return self.grads_of(slice(None))
+
+    def grads_of(self, slots: slice) -> Gradients:
+        """Return the latest gradients of some parameters, as :attr:`grads`."""
+        key = slots.start, slots.stop
+        if key not in self._places:
+            self._places[key] = Places(self.places.spans[slots])
+        return Gradients([slot.gradient() for slot in self.slots[slots]], self._places[key])
 
     def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
@@ -261,7 +343,7 @@ class Bucket:
     def count(self, name: str) -> list[tuple[int, slice]]:
         """Count a step for every parameter that some worker has a gradient for.
 
-        Returns the counts, each with the elements that it holds for; absent parameters are left
+        Returns the counts, each with the slots that it holds for; absent parameters are left
         out where counts differ.
         """
         return self._count(self.counters[name], self.flight.present)
@@ -277,8 +359,8 @@ class Bucket:
         if len(counts) <= 1:
             return [(int(count), slice(None)) for count in counts]
         return [
-            (int(count), slice(slot.start, slot.stop))
-            for slot, count, here in zip(self.slots, counter.tolist(), present, strict=True)
+            (int(count), slice(index, index + 1))
+            for index, (count, here) in enumerate(zip(counter.tolist(), present, strict=True))
             if here
         ]
 
@@ -295,7 +377,7 @@ class Bucket:
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
-        self.flight.rates = hyperparameters(self.group)
+        self.flight.rates = hyperparameters(self.distinct_groups)
         check, slow = checksum(self.flight.rates, trained), self.exchange.channel.slow
         return self.header.encode(self.step, check, present, flag, slow)
 
@@ -325,7 +407,7 @@ class Bucket:
         """Compare what senders, a ``kind`` of such numbers, say of themselves."""
         if headers.agree:
             return
-        check_in_step(headers, senders, kind, self.names, self.step, self.group)
+        check_in_step(headers, senders, kind, self.names, self.step, self.groups)
 
     def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""

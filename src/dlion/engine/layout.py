@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,14 +72,22 @@ class Slot(NamedTuple):
         return self._replace(start=0, stop=alone.numel()).view(alone)
 
 
-def lay_out(tensors: Iterable[torch.nn.Parameter], names: Iterable[str]) -> tuple[list[Slot], int]:
+class Member(NamedTuple):
+    """A parameter, its name (``""`` where unnamed), and the parameter group that it is in."""
+
+    tensor: torch.nn.Parameter
+    name: str
+    group: dict[str, Any]
+
+
+def lay_out(members: Iterable[Member]) -> tuple[list[Slot], int]:
     """Lay parameters out one after the other, from multiples of 64 on.
 
     Returns their slots, and the elements of all, gaps included.
     """
     slots: list[Slot] = []
     start = 0
-    for tensor, name in zip(tensors, names, strict=True):
+    for tensor, name, _ in members:
         here = local_part(tensor)
         slots.append(Slot(tensor, name, here.shape, start, start + here.numel(), _order(here)))
         start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
@@ -94,28 +102,47 @@ def _order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
-def by_kind(tensors: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Return parameters of one dtype and device together, without those that have no elements."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for tensor in tensors:
+def by_kind(
+    members: Iterable[Member], kind: Callable[[dict[str, Any]], Hashable] = lambda group: None
+) -> list[list[Member]]:
+    """Return members that may share a bucket together, without those that have no elements.
+
+    They have one dtype and device, and groups of one ``kind`` that have taken as many steps.
+    """
+    kinds: dict[Hashable, list[Member]] = {}
+    for member in members:
+        tensor, group = member.tensor, member.group
         if local_part(tensor).numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            same = (tensor.dtype, tensor.device, group.get("steps"), kind(group))
+            kinds.setdefault(same, []).append(member)
     return [*kinds.values()]
 
 
-def cut(
-    tensors: list[torch.nn.Parameter], bucket_cap_mb: float | None
-) -> list[list[torch.nn.Parameter]]:
-    """Parameters by bucket, in the order in which a backward pass is done with them.
+def cut(members: list[Member], bucket_cap_mb: float | None) -> list[list[Member]]:
+    """Members by bucket, in the order in which a backward pass is done with them.
+
+    Of several groups one often has the vectors of all layers, which do not decay. As these are
+    ready last, they go last, unless that makes more buckets.
+    """
+    if bucket_cap_mb is None:
+        return [members]
+    backward = members[::-1]
+    parts = _cut(backward, bucket_cap_mb)
+    if any(member.group is not members[0].group for member in members):
+        backward.sort(key=lambda member: member.tensor.dim() < 2)
+        parts = min(_cut(backward, bucket_cap_mb), parts, key=len)
+    return parts
+
+
+def _cut(rest: list[Member], bucket_cap_mb: float) -> list[list[Member]]:
+    """Cut members into buckets in their order.
 
     The first bucket is a quarter as large, so that messages start early, and each at most half of
     what is left, so that little is left to send when the backward pass is over.
     """
-    if bucket_cap_mb is None:
-        return [tensors]
-    cap, parts, rest = bucket_cap_mb * 1e6, [], tensors[::-1]
+    cap, parts = bucket_cap_mb * 1e6, []
     while rest:
-        sizes = [4 * local_part(tensor).numel() for tensor in rest]
+        sizes = [4 * local_part(member.tensor).numel() for member in rest]
         room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
         count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
         parts.append(rest[:count])
@@ -123,48 +150,56 @@ def cut(
     return parts
 
 
-Part = tuple[list[torch.nn.Parameter], list[str], dict[str, Any]]  # of a bucket, names, its group
-
-
 class Members:
     """The parameters of an optimizer: those in buckets, and frozen ones, which are in none.
 
     Args:
         bucket_cap_mb: as for :func:`cut`.
+        kind: of a group; those of unlike kinds share no bucket.
     """
 
-    def __init__(self, bucket_cap_mb: float | None) -> None:
-        self._cap = bucket_cap_mb
+    def __init__(
+        self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable]
+    ) -> None:
+        self._cap, self._kind = bucket_cap_mb, kind
         self._frozen: list[Tensor] = []
         self._in_buckets = 0
         self._sizes: list[int] = []
         self._all: list[Tensor] = []
 
-    def add(self, group: dict[str, Any]) -> Iterator[Part]:
-        """Yield the trained parameters of a new group, those of each bucket by themselves."""
-        trained = [tensor for tensor in group["params"] if tensor.requires_grad]
-        yield from self._parts(group, trained)
-        self._in_buckets += sum(local_part(tensor).numel() > 0 for tensor in trained)
-        self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
-        self._sizes.append(len(group["params"]))
-        self._all += group["params"]
+    def add(self, group: dict[str, Any]) -> None:
+        """Take note of a new group."""
+        params = group["params"]
+        self._in_buckets += sum(p.requires_grad and local_part(p).numel() > 0 for p in params)
+        self._frozen = self._frozen + [tensor for tensor in params if not tensor.requires_grad]
+        self._sizes = [*self._sizes, len(params)]
+        self._all = self._all + params
 
-    def unfrozen(self, groups: list[dict[str, Any]]) -> Iterator[Part]:
-        """Yield parameters that were unfrozen since the last step, as :meth:`add`."""
+    def buckets(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
+        """Return the trained parameters of some groups, those of each bucket by themselves."""
+        frozen = set(map(id, self._frozen))
+        return self._lay_out(groups, lambda tensor: id(tensor) not in frozen)
+
+    def unfrozen(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
+        """Return parameters that were unfrozen since the last step, as :meth:`buckets`."""
         if not any(tensor.requires_grad for tensor in self._frozen):
-            return
+            return []
         here = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
         self._frozen = [tensor for tensor in self._frozen if id(tensor) not in here]
-        for group in groups:
-            tensors = [tensor for tensor in group["params"] if id(tensor) in here]
-            self._in_buckets += sum(local_part(tensor).numel() > 0 for tensor in tensors)
-            yield from self._parts(group, tensors)
+        buckets = self._lay_out(groups, lambda tensor: id(tensor) in here)
+        self._in_buckets += sum(map(len, buckets))
+        return buckets
 
-    def _parts(self, group: dict[str, Any], tensors: list[torch.nn.Parameter]) -> Iterator[Part]:
-        named = dict(zip(group["params"], group.get("param_names") or [], strict=False))
-        for kind in by_kind(tensors):
-            for part in cut(kind, self._cap):
-                yield part, [named.get(tensor, "") for tensor in part], group
+    def _lay_out(
+        self, groups: list[dict[str, Any]], included: Callable[[Tensor], bool]
+    ) -> list[list[Member]]:
+        members = []
+        for group in groups:
+            names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
+            found = zip(group["params"], names, strict=False)
+            members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
+        kinds = by_kind(members, self._kind)
+        return [part for kind in kinds for part in cut(kind, self._cap)]
 
     @property
     def trained(self) -> int:

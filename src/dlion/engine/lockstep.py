@@ -91,9 +91,12 @@ def _gather(values: Tensor, workers: Workers) -> Tensor:
     return Channel(replace(workers, local=1).with_cpu_group()).gather(values[None])
 
 
-def hyperparameters(group: dict[str, Any]) -> str:
-    """Return the hyperparameters of a group as text, equal where they are equal."""
-    return repr(sorted(item for item in plain_values(group).items() if item[0] != "steps"))
+def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
+    """Return the hyperparameters of groups as text, equal where they are equal."""
+    plain = [plain_values(group) for group in groups]
+    for values in plain:
+        values.pop("steps", None)
+    return repr([sorted(values.items()) for values in plain])
 
 
 def checksum(rates: str, trained: int) -> int:
@@ -107,7 +110,7 @@ def check_in_step(
     kind: str,
     names: Sequence[str],
     step: int,
-    group: dict[str, Any],
+    groups: Sequence[dict[str, Any]],
 ) -> None:
     """Compare all senders, a ``kind`` of such numbers, with the first.
 
@@ -115,7 +118,7 @@ def check_in_step(
         headers: those of the senders.
         names: of the parameters that the messages are about.
         step: of this process.
-        group: the parameter group here, for the message.
+        groups: of the parameters here, for the message.
 
     Raises:
         TrainingFailed: if one has a gradient that is not finite, is in another step, or has other
@@ -133,9 +136,10 @@ def check_in_step(
                 " often"
             )
         if their_checksum != first[2]:
+            rates = ", ".join(map(str, dict.fromkeys(group["lr"] for group in groups)))
             raise TrainingFailed(
                 f"in step {first[1] + 1} {kind} {sender} has other hyperparameters or frozen"
-                f" parameters than {kind} {first[0]} (here: lr={group['lr']}): all processes must"
+                f" parameters than {kind} {first[0]} (here: lr={rates}): all processes must"
                 " set the same, and call step() of the optimizer and of its schedules equally often"
             )
 

@@ -4,7 +4,7 @@ import copy
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from dlion.engine import nonfinite, saving, worker_files
 from dlion.engine.bucket import Bucket, InFlight, StateNames
 from dlion.engine.checks import check_bare, check_hyperparameters, check_parameters, checked
 from dlion.engine.elastic import Elastic, check_dealt
-from dlion.engine.layout import Members
+from dlion.engine.layout import Member, Members
 from dlion.engine.lockstep import check_alike, check_spread, facts_about, plain_values
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap, Work
@@ -64,6 +64,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     stays one). Gradient accumulation, parameter groups, LR schedulers, autocast and ``state_dict``
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
+
+    Parameter groups that are given here share buckets, so a group for each layer costs no more
+    exchanges than one for all; rates may differ and change. A group that is added later, and what
+    is unfrozen later, has buckets of its own.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
@@ -124,8 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             fit on the GPU.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
-            one bucket a group. ``auto``: 5, and in proportion to n beyond 8 workers, so that a
-            slice, and what a message about it costs, stays as large.
+            one bucket, of all groups. ``auto``: 5, and in proportion to n beyond 8 workers, so that
+            a slice, and what a message about it costs, stays as large.
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
             raises TrainingFailed on all workers before the parameters of that bucket are updated
             (state may hold the gradient by then: resume from a checkpoint only); ``skip`` treats it
@@ -212,7 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self._members = Members(bucket_cap_mb)
+        self._members = Members(bucket_cap_mb, self.kind)
         self._overlap = None
         if overlap:
             self._overlap = Overlap(self.buckets, self._encode_last, self._is_last_pass)
@@ -226,6 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(params, {**self._hyperparameters})
         self._constructed = True
         self.register_state_dict_post_hook(_put_state)
+        self._add_buckets(self.param_groups)
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
         if manager is not None:
@@ -275,6 +280,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Return what the state of a bucket's parameters is called."""
         return self
 
+    @staticmethod
+    def kind(group: dict[str, Any]) -> Hashable:
+        """Return what parameter groups have to have in common to share buckets."""
+
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
 
@@ -293,7 +302,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _rehearse(self) -> None:
         """Take a step with a parameter of its own, for :meth:`prepare`."""
         values = torch.nn.Parameter(torch.zeros(8, 8))
-        bucket = Bucket(0, [values], [""], self.param_groups[0])
+        bucket = Bucket(0, [Member(values, "", self.param_groups[0])])
         bucket.allocate(self.make_exchange(bucket), self)
         for local in range(self.workers.local):
             self.encode(bucket, local)
@@ -318,15 +327,17 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._in_step:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first = self.param_groups[-1], len(self.buckets)
+        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self._members)
         try:
             check_hyperparameters(type(self), group)
             check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
-            for part in self._members.add(group):
-                self._add_bucket(*part)
+            self._members.add(group)
+            if self._constructed:  # before, groups are waited for that may share buckets
+                self._add_buckets([group])
         except Exception:
             self.param_groups.pop()
+            self._members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
             del self.buckets[first:]
@@ -334,10 +345,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._constructed:
             self._hand_out([group], self.buckets[first:])
 
-    def _add_bucket(
-        self, tensors: list[torch.nn.Parameter], names: list[str], group: dict[str, Any]
-    ) -> None:
-        bucket = Bucket(len(self.buckets), tensors, names, group)
+    def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
+        """Make buckets for the trained parameters of groups."""
+        for members in self._members.buckets(groups):
+            self._add_bucket(members)
+
+    def _add_bucket(self, members: list[Member]) -> None:
+        bucket = Bucket(len(self.buckets), members)
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
@@ -351,8 +365,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _include_unfrozen(self) -> None:
         """Make buckets for parameters that were unfrozen since the last step."""
-        for part in self._members.unfrozen(self.param_groups):
-            self._add_bucket(*part)
+        for members in self._members.unfrozen(self.param_groups):
+            self._add_bucket(members)
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""

@@ -148,7 +148,7 @@ class Overlap:
         self._written = False
         for bucket in self._buckets[: self.sent]:
             here = self._passes[bucket]
-            if bucket.flight.rates != hyperparameters(bucket.group):
+            if bucket.flight.rates != hyperparameters(bucket.distinct_groups):
                 raise RuntimeError(
                     "the learning rate or another hyperparameter was changed between backward() and"
                     " step(), when messages had left: set it before backward(), or create the"

@@ -307,8 +307,8 @@ def check_state(
         differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
         if all(name.startswith(EXCHANGE) for name in differ):
             raise ValueError(
-                "the saved state of the exchanges does not fit: load it with the bucket_cap_mb,"
-                " ties and shards that it was saved with"
+                "the saved state of the exchanges does not fit: load it with the groups,"
+                " bucket_cap_mb, ties and shards that it was saved with"
             )
         raise ValueError(
             f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"

@@ -16,10 +16,12 @@ of longer rows, in which a header follows: only the words of a plane must lie si
 """
 
 import importlib.util
+import itertools
 import os
 import shutil
 import sysconfig
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +42,7 @@ __all__ = [
     "add_entries",
     "apply_levels",
     "apply_signs",
+    "apply_signs_by_run",
     "apply_trits",
     "choose",
     "compare_sum",
@@ -288,6 +291,24 @@ def ternarise(values: Tensor, scales: Tensor, coins: Tensor) -> Tensor:
 def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:
     """Decode votes ``[n, words]`` and :func:`descend` on ``[m]`` parameters, in one pass."""
     choose(params, length=params.numel()).apply_signs(params, answers, lr, weight_decay)
+
+
+def apply_signs_by_run(
+    params: Tensor, answers: Tensor, edges: Sequence[int], rates: Sequence[tuple[float, float]]
+) -> None:
+    """:func:`apply_signs` with other rates from place to place.
+
+    Args:
+        edges: where each run of parameters begins, and the last ends, multiples of 64.
+        rates: of each run, the learning rate and the weight decay.
+    """
+    module = choose(params, length=params.numel())
+    if hasattr(module, "apply_signs_by_run"):
+        module.apply_signs_by_run(params, answers, edges, rates)
+        return
+    answers = answers.reshape(1, -1)
+    for (start, stop), run in zip(itertools.pairwise(edges), rates, strict=True):
+        module.apply_signs(params[start:stop], answers[:, start // 64 : stop // 64], *run)
 
 
 def apply_levels(

@@ -132,6 +132,11 @@ def apply_signs(params, answers, lr, weight_decay):
     _spread(_apply_signs, args, len(params))
 
 
+def apply_signs_by_run(params, answers, edges, rates):
+    args = (_array(params), _array(answers), np.array(edges), np.array(rates, np.float64))
+    _spread(_apply_signs_by_run, args, len(params))
+
+
 def apply_levels(params, answers, largest, lr, weight_decay):
     args = (_array(params), _array(answers), largest, float(lr), float(weight_decay))
     _spread(_apply_levels, args, len(params))
@@ -584,6 +589,14 @@ def _apply_signs(params, answers, lr, weight_decay, start, stop):
             for j in range(32):
                 change = rate if bits >> np.uint32(j) & _ONE else -rate
                 x[j] = _as(x, _float(x[j]) * decay + change)
+
+
+@_compile
+def _apply_signs_by_run(params, answers, edges, rates, start, stop):
+    for run in range(len(rates)):
+        first, last = max(start, edges[run]), min(stop, edges[run + 1])
+        if first < last:
+            _apply_signs(params, answers, rates[run, 0], rates[run, 1], first, last)
 
 
 @_compile

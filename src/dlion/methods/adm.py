@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Unpack
 
+import torch
+
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
@@ -87,12 +89,14 @@ class DLionADM(DistributedOptimizer):
         )
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        exchange, (beta1, beta2) = bucket.exchange, bucket.group["betas"]
-        momentum, grads = bucket.own["momentum"][local], bucket.grads
+        exchange, momentum = bucket.exchange, bucket.own["momentum"][local]
+        parts = [(bucket.grads_of(run.slots), *run.values[0]) for run in bucket.runs("betas")]
         if not exchange.begun:
-            exchange.start(local, kernels.measure(momentum, grads, beta1, "l1"))
+            sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in parts]
+            exchange.start(local, torch.cat(sizes))
         message, coder = exchange.message(local), exchange.coder(local)
-        kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
+        for grads, beta1, beta2 in parts:
+            kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
 
     def update(self, bucket: Bucket) -> None:
         sign_descent(bucket)

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import CosineTopKMean, Matrix
 from dlion.exchange.topk import bits_each_way
+from dlion.methods.updates import descent
 from dlion.values import Count, NotNegative, Probability
 from dlion.wire.formats import ValueBits
 
@@ -81,9 +81,11 @@ class DeMo(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         found = bucket.exchange.transform(bucket.gradients())
-        momentum = bucket.own["momentum"][local].mul_(bucket.group["momentum"]).add_(found)
+        momentum = bucket.own["momentum"][local]
+        for run in bucket.runs("momentum"):
+            momentum[run.part] *= run.values[0]
+        momentum += found
         momentum -= bucket.exchange.encode(local, momentum)
 
     def update(self, bucket: Bucket) -> None:
-        group, signs = bucket.group, bucket.exchange.decode().sign_()
-        kernels.descend(bucket.params, signs, group["lr"], group["weight_decay"])
+        descent(bucket, bucket.exchange.decode().sign_())

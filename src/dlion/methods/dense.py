@@ -88,6 +88,7 @@ class GLion(MeanGradientOptimizer):
         super().__init__(params, defaults, **common)
 
     def update(self, bucket: Bucket) -> None:
-        group, mean = bucket.group, bucket.exchange.decode()
-        hyperparameters = (*group["betas"], group["lr"], group["weight_decay"])
-        kernels.lion(bucket.params, bucket.shared["momentum"], mean, *hyperparameters)
+        vectors = bucket.params, bucket.shared["momentum"], bucket.exchange.decode()
+        for run in bucket.runs("betas", "lr", "weight_decay"):
+            betas, *rates = run.values
+            kernels.lion(*run.of(*vectors), *betas, *rates)

@@ -1,10 +1,8 @@
 """Methods whose workers vote with one bit: Distributed Lion and distributed Signum."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Unpack
-
-import torch
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
@@ -20,6 +18,8 @@ from dlion.exchange import (
     grid_shape,
     measure_costs,
 )
+from dlion.kernels import Gradients
+from dlion.methods.updates import descent, sign_descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
@@ -117,13 +117,15 @@ class SignedDescent(DistributedOptimizer):
             )
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        betas, positive = self.betas(bucket.group), self.zero_is_positive(local, bucket.step)
+        positive = self.zero_is_positive(local, bucket.step)
         message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]
-        kernels.encode_signs(message, momentum, bucket.grads, *betas, positive)
+        for grads, betas in self.with_betas(bucket):
+            kernels.encode_signs(message, momentum, grads, *betas, positive)
 
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The betas of the direction and of the momentum."""
-        return group["betas"]
+    def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
+        """Yield gradients, and the betas of their direction and of their momentum."""
+        for run in bucket.runs("betas"):
+            yield bucket.grads_of(run.slots), run.values[0]
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """The bit that a local worker sends for u = 0 or NaN: whether +1.
@@ -142,18 +144,25 @@ class SignedDescent(DistributedOptimizer):
         return majority if step % 2 == 0 else not majority
 
     def update(self, bucket: Bucket) -> None:
-        self.descend(bucket, bucket.group["lr"], bucket.group["weight_decay"])
+        self.descend(bucket)
 
-    def descend(self, bucket: Bucket, lr: float, weight_decay: float) -> None:
-        """``x <- (1 - lr wd) x - lr D``, D unpacked in the same pass."""
+    def descend(self, bucket: Bucket, scale: float = 1.0) -> None:
+        """``x <- (1 - lr wd) x - scale lr D``, D unpacked in the same pass."""
         params, exchange = bucket.params, bucket.exchange
         if isinstance(exchange.down, Sign):
-            kernels.apply_signs(params, exchange.answer.view(torch.int64), lr, weight_decay)
-        elif isinstance(exchange.down, Ternary):
-            kernels.apply_trits(params, exchange.answer, exchange.slice, lr, weight_decay)
+            sign_descent(bucket, scale)
+            return
+        runs = bucket.runs("lr", "weight_decay")
+        if len(runs) > 1:
+            descent(bucket, exchange.decode(), scale)
+            return
+        lr, decay = runs[0].values
+        rates = scale * lr, decay / scale
+        if isinstance(exchange.down, Ternary):
+            kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
         else:
             sums = exchange.down.view(exchange.answer)
-            kernels.apply_levels(params, sums, exchange.largest, lr, weight_decay)
+            kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:
         self._rehearse()
@@ -245,6 +254,6 @@ class Signum(SignedDescent):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
 
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        beta = group["momentum"]  # Lion's direction with equal betas is the new momentum
-        return beta, beta
+    def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
+        for run in bucket.runs("momentum"):  # equal betas: Lion's direction is the new momentum
+            yield bucket.grads_of(run.slots), (run.values[0],) * 2

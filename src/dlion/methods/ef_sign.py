@@ -123,7 +123,10 @@ class EF21Sign(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         momentum = bucket.own["momentum"][local]
-        direction = lion_direction(momentum, bucket.gradients(), *bucket.group["betas"])
+        direction = bucket.gradients()
+        for run in bucket.runs("betas"):
+            part, (betas,) = run.part, run.values
+            direction[part] = lion_direction(momentum[part], direction[part], *betas)
         bucket.exchange.encode(local, direction)
 
     def update(self, bucket: Bucket) -> None:

@@ -4,6 +4,7 @@ A worker's own parameters are ``bucket.own["local"]``, float32 ``[k, padded]``; 
 the bucket's group.
 """
 
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -51,9 +52,9 @@ class SGD(Inner):
     """``y <- (1 - lr wd) y - lr g``."""
 
     def step(self, bucket: Bucket, local: int) -> None:
-        group = bucket.group
-        own = bucket.own["local"][local]
-        kernels.descend(own, bucket.gradients(), group["lr"], group["weight_decay"])
+        own, gradients = bucket.own["local"][local], bucket.gradients()
+        for run in bucket.runs("lr", "weight_decay"):
+            kernels.descend(own[run.part], gradients[run.part], *run.values)
 
 
 class Lion(Inner):
@@ -62,9 +63,11 @@ class Lion(Inner):
     own_state = ["momentum"]
 
     def step(self, bucket: Bucket, local: int) -> None:
-        own, group = bucket.own, bucket.group
-        rates = (*group["betas"], group["lr"], group["weight_decay"])
-        kernels.lion(own["local"][local], own["momentum"][local], bucket.gradients(), *rates)
+        vectors = *(bucket.own[name][local] for name in ("local", "momentum")), bucket.gradients()
+        for run in bucket.runs(*_RATES):
+            lr, (beta1, beta2), weight_decay = run.values
+            x, momentum, gradients = run.of(*vectors)
+            kernels.lion(x, momentum, gradients, beta1, beta2, lr, weight_decay)
 
 
 class AdamW(Inner):
@@ -75,8 +78,8 @@ class AdamW(Inner):
 
     def step(self, bucket: Bucket, local: int) -> None:
         gradients = bucket.gradients()
-        for count, span in bucket.count_own("step", local):
-            _adamw(bucket, local, gradients, count, span)
+        for count, slots in bucket.count_own("step", local):
+            _adamw(bucket, local, gradients, count, slots)
 
 
 class Muon(Inner):
@@ -91,28 +94,26 @@ class Muon(Inner):
     own_counters = AdamW.own_counters
 
     def step(self, bucket: Bucket, local: int) -> None:
-        gradients, group = bucket.gradients(), bucket.group
-        lr, beta = group["lr"], group["betas"][0]
-        counts = bucket.count_own("step", local)
+        gradients, counts = bucket.gradients(), bucket.count_own("step", local)
         hidden, directions = [], []
-        for slot in bucket.slots:
-            part = slice(slot.start, slot.stop)
+        for index, (slot, group) in enumerate(zip(bucket.slots, bucket.groups, strict=True)):
+            beta = group["betas"][0]
+            part, here = slice(slot.start, slot.stop), slice(index, index + 1)
             if len(slot.shape) < 2 or re.search(EMBEDDINGS_AND_HEADS, slot.name):
-                for count, span in counts:
-                    if span in (slice(None), part):
-                        _adamw(bucket, local, gradients, count, part)
+                for count, slots in counts:
+                    if slots in (slice(None), here):
+                        _adamw(bucket, local, gradients, count, here)
                 continue
             momentum = bucket.own["exp_avg"][local, part]
             momentum.lerp_(gradients[part], 1 - beta)
             alone = slot._replace(start=0, stop=len(momentum))
-            hidden.append(slot)
+            hidden.append((slot, group))
             directions.append(alone.view(gradients[part].lerp(momentum, beta)).flatten(1))
-        for slot, matrix in zip(
-            hidden, orthogonalise(directions, _NS_STEPS, "float32"), strict=True
-        ):
+        steps = orthogonalise(directions, _NS_STEPS, "float32")
+        for (slot, group), matrix in zip(hidden, steps, strict=True):
             flat = slot.flatten((matrix * rms_scale(matrix)).reshape(slot.shape))
             own = bucket.own["local"][local, slot.start : slot.stop]
-            kernels.descend(own, flat, lr, group["weight_decay"])
+            kernels.descend(own, flat, group["lr"], group["weight_decay"])
 
 
 class OfTorch(Inner):
@@ -129,9 +130,10 @@ class OfTorch(Inner):
 
     def step(self, bucket: Bucket, local: int) -> None:
         optimizer, gradients = self._of(bucket)[local], bucket.gradients()
-        (group,) = optimizer.param_groups
-        group |= _rates(bucket)
-        for slot, own in zip(bucket.slots, group["params"], strict=True):
+        for group, rates in zip(optimizer.param_groups, bucket.distinct_groups, strict=True):
+            group |= _rates(rates)
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for slot, own in zip(bucket.slots, params, strict=True):
             own.grad = None if slot.tensor.grad is None else slot.view(gradients)
         optimizer.step()
 
@@ -151,21 +153,30 @@ class OfTorch(Inner):
 
     def _of(self, bucket: Bucket) -> list[torch.optim.Optimizer]:
         if bucket not in self._made:
-            groups = [
-                {"params": [torch.nn.Parameter(slot.view(row)) for slot in bucket.slots]}
-                for row in bucket.own["local"]
-            ]
-            self._made[bucket] = [self._make([group | _rates(bucket)]) for group in groups]
+            self._made[bucket] = [self._make(_groups(bucket, row)) for row in bucket.own["local"]]
         return self._made[bucket]
 
 
 INNER: dict[str, type[Inner]] = {"adamw": AdamW, "lion": Lion, "muon": Muon, "sgd": SGD}
 
 
-def _adamw(bucket: Bucket, local: int, gradients: Tensor, count: int, span: slice) -> None:
-    x, m, v = (bucket.own[name][local, span] for name in ("local", *AdamW.own_state))
-    adamw(x, m, v, gradients[span], count, eps=_EPS, **_rates(bucket))
+def _adamw(bucket: Bucket, local: int, gradients: Tensor, count: int, slots: slice) -> None:
+    own = [bucket.own[name][local] for name in ("local", *AdamW.own_state)]
+    for run in bucket.runs(*_RATES, within=slots):
+        lr, betas, weight_decay = run.values
+        x, m, v, g = run.of(*own, gradients)
+        adamw(x, m, v, g, count, lr, betas, _EPS, weight_decay)
 
 
-def _rates(bucket: Bucket) -> dict[str, Any]:
-    return {name: bucket.group[name] for name in _RATES}
+def _groups(bucket: Bucket, row: Tensor) -> list[dict[str, Any]]:
+    """Return the parameters of a worker, float32 ``[padded]``, in the groups of a bucket."""
+    edges = [*bucket.edges, len(bucket.slots)]
+    return [
+        {"params": [torch.nn.Parameter(slot.view(row)) for slot in bucket.slots[start:stop]]}
+        | _rates(bucket.groups[start])
+        for start, stop in itertools.pairwise(edges)
+    ]
+
+
+def _rates(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in _RATES}

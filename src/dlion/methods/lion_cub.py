@@ -116,12 +116,12 @@ class LionCub(SignedDescent):
             super().encode(bucket, local)
             return
         message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]
-        grads, (beta1, beta2) = bucket.grads, self.betas(bucket.group)
         largest = self.largest
-        scales = kernels.measure(momentum, grads, beta1, self.scale)
-        smallest = torch.finfo(scales.dtype).tiny
-        factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)
-        kernels.encode_levels(message, momentum, grads, beta1, beta2, factors, largest)
+        for grads, (beta1, beta2) in self.with_betas(bucket):
+            scales = kernels.measure(momentum, grads, beta1, self.scale)
+            smallest = torch.finfo(scales.dtype).tiny
+            factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)
+            kernels.encode_levels(message, momentum, grads, beta1, beta2, factors, largest)
 
     def after_step(self, bucket: Bucket) -> None:
         if self._sync.is_due(bucket.step + 1):

@@ -284,9 +284,10 @@ class DiLoCo(LocalUpdate):
         residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
-        group, state = bucket.group, bucket.shared
-        rates = group["outer_lr"], group["outer_momentum"]
-        nesterov(state["outer"], state["momentum_buffer"], bucket.exchange.decode(), *rates)
+        state, answer = bucket.shared, bucket.exchange.decode()
+        vectors = state["outer"], state["momentum_buffer"], answer
+        for run in bucket.runs("outer_lr", "outer_momentum"):
+            nesterov(*run.of(*vectors), *run.values)
 
 
 def _versions(bucket: Bucket) -> list[int]:

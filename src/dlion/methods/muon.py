@@ -53,6 +53,10 @@ class MatricesApart(DistributedOptimizer):
             if part:
                 super().add_param_group({**param_group, "params": part, "use_muon": kind})
 
+    @staticmethod
+    def kind(group: dict[str, Any]) -> bool:
+        return group["use_muon"]
+
     def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
         name, tensor = member if isinstance(member, tuple) else ("", member)
         if tensor.dim() < 2 or asked is False:
@@ -136,23 +140,23 @@ class GMuon(MatricesApart, MeanGradientOptimizer):
         super().__init__(params, defaults, **common)
 
     def state_names(self, bucket: Bucket) -> StateNames:
-        return MatrixState if bucket.group["use_muon"] else self
+        return MatrixState if bucket.groups[0]["use_muon"] else self
 
     def update(self, bucket: Bucket) -> None:
-        mean, group = bucket.exchange.decode(), bucket.group
-        if not group["use_muon"]:
+        mean = bucket.exchange.decode()
+        if not self.kind(bucket.groups[0]):
             adamw_descent(bucket, mean)
             return
-        lr, mu, momenta = group["lr"], group["momentum"], bucket.shared["momentum_buffer"]
-        directions = []
-        for slot in bucket.slots:
+        momenta, directions = bucket.shared["momentum_buffer"], []
+        for slot, group in zip(bucket.slots, bucket.groups, strict=True):
+            mu = group["momentum"]
             m, g = (slot.view(flat) for flat in (momenta, mean))
             m.lerp_(g, 1 - mu)
             directions.append(g.lerp(m, mu).flatten(1))
         orthogonal = orthogonalise(directions, self.ns_steps, self.ns_precision)
         with wide(bucket.params) as params:
-            for slot, direction in zip(bucket.slots, orthogonal, strict=True):
-                x = slot.view(params)
+            for slot, group, direction in zip(bucket.slots, bucket.groups, orthogonal, strict=True):
+                x, lr = slot.view(params), group["lr"]
                 rows, columns = direction.shape
                 scale = math.sqrt(max(1, rows / columns))
                 if self.adjust_lr == "match_rms_adamw":

@@ -83,25 +83,28 @@ class OneBitAdam(DistributedOptimizer):
         return Switch(means, signs, lambda: int(runs[0]) < warmup)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        gradient, beta1 = bucket.gradients(), bucket.group["betas"][0]
+        gradient = bucket.gradients()
         warming_up = bucket.exchange.use_first()
         if warming_up:
             bucket.exchange.encode(local, gradient)
             return
         residual = bucket.own["residual"][local]
-        residual += beta1 * bucket.shared["exp_avg"] + (1 - beta1) * gradient
+        for run in bucket.runs("betas"):
+            part, beta1 = run.part, run.values[0][0]
+            residual[part] += beta1 * bucket.shared["exp_avg"][part] + (1 - beta1) * gradient[part]
         residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
-        group, answer = bucket.group, bucket.exchange.decode()
-        m, v = bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"]
-        rates = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        warming_up = bucket.exchange.use_first()
-        if warming_up:
-            adamw(bucket.params, m, v, answer, math.inf, **rates)
-        else:
-            torch.mul(answer, v > 0, out=m)
-            with wide(bucket.params) as x:
-                x.mul_(1 - group["lr"] * group["weight_decay"])
-                x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])
+        vectors = bucket.params, bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"]
+        answer, warming_up = bucket.exchange.decode(), bucket.exchange.use_first()
+        for run in bucket.runs("lr", "betas", "eps", "weight_decay"):
+            params, m, v = run.of(*vectors)
+            if warming_up:
+                adamw(params, m, v, answer[run.part], math.inf, *run.values)
+                continue
+            lr, _, eps, weight_decay = run.values
+            torch.mul(answer[run.part], v > 0, out=m)
+            with wide(params) as x:
+                x.mul_(1 - lr * weight_decay)
+                x.addcdiv_(m, v.sqrt().add_(eps), value=-lr)
         bucket.exchange.state["runs"] += 1

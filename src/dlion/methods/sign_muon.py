@@ -1,6 +1,6 @@
 """SignMuon: one bit of an orthogonalised momentum, voted on or averaged."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal, Unpack
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
 from dlion.exchange import Shape, Ties, Way
+from dlion.kernels import Gradients
 from dlion.methods.dlion import Aggregation, SignedDescent
 from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise, rms_scale
 from dlion.methods.updates import variance_descent, wide
@@ -111,18 +112,19 @@ class SignMuon(MatricesApart, SignedDescent):
     def state_names(self, bucket: Bucket) -> StateNames:
         return self if self._is_adamw(bucket) else MatrixState
 
-    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        beta1, beta2 = group["betas"]
-        return (beta1, beta1) if self.rest == "adamw" else (beta1, beta2)
+    def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
+        for gradients, (beta1, beta2) in super().with_betas(bucket):
+            yield gradients, (beta1, beta1 if self.rest == "adamw" else beta2)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        if not bucket.group["use_muon"]:
+        if not self.kind(bucket.groups[0]):
             super().encode(bucket, local)
             return
-        mu, gradients = bucket.group["momentum"], bucket.gradients()
-        momentum = bucket.own["momentum"][local]
-        momentum.lerp_(gradients, 1 - mu)
-        directions = gradients.lerp(momentum, mu)
+        directions = bucket.gradients()
+        for run in bucket.runs("momentum"):
+            (mu,), (m, u) = run.values, run.of(bucket.own["momentum"][local], directions)
+            m.lerp_(u, 1 - mu)
+            u.lerp_(m, mu)
         polar = self._orthogonalise(bucket, directions)
         flat = [
             slot.flatten(d.reshape(slot.shape)) for slot, d in zip(bucket.slots, polar, strict=True)
@@ -135,24 +137,22 @@ class SignMuon(MatricesApart, SignedDescent):
         )
 
     def update(self, bucket: Bucket) -> None:
-        group = bucket.group
-        lr, decay = group["lr"], group["weight_decay"]
         if self._is_adamw(bucket):
             variance_descent(bucket, bucket.exchange.decode())
-        elif not group["use_muon"]:
-            self.descend(bucket, LION_SHARE * lr, decay / LION_SHARE)
+        elif not self.kind(bucket.groups[0]):
+            self.descend(bucket, LION_SHARE)
         elif not self.local_polar:
-            self.descend(bucket, RMS * lr, decay / RMS)
+            self.descend(bucket, RMS)
         else:
             polar = self._orthogonalise(bucket, bucket.exchange.decode())
             with wide(bucket.params) as params:
-                for slot, matrix in zip(bucket.slots, polar, strict=True):
-                    x = slot.view(params)
-                    x.mul_(1 - lr * decay)
+                for slot, group, matrix in zip(bucket.slots, bucket.groups, polar, strict=True):
+                    x, lr = slot.view(params), group["lr"]
+                    x.mul_(1 - lr * group["weight_decay"])
                     x.add_(matrix.reshape(x.shape), alpha=-lr * rms_scale(matrix))
 
     def _is_adamw(self, bucket: Bucket) -> bool:
-        return self.rest == "adamw" and not bucket.group["use_muon"]
+        return self.rest == "adamw" and not self.kind(bucket.groups[0])
 
     def _orthogonalise(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
         matrices = [slot.view(flat).flatten(1) for slot in bucket.slots]

@@ -11,7 +11,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import SparseMean
 from dlion.methods.rules import largest_entries
-from dlion.methods.updates import momentum_descent
+from dlion.methods.updates import descent, momentum_descent
 from dlion.values import NotNegative, Positive, PositiveShare, Probability, Whole
 
 
@@ -139,21 +139,26 @@ class DGC(SparseOptimizer):
         if self.clip_norm is not None and bucket.index > 0:
             raise ValueError(
                 f"clip_norm={self.clip_norm} needs the whole gradient, which is in several buckets"
-                " here: give bucket_cap_mb=null (None), one group of parameters of one dtype, and"
+                " here: give bucket_cap_mb=null (None), parameters of one dtype, add no group, and"
                 " unfreeze none"
             )
         return super().make_exchange(bucket)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         velocity, accumulated = (bucket.own[name][local] for name in self.own_state)
-        momentum = bucket.group["momentum"]
-        if self.clip_norm is None:
-            for start, part, grad in bucket.parts("velocity", local):
-                kernels.accumulate(part, accumulated[start : start + len(part)], grad, momentum)
+        runs = bucket.runs("momentum")
+        if self.clip_norm is None and bucket.device.type != "cuda":
+            for run in runs:
+                for start, part, grad in bucket.grads_of(run.slots).parts(velocity):
+                    sums = accumulated[start : start + len(part)]
+                    kernels.accumulate(part, sums, grad, *run.values)
         else:
-            grad, bound = bucket.gradients(), self.clip_norm / math.sqrt(self.workers.count)
-            grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
-            kernels.accumulate(velocity, accumulated, grad, momentum)
+            grad = bucket.gradients()
+            if self.clip_norm is not None:
+                bound = self.clip_norm / math.sqrt(self.workers.count)
+                grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
+            for run in runs:
+                kernels.accumulate(*run.of(velocity, accumulated, grad), *run.values)
         indices = largest_entries(accumulated, bucket.spans, self._density(bucket.step))
         values = accumulated[indices]
         accumulated[indices] = 0
@@ -161,10 +166,13 @@ class DGC(SparseOptimizer):
         bucket.exchange.encode(local, indices, values)
 
     def update(self, bucket: Bucket) -> None:
-        rates = bucket.group["lr"], bucket.group["weight_decay"]
+        runs = bucket.runs("lr", "weight_decay")
+        if len(runs) > 1:
+            descent(bucket, bucket.exchange.decode())
+            return
         for part, answer in bucket.exchange.answers():
             descend = kernels.descend if answer.dtype == torch.float32 else kernels.descend_at
-            descend(bucket.params[part], answer, *rates)
+            descend(bucket.params[part], answer, *runs[0].values)
 
     def _density(self, step: int) -> float:
         if step >= self.warmup_steps:

@@ -95,10 +95,13 @@ class SparseLoCo(LocalUpdate):
         return TopKMean(self.channel, bucket.numel, blocks, *settings, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        residual = bucket.own["residual"][local].mul_(bucket.group["decay"])
+        residual = bucket.own["residual"][local]
+        for run in bucket.runs("decay"):
+            residual[run.part] *= run.values[0]
         residual += self.displacement(bucket, local)
         residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         outer, answer = bucket.shared["outer"], bucket.exchange.decode()
-        kernels.descend(outer, answer, bucket.group["outer_lr"], 0.0)
+        for run in bucket.runs("outer_lr"):
+            kernels.descend(outer[run.part], answer[run.part], run.values[0], 0.0)

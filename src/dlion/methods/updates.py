@@ -13,9 +13,16 @@ from dlion.engine.bucket import Bucket
 
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
-    group, buffer = bucket.group, bucket.shared["momentum_buffer"]
-    rates = group["momentum"], group["lr"], group["weight_decay"]
-    kernels.momentum_descent(bucket.params, buffer, answer, *rates)
+    buffer = bucket.shared["momentum_buffer"]
+    for run in bucket.runs("momentum", "lr", "weight_decay"):
+        kernels.momentum_descent(*run.of(bucket.params, buffer, answer), *run.values)
+
+
+def descent(bucket: Bucket, answer: Tensor, scale: float = 1.0) -> None:
+    """``x <- (1 - lr wd) x - scale lr a``: SGD."""
+    for run in bucket.runs("lr", "weight_decay"):
+        lr, decay = run.values
+        kernels.descend(bucket.params[run.part], answer[run.part], scale * lr, decay / scale)
 
 
 def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float) -> None:
@@ -24,10 +31,15 @@ def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: flo
     x.sub_(lr * (answer + momentum * buffer))
 
 
-def sign_descent(bucket: Bucket) -> None:
-    """``x <- (1 - lr wd) x - lr D`` with the signs D of an answer of one bit."""
-    group, words = bucket.group, bucket.exchange.answer.view(torch.int64)
-    kernels.apply_signs(bucket.params, words, group["lr"], group["weight_decay"])
+def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
+    """``x <- (1 - lr wd) x - scale lr D`` with the signs D of an answer of one bit."""
+    words, runs = bucket.exchange.answer.view(torch.int64), bucket.runs("lr", "weight_decay")
+    rates = [(scale * lr, decay / scale) for lr, decay in (run.values for run in runs)]
+    if len(runs) == 1:
+        kernels.apply_signs(bucket.params, words, *rates[0])
+        return
+    edges = [*(run.part.start for run in runs), len(bucket.params)]
+    kernels.apply_signs_by_run(bucket.params, words, edges, rates)
 
 
 def adamw(
@@ -55,16 +67,11 @@ def adamw(
 
 def adamw_descent(bucket: Bucket, answer: Tensor) -> None:
     """:func:`adamw` on an answer, with the steps of each parameter."""
-    group, state = bucket.group, bucket.shared
-    for count, span in bucket.count("step"):
-        adamw(
-            bucket.params[span],
-            state["exp_avg"][span],
-            state["exp_avg_sq"][span],
-            answer[span],
-            count,
-            **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
-        )
+    vectors = bucket.params, bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"], answer
+    for count, slots in bucket.count("step"):
+        for run in bucket.runs("lr", "betas", "eps", "weight_decay", within=slots):
+            x, m, v, a = run.of(*vectors)
+            adamw(x, m, v, a, count, *run.values)
 
 
 def variance_descent(bucket: Bucket, answer: Tensor) -> None:
@@ -72,14 +79,14 @@ def variance_descent(bucket: Bucket, answer: Tensor) -> None:
 
     AdamW on an answer that is a first moment by itself.
     """
-    group, state = bucket.group, bucket.shared["exp_avg_sq"]
-    lr, (_, beta2) = group["lr"], group["betas"]
-    for count, span in bucket.count("step"):
-        a, v = answer[span], state[span]
-        v.mul_(beta2).addcmul_(a, a, value=1 - beta2)
-        denominator = v.sqrt().div_(math.sqrt(1 - beta2**count)).add_(1e-8)
-        with wide(bucket.params[span]) as x:
-            x.mul_(1 - lr * group["weight_decay"]).addcdiv_(a, denominator, value=-lr)
+    vectors = bucket.params, bucket.shared["exp_avg_sq"], answer
+    for count, slots in bucket.count("step"):
+        for run in bucket.runs("lr", "betas", "weight_decay", within=slots):
+            (params, v, a), (lr, (_, beta2), decay) = run.of(*vectors), run.values
+            v.mul_(beta2).addcmul_(a, a, value=1 - beta2)
+            denominator = v.sqrt().div_(math.sqrt(1 - beta2**count)).add_(1e-8)
+            with wide(params) as x:
+                x.mul_(1 - lr * decay).addcdiv_(a, denominator, value=-lr)
 
 
 @contextmanager
