@@ -11,13 +11,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from common import bytes_sent, make_data, make_model, report
 from torch.utils.data import DataLoader
 
 from dlion.frameworks.accelerate import keep_workers
 from dlion.optim import DLion
 
-accelerator = Accelerator(cpu=True)
+# the order of samples depends on seed and epoch alone, so that a resumed run has the same
+sampling = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+accelerator = Accelerator(cpu=True, dataloader_config=sampling)
 model = make_model()
 optimizer = DLion(model.parameters(), lr=3e-3)
 loader = DataLoader(make_data(), batch_size=32, shuffle=True)
