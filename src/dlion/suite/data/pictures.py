@@ -69,7 +69,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.float64)
     seen = values[np.isfinite(values) & (values != clear)]
     low, high = (seen.min(), seen.max()) if seen.size else (0.0, 0.0)
-    if low >= 0 and high - low >= 2**15 and high < 2**16:
+    if 0 <= low <= high < 2**16 and not 0 < high - low < 2**15:
         shades = values / 256
     else:
         shades = 255 * (values - low) / ((high - low) or 1)
