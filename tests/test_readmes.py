@@ -373,7 +373,7 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
     r"torchrun (?!.*examples/)": train_under_torchrun,
     r"srun .*python train\.py": train_under_srun,
     r"python -m dlion\.suite\.compare\.readme": write_tables,
-    r"dlion (board|dashboard|export|sync)": only_options,
+    r"dlion (board|dashboard|export|lighthouse|sync)": only_options,
     r"dlion prepare": prepare_text,
     r"dlion": compare,
     r"(python (-W ignore )?|torchrun .*)(benchmarks|examples)/": run_elsewhere,

@@ -168,7 +168,7 @@ class Bucket:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The parameter group, where all parameters are of one: see :meth:`runs`."""
+        """The parameter group of all parameters; an error if there are several (:meth:`runs`)."""
         if len(self.edges) > 1:
             raise RuntimeError(
                 "the parameters of this bucket are of several groups: read hyperparameters from"
