@@ -35,6 +35,7 @@ def form_of(text: str) -> Form:
 
 def _sentences(text: str, tables: bool = False) -> list[str]:
     text = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.M | re.S)
+    text = re.sub(r"(?<=\n\n)( {4}.*\n)+", "\n", text)  # code that is indented, not fenced
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "code", text)
@@ -42,7 +43,7 @@ def _sentences(text: str, tables: bool = False) -> list[str]:
         text = re.sub(r"^ *\|.*$", "", text, flags=re.M)
         text = re.sub(r"^#.*$", "", text, flags=re.M)
     blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=#)", text)
-    return [part for block in blocks for part in re.split(r"(?<=[.!?])[\")]?\s+", block)]
+    return [part for block in blocks for part in re.split(r"(?<=[.!?])[\")*]*\s+", block)]
 
 
 def _words(text: str) -> list[str]:
