@@ -155,7 +155,7 @@ def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
     ]
     monkeypatch.setenv("FAULT", "nan:3")  # the first local step of the second exchange
     stopped = train(*settings, f"output_dir={tmp_path / 'stopped'}", code=1)
-    assert "is not finite on worker 1 in step 2" in stopped.stderr
+    assert "is not finite on worker 1 in step 3" in stopped.stderr
     train(*settings, "nonfinite=skip", f"output_dir={tmp_path / 'skipped'}", code=0)
     summary, rows = record(tmp_path / "skipped")
     assert rows[-1]["skipped"] == 1 and math.isfinite(summary["test_loss"])

@@ -189,10 +189,8 @@ class Bucket:
     def runs(self, *names: str, within: slice = slice(None)) -> list[Run]:
         """Return parameters side by side whose groups agree in hyperparameters of these names.
 
-        Together the runs are all of the bucket, padding included. An update loops over them::
-
-            for run in bucket.runs("lr", "weight_decay"):
-                kernels.descend(bucket.params[run.part], answer[run.part], *run.values)
+        Together the runs are all of the bucket, padding included. An update loops over them, as
+        :func:`dlion.methods.updates.descent` does.
 
         Args:
             within: slots; only what is of these.
