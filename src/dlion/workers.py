@@ -1,4 +1,4 @@
-"""Who the workers are: processes x virtual workers. The one place where ranks are known."""
+"""Workers: processes x virtual workers. The one place where ranks are known."""
 
 import os
 import socket

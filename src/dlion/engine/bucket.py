@@ -52,7 +52,7 @@ def _values(group: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 class StateNames(Protocol):
-    """What a method calls its state."""
+    """Names of a method's state."""
 
     own_state: list[str]
     shared_state: list[str]
@@ -62,7 +62,7 @@ class StateNames(Protocol):
 
 @dataclass
 class InFlight:
-    """What one step of a bucket has to remember until it is over.
+    """Data that one step of a bucket keeps until its end.
 
     Attributes:
         norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
@@ -218,7 +218,7 @@ class Bucket:
 
     @property
     def names(self) -> list[str]:
-        """What to call each parameter in a message."""
+        """Name of each parameter, for messages."""
         unnamed = f"of bucket {self.index}"
         return [slot.name or f"parameter {i} {unnamed}" for i, slot in enumerate(self.slots)]
 
@@ -229,7 +229,7 @@ class Bucket:
 
     @property
     def buffers(self) -> Buffers:
-        """What an exchange has to know of this bucket besides ``numel``."""
+        """Properties of this bucket that an exchange needs besides ``numel``."""
         return {"header_bytes": self.header.nbytes, "device": self.device}
 
     @property
@@ -240,7 +240,7 @@ class Bucket:
 
     @property
     def mask(self) -> Tensor:
-        """Which elements are of parameters, and not gaps, bool ``[numel]``."""
+        """Mask of the elements that belong to parameters, and not to gaps, bool ``[numel]``."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=self.device)
         for slot in self.slots:
             mask[slot.start : slot.stop] = True
@@ -423,7 +423,7 @@ class Bucket:
             part.copy_(old)
 
     def _cut(self, rows: Tensor) -> Iterator[Piece]:
-        """Where the parameters lie in ``rows``, ``[n, slice]``, a flat buffer cut into slices."""
+        """Yield the parameters' parts of ``rows``, ``[n, slice]``, a flat buffer in slices."""
         size = rows.shape[1]
         for slot in self.slots:
             at = slot.start

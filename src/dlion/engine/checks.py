@@ -1,4 +1,4 @@
-"""What an optimizer refuses, in one sentence each, before it is used."""
+"""Checks of an optimizer's arguments before its use, one sentence for each error."""
 
 import gc
 import inspect

@@ -1,4 +1,4 @@
-"""What exists for ``manager=`` alone: workers that come and go, with torchft.
+"""Elastic training (``manager=``): workers join and leave, with torchft.
 
 A lighthouse knows who is there. Before every step each worker asks for the quorum of that step;
 where it is another than before, the exchanges are made again for as many workers. A step commits if

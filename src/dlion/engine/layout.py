@@ -1,4 +1,4 @@
-"""Which parameters are in which bucket, and where: in the order in which messages leave."""
+"""Layout of parameters in buckets, in the order in which messages leave."""
 
 import itertools
 import operator

@@ -1,4 +1,4 @@
-"""What must be equal on all processes, and how a difference is named.
+"""Checks of values that must be equal on all processes.
 
 At construction the processes compare hashes of what they were given. In every step the header of a
 message says in which step its sender is, and a checksum of its hyperparameters.

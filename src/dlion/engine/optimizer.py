@@ -717,7 +717,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------------ state
 
     def worker_state(self, local: int) -> dict[str, Tensor]:
-        """What belongs to one local worker alone, as views by name: the same for every spread."""
+        """Return views of one local worker's own state by name: the same for every spread."""
         views = {}
         for bucket in self.buckets:
             for name, rows in (bucket.own | bucket.own_counters).items():
@@ -772,7 +772,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         return saving.without_own(packed, self) if self.workers_apart else packed
 
     def _further_state(self) -> dict[str, Any]:
-        """What is saved beside state and groups."""
+        """Return the entries that are saved beside state and groups."""
         return {}
 
     @torch._disable_dynamo

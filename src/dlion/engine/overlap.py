@@ -1,4 +1,4 @@
-"""What exists for ``overlap=True`` alone: messages leave during the backward pass.
+"""Overlap (``overlap=True``): messages leave during the backward pass.
 
 Autograd calls a hook after it has accumulated a gradient. Once all gradients of a bucket are there,
 and the buckets before it have left, its message is encoded and its exchange begins on a thread.

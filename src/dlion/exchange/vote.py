@@ -210,7 +210,7 @@ class TieBreak:
 
 
 class Competence:
-    """How often each worker was with the outcome; every owner of a slice counts for itself.
+    """Counts of each worker's agreement with the outcome; every owner of a slice has its own.
 
     It is state of the exchange, float32 ``[k, n]``.
 

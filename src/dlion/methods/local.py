@@ -291,7 +291,7 @@ class DiLoCo(LocalUpdate):
 
 
 def _versions(bucket: Bucket) -> list[int]:
-    """How often each parameter was written to: this optimizer's own writes do not count."""
+    """Return each parameter's number of writes; this optimizer's own writes do not count."""
     return [local_part(slot.tensor)._version for slot in bucket.slots]
 
 

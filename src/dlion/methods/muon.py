@@ -30,7 +30,7 @@ Precision = Literal["bf16", "float32"]
 
 
 class MatrixState:
-    """What Muon remembers of a matrix."""
+    """State of Muon for a matrix."""
 
     own_state: ClassVar[list[str]] = []
     shared_state: ClassVar[list[str]] = ["momentum_buffer"]

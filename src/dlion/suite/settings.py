@@ -97,7 +97,7 @@ class Network:
 
 @dataclass
 class Use:
-    """How the samples of any data set are used.
+    """Use of the samples of any data set.
 
     Args:
         sharding: partition: every sample belongs to one worker; contiguous: to the worker of its

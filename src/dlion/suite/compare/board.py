@@ -60,7 +60,7 @@ NEVER = "never"
 
 @dataclass(frozen=True)
 class Task:
-    """What methods are compared on.
+    """Task on which methods are compared.
 
     Attributes:
         title: for people.

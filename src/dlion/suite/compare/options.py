@@ -1,4 +1,4 @@
-"""What the commands that read runs have in common on the command line."""
+"""Command-line options shared by the commands that read runs."""
 
 import argparse
 

@@ -46,7 +46,7 @@ SHARES = ("outside_box", "agreement", "disagreement")  # whose axis is linear
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure shows.
+    """Contents of a figure.
 
     Attributes:
         metric: as :func:`choose_metric` gives it.

@@ -1,4 +1,4 @@
-"""How curves look and what they are called, in every kind of figure and table."""
+"""Styles and names of curves, in every kind of figure and table."""
 
 import math
 from collections import defaultdict
@@ -13,7 +13,7 @@ from dlion.values import show
 
 
 class Style(NamedTuple):
-    """How a curve is drawn, in matplotlib's words."""
+    """Style of a curve, in matplotlib's words."""
 
     colour: str
     marker: str

@@ -15,7 +15,7 @@ from dlion.values import parameters
 
 
 class Arguments:
-    """What was typed: Hydra's options, and settings on both sides of them.
+    """Command line: Hydra's options, and settings on both sides of them.
 
     Attributes:
         options: Hydra's, as it reads them.

@@ -1,4 +1,4 @@
-"""What ``python train.py --help`` prints, made from the types and docstrings of the settings."""
+"""Text of ``python train.py --help``, made from the types and docstrings of the settings."""
 
 import inspect
 import re

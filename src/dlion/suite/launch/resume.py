@@ -1,4 +1,4 @@
-"""Where a run may be recorded, what it goes on from, and what to type so that it does."""
+"""Output directory of a run, the checkpoint to resume from, and the command that resumes it."""
 
 import glob
 import shlex

@@ -1,4 +1,4 @@
-"""What a vote keeps of the workers' mean, and how far their momenta are apart."""
+"""Agreement of a vote with the workers' mean, and the distance of their momenta."""
 
 from collections import defaultdict
 

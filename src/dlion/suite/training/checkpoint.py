@@ -44,7 +44,7 @@ FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 @dataclass
 class Progress:
-    """How far a run is: totals over all workers, since its first step.
+    """Progress of a run: totals over all workers, since its first step.
 
     Attributes:
         step: number of steps done.

@@ -1,4 +1,4 @@
-"""What is measured between steps: the test set's results, and how far Lion's theory is along."""
+"""Measurements between steps: results on the test set, and the progress of Lion's theory."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the training loop is handed: a checked configuration and loaded data."""
+"""Input of the training loop: a checked configuration and loaded data."""
 
 from dataclasses import dataclass
 from pathlib import Path
