@@ -10,9 +10,9 @@ from dlion.values import did_you_mean
 
 # the module of dlion.suite with the function ``main``, and what it does; imported when it is used
 COMMANDS = {
-    "collect": ("compare.collect", "print a CSV table: what became of each run"),
+    "collect": ("compare.collect", "print a CSV table: status and results of each run"),
     "plot": ("compare.plot", "draw accuracy against bandwidth, or against a setting"),
-    "report": ("compare.report", "write an HTML page to look around in"),
+    "report": ("compare.report", "write an interactive HTML report"),
     "table": ("compare.table", "print a Markdown table for a README"),
     "board": ("compare.board", "print where methods end, what they cost, what is noise"),
     "methods": ("compare.methods", "print a Markdown table of the methods"),

@@ -145,7 +145,7 @@ def test_equal_pictures_are_refused(tmp_path):
                 Image.new("RGBA", (8, 8), (i, 0, 0, 0)).save(
                     folder / part / str(i % 2) / f"{i}.png"
                 )
-        with pytest.raises(UserError, match="the 20 training pictures are all alike"):
+        with pytest.raises(UserError, match="the 20 training pictures are all equal"):
             load_them(str(folder), image_size=8)
 
 
@@ -371,7 +371,7 @@ def test_tables_lie_in_folders_of_any_name(tmp_path, capfd):
     assert images(str(tmp_path)).train_size == 18
     table.add_column("more", list(range(20))).to_parquet(folder / "test-0.parquet")
     capfd.readouterr()
-    with pytest.raises(UserError, match=r"cannot be read together \(.* column names don't match"):
+    with pytest.raises(UserError, match=r"do not fit together \(.* column names don't match"):
         images(str(tmp_path))
     assert capfd.readouterr().err == ""
 

@@ -366,7 +366,7 @@ def join(
         address: of this machine, for the other workers; None: the one that it reaches the
             lighthouse from. Gloo, which carries messages, listens on the interface that the
             environment variable GLOO_SOCKET_IFNAME names.
-        timeout: seconds that a worker may hang before the others go on without it.
+        timeout: seconds that a worker may hang before the others continue without it.
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
 
     Raises:

@@ -155,7 +155,7 @@ class Members:
 
     Args:
         bucket_cap_mb: as for :func:`cut`.
-        kind: of a group; those of unlike kinds share no bucket.
+        kind: of a group; those of different kinds share no bucket.
     """
 
     def __init__(

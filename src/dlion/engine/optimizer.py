@@ -104,11 +104,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         workers, process_group, mesh: who takes part, said in one of three ways: workers, for
             several in a process; a process group; a mesh of one dimension (``mesh["replicate"]``).
             By default the processes of the default process group.
-        manager: of torchft, from :func:`dlion.join`: workers come and go while training goes on.
+        manager: of torchft, from :func:`dlion.join`: workers come and go during training.
             ``zero_grad()`` then begins a step: it asks who is there (``workers.rank``,
             ``workers.count``), and a new worker gets parameters, shared state and hyperparameters
             of a peer; its own momenta begin at zero. ``step()`` commits only if all have all
-            answers; otherwise it changes nothing, ``committed`` is False, and the loop goes on with
+            answers; otherwise it changes nothing, ``committed`` is False, and the loop resumes at
             ``zero_grad()``. A learning rate schedule is to step only where ``committed`` is true.
         dense_group: processes (of a node, say) that are one worker together: they average their
             gradients in ``dense_wire``, and one of them exchanges messages for all. Then
@@ -628,7 +628,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Let all messages leave, wait for the answers and apply them; return whether it did.
 
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
-        later buckets go on meanwhile, each bucket is updated as soon as its answer is there.
+        later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
         """
         if self._overlap is not None:
             for bucket in self.buckets[self._overlap.sent :]:

@@ -43,7 +43,7 @@ class _Pass:
 
 
 class Overlap:
-    """Sends buckets while the backward pass goes on, and runs their exchanges on a thread.
+    """Sends buckets during the backward pass, and runs their exchanges on a thread.
 
     Exchanges begin in the order of the buckets, as collectives must have one order on all
     processes. On CUDA the thread works on a stream of its own for each device: it waits for the
@@ -178,7 +178,7 @@ class Overlap:
             )
 
     def restart(self) -> None:
-        """Count gradients anew, as they were dropped; what has left stays sent."""
+        """Count gradients from zero, as they were dropped; what has left stays sent."""
         self.in_backward = False
         for here in self._passes.values():
             here.waiting, here.restarted = None, here.sent

@@ -29,8 +29,8 @@ class DLionADM(DistributedOptimizer):
     Lion's direction: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
 
     A gradient that is missing counts as zero and leaves the momentum alone, but the estimate still
-    follows, as worker and owner must move it alike: it is state of the exchange. What an absent
-    worker was last seen to say goes on counting.
+    follows, as worker and owner must move it equally: it is state of the exchange. The last
+    known value of an absent worker still counts.
 
     Memory: 10.5 + 4 / n bytes of state a parameter (Distributed Lion has 4, AdamW 8): momentum and
     estimate, a level and two bits on the worker, a level and two bits of each worker and the sum on

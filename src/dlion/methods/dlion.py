@@ -181,7 +181,7 @@ class DLion(SignedDescent):
     outvote one that does, in the mean over steps. ``ties`` resolves equal votes, see
     :class:`dlion.exchange.Vote`.
 
-    When not to use it: where workers see unlike data (shards by class, by user). A vote counts
+    When not to use it: where workers see non-i.i.d. data (shards by class, by user). A vote counts
     heads and loses what a mean would keep, on Dirichlet shards with alpha 0.1 13 points of accuracy
     with searched settings (results/unlike_data) and up to 45 with the usual ones; there use
     :class:`DLionADM`, or :class:`LionCub` with momentum synchronisation. On a link of 10 Gbit/s and

@@ -29,7 +29,7 @@ class LocalUpdate(DistributedOptimizer):
     inner optimizer from there to x_i; then it sends its displacement ``x - x_i``, the outer step
     moves x by what comes back, and the next round begins. A ``step()`` is one inner step, of one
     gradient, so that steps compare with those of other methods; the last one of a round exchanges
-    as well. Inner state (momenta) stays with its worker and goes on in the next round.
+    as well. Inner state (momenta) stays with its worker and continues in the next round.
 
     In a process of one worker the model always holds that worker's own parameters, and the loop is
     the usual one. Before an evaluation ``host(None)`` puts the shared parameters in, ``host(0)``
@@ -149,7 +149,7 @@ class LocalUpdate(DistributedOptimizer):
             super()._write_message(bucket, local, flag)
 
     def _exchange_and_update(self) -> bool:
-        # a round that not all could commit goes on: what a worker has moved by is sent later
+        # a round that not all could commit continues: what a worker has moved by is sent later
         if self._exchanges and super()._exchange_and_update():
             self._joined()
         return True

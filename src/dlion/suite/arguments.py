@@ -39,7 +39,7 @@ def make_parser(name: str, description: str | None, example: str) -> Parser:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add RUNS, which all commands that read runs name alike."""
+    """Add RUNS, the argument of all commands that read runs."""
     parser.add_argument(
         "runs",
         nargs="*",
@@ -74,7 +74,7 @@ def errors_end_the_command() -> Iterator[None]:
             sys.exit(1)
         if place := error.filename2 or error.filename:
             place = str(place).removesuffix(".part")  # the name until a file is complete
-            _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
+            _leave(f"error: {place} could not be read or written ({reason}): name another place", 2)
         _drop_output()
         _leave(f"error: {reason}", 1)
     except KeyboardInterrupt as interrupt:

@@ -1,4 +1,4 @@
-"""Predict a training step on your machines: a model of what travels and what is computed.
+"""Predict a training step on your machines: a model of traffic and computation.
 
     payload  = (n - 1) / n * d * bits / 8 bytes, bits to the owner of a slice and back
     exchange = max(overhead * payload / rate, work of the host) + waits * latency + wakeups

@@ -60,7 +60,7 @@ _SETTINGS = {
     "optimizer.bits": "bits of an entry of a worker's message (p)",
     "optimizer.momentum_sync": "steps between two averages of the momenta",
     "optimizer.sync_pattern": "parameters whose momenta are averaged",
-    "dataset.alpha": "Dirichlet alpha (small: workers with unlike data)",
+    "dataset.alpha": "Dirichlet alpha (small: non-i.i.d. data)",
     "faults.byzantine": "Byzantine workers (who send wrong gradients) of {n}",
     "faults.drop": "share of the messages that are lost",
     "model.modern": "GPT2++ blocks (model.modern)",

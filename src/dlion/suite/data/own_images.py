@@ -60,7 +60,7 @@ def images(
         path: a folder with ``train/CLASS/*`` and ``test/CLASS/*`` (or ``val``), with ``CLASS/*``
             alone, with parquet files (``train-*`` and ``test-*``, or others), or with MNIST's IDX
             files. Where no part is for the test, a random tenth is taken.
-        image_size: pixels to which pictures are cut and scaled; None: they are alike already.
+        image_size: pixels to which pictures are cut and scaled; None: they are of one size already.
         augment: shift training pictures by up to an eighth of their size.
         flip: mirror every other training picture.
         image_column, label_column: of parquet files; None: found by type and name.

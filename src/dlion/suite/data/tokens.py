@@ -67,7 +67,7 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
     facts = read_facts(folder)
     if facts["documents"] != facts["of"]:
         raise UserError(
-            f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
+            f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: resume"
             f" with `dlion prepare {facts['origin']} --held-out {facts['held_out']}"
             f" -o {shlex.quote(str(path))}`"
         )

@@ -25,7 +25,7 @@ class Job:
         sharding: which samples each worker trains on.
         output_dir: directory in which the run is recorded.
         rate: bits per second of emulated links; None on the machine's own network.
-        resume: checkpoint to go on from; None: begin anew.
+        resume: checkpoint to resume from; None: start at step 0.
     """
 
     config: DictConfig

@@ -67,8 +67,8 @@ def save_model(model: nn.Module, data: Data, directory: Path) -> None:
             _save_file(tensors, tied, data, directory)
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
-            f"the model could not be written ({error}): mend that, and the same command with"
-            " resume=auto goes on"
+            f"the model could not be written ({error}): mend that; the same command with"
+            " resume=auto resumes"
         ) from error
 
 
