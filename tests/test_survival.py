@@ -126,7 +126,7 @@ def progress(**values):
         (swap_workers, "worker-00000.safetensors is the file of another worker or step"),
         (claim_a_long_header, "common.safetensors is damaged"),
         (put_a_pipe_in_its_place, "state.json is missing"),
-        (progress(step=5), "it is of step 5, and not what its name says"),
+        (progress(step=5), "it is of step 5, unlike its name"),
         (progress(step=True), "state.json is damaged"),
         (progress(step=6.0), "state.json is damaged"),
         (progress(last_row="x"), "state.json is damaged"),

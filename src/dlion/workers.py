@@ -192,7 +192,7 @@ def voters(
     ways = {"workers": workers, "process_group": process_group, "mesh": mesh}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say who takes part: give one of them")
+        raise ValueError(f"{' and '.join(given)} both name the participants: give one of them")
     if mesh is not None:
         if mesh.ndim != 1:
             names = mesh.mesh_dim_names or [str(size) for size in mesh.shape]

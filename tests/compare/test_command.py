@@ -75,13 +75,19 @@ def test_version(typed):
         (["report", "outputs", "-o", "file/x.html"], "file could not be read or written"),
         (["plot", "outputs", "-o", "x.jpg"], "x.jpg is no picture: choose .png, .svg, .pdf"),
         (["collect", "outputs", "-o", "empty"], "-o empty is a folder"),
-        (["report", "-o", "x.pdf"], "x.pdf is not what this command writes: choose .html, .htm"),
-        (["table", "-o", "x.csv"], "x.csv is not what this command writes: choose .md"),
+        (
+            ["report", "-o", "x.pdf"],
+            "x.pdf is not a format of this command: choose .html, .htm",
+        ),
+        (
+            ["table", "-o", "x.csv"],
+            "x.csv is not a format of this command: choose .md",
+        ),
         (["table", "outputs", "-o", "/proc/x"], "/proc/x"),
         (["publish", "outputs"], "required: -o"),
         (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),
         (["export", "outputs", "-o", "m.safetensors"], "-o m.safetensors is a folder"),
-        (["sync", "outputs"], "outputs holds no run that was recorded offline"),
+        (["sync", "outputs"], "outputs holds no run recorded offline"),
         (["prepare", "nowhere.txt", "-o", "x", "--held-out", "1"], "give 2 or more"),
     ],
 )

@@ -273,7 +273,7 @@ def test_damaged_idx_files_are_named(tmp_path, shape, content):
     with pytest.raises(UserError, match="train-images-idx3-ubyte"):
         images(str(tmp_path))
     (tmp_path / "train-labels-idx1-ubyte").unlink()
-    with pytest.raises(UserError, match="lies there without the labels"):
+    with pytest.raises(UserError, match="lacks the labels"):
         images(str(tmp_path))
 
 
@@ -345,7 +345,7 @@ def test_idx_files_of_which_some_are_missing_or_too_many(tmp_path):
         write_idx(tmp_path / name / "t10k-labels-idx1-ubyte", np.arange(20) % 2)
     with pytest.raises(UserError, match="both there: give the folder of one set"):
         images(str(tmp_path))
-    with pytest.raises(UserError, match="lies there without files to train on"):
+    with pytest.raises(UserError, match="has no files to train on"):
         images(str(tmp_path / "a"))
     write_idx(tmp_path / "b" / "train-images-idx3-ubyte", pixels[:0])
     write_idx(tmp_path / "b" / "train-labels-idx1-ubyte", np.arange(0))

@@ -143,7 +143,7 @@ WRONG = {
     "dataset.alpha=0": "dataset.alpha=0 is not possible: give a number, above 0",
     "dataset=cifar10 dataset.path=/nowhere": "dataset.path=/nowhere is not a folder",
     "dataset=cifar10 dataset.train_limit=0": COUNT + OR_NULL,
-    "dataset=imagenet dataset.path=~no-one/x": "path=~no-one/x is below the home of nobody here",
+    "dataset=imagenet dataset.path=~no-one/x": "path=~no-one/x names an unknown user's home folder",
     "dataset=imagenet": "dataset=imagenet must be on a disk: type dataset.path=DIR",
     "dataset=imagenet dataset.path=. dataset.image_size=0": COUNT,
     "dataset=imagenet dataset.path=. dataset.loaders=-1": "at least 0",
@@ -229,7 +229,7 @@ WRONG = {
     "output_dir=null": "output_dir=null is not possible: give a folder",
     "output_dir=file": "output_dir=file is not writable",
     "output_dir=file/below": "is not writable",
-    """'output_dir="~no-one/x"'""": "output_dir=~no-one/x is below the home of nobody here",
+    """'output_dir="~no-one/x"'""": "output_dir=~no-one/x names an unknown user's home folder",
     f"output_dir={'a' * 256}": "is not writable (File name too long)",
     f"output_dir={'/'.join(25 * ['a' * 200])}": "is not writable (File name too long)",
     "output_dir=/proc/nope": "output_dir=/proc/nope is not writable",
@@ -373,7 +373,7 @@ def test_a_sample_in_processes_of_its_own():
 
 def test_where_slurm_is_not_installed_it_is_said(tmp_path):
     run = train("-m", "hydra/launcher=slurm", "seed=0,1", env={"PATH": str(tmp_path)}, code=2)
-    assert "needs SLURM, but there is no sbatch and no srun on this machine" in run.stderr
+    assert "needs SLURM, but found no sbatch and no srun on this machine" in run.stderr
     assert run.stderr.count("\n") == 1
 
 

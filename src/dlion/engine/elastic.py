@@ -73,7 +73,7 @@ class Elastic:
     # ---- before a step
 
     def begin(self) -> None:
-        """Ask who takes part in the next step, unless that is known; join if this worker is new.
+        """Ask for the next step's participants, unless they are known; join if this worker is new.
 
         It waits until there are as many workers as the manager asks for.
 
@@ -297,7 +297,7 @@ def check_dealt(bucket: Bucket, method: str) -> None:
     if lost:
         raise ValueError(
             f"{method} with these settings does not work with manager=: its exchange keeps"
-            f" {', '.join(lost)}, which is not handed over when workers change; choose dlion_mavo,"
+            f" {', '.join(lost)}, which is not transferred when workers change: choose dlion_mavo,"
             " lion_cub or another method without a memory in its exchange"
         )
 

@@ -101,7 +101,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     Args:
         params: parameters, named parameters, or parameter groups.
         defaults: hyperparameters.
-        workers, process_group, mesh: who takes part, said in one of three ways: workers, for
+        workers, process_group, mesh: the participants, given in one of three ways: workers, for
             several in a process; a process group; a mesh of one dimension (``mesh["replicate"]``).
             By default the processes of the default process group.
         manager: of torchft, from :func:`dlion.join`: workers come and go during training.
@@ -122,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket, each as soon as its gradients and the bucket before it are there; give
             ``bucket_cap_mb`` too. Then what changes gradients between ``backward()`` and
             ``step()``, clipping say, comes too late and is refused, and all but the last of several
-            backward passes per step must run in :meth:`no_sync`. The result is the same to the bit
+            backward passes per step must run in :meth:`no_sync`. The result is bit-identical
             (for equal buckets, where a method draws random numbers). Over NCCL beside FSDP2 two
             communicators are then in use at once, which NCCL allows as long as the kernels of both
             fit on the GPU.
@@ -242,7 +242,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Return this process alone: whom it trains with, a manager says at every step."""
         if named is not None:
             raise ValueError(
-                "manager= says who takes part: give no workers, process_group, mesh or dense_group"
+                "manager= names the participants: give no workers, process_group, mesh or"
+                " dense_group"
             )
         return Workers()
 
@@ -428,7 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._in_step:
             raise RuntimeError("set_participants() in the middle of a step")
         if self._elastic is not None:
-            raise RuntimeError("set_participants() with manager=, which says who takes part")
+            raise RuntimeError("set_participants() with manager=, which names the participants")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -508,8 +509,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._check_first_step()
         if self._awaits is not None:
             raise RuntimeError(
-                "the state that was loaded is without each worker's own, which lies in files beside"
-                " the checkpoint: call load_workers(FOLDER) on every process, or use the door of"
+                "the loaded state lacks the workers' own state, which is in files beside the"
+                " checkpoint: call load_workers(FOLDER) on every process, or use the integration of"
                 " dlion.frameworks that saved it"
             )
         self._members.check_unedited(self.param_groups)

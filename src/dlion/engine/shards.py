@@ -41,8 +41,8 @@ def check_sharding(
     mesh = sharded[0].device_mesh
     if len(sharded) < len(tensors):
         raise ValueError(
-            f"{len(tensors) - len(sharded)} of {len(tensors)} parameters are not sharded, and"
-            " nobody averages their gradients inside a worker: call fully_shard on the whole model"
+            f"{len(tensors) - len(sharded)} of {len(tensors)} parameters are not sharded, so"
+            " their gradients are not averaged inside a worker: call fully_shard on the whole model"
         )
     if any(tensor.device_mesh != mesh for tensor in sharded):
         raise ValueError(

@@ -143,8 +143,8 @@ class DirectSend(Exchange):
     Args:
         up: the wire towards the owner of a slice.
         down: the wire back, for a number of senders.
-        grid: adds messages of levels on their way to the owners; answer, headers and state are the
-            same to the bit. None: messages go directly.
+        grid: adds messages of levels on their way to the owners; answer, headers and state are
+            bit-identical. None: messages go directly.
 
     Attributes:
         slice: parameters owned by one worker.

@@ -143,8 +143,8 @@ class OfTorch(Inner):
     def load_state_dict(self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]) -> None:
         if not saved:
             raise ValueError(
-                "the state has nothing of the inner optimizer, as torch.distributed.checkpoint"
-                " leaves out what it does not know: save optimizer.state_dict() with torch.save, or"
+                "the state lacks the inner optimizer, as torch.distributed.checkpoint"
+                " omits entries it does not know: save optimizer.state_dict() with torch.save, or"
                 " take inner=adamw, lion, muon or sgd"
             )
         for bucket, states in zip(buckets, saved, strict=True):

@@ -136,7 +136,7 @@ def of_kind(*suffixes: str) -> Callable[[str], Path]:
         file = Path(text)
         if file.suffix in _KINDS - {*suffixes}:
             raise argparse.ArgumentTypeError(
-                f"{text} is not what this command writes: choose {', '.join(suffixes)}"
+                f"{text} is not a format of this command: choose {', '.join(suffixes)}"
             )
         return file
 

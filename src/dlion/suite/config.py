@@ -138,7 +138,7 @@ def expand_home(key: str, value: str) -> str:
         return str(Path(value).expanduser())
     except RuntimeError:
         raise UserError(
-            f"{key}={value} is below the home of nobody here: type the whole path"
+            f"{key}={value} names an unknown user's home folder: type the whole path"
         ) from None
 
 

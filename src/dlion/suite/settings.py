@@ -186,7 +186,7 @@ class Settings:
         participation: share of the workers that take part in a step, drawn for each step.
         local_steps: steps of SGD of each worker between two exchanges; epochs count them.
         local_lr: the learning rate of local steps.
-        faults: workers that are absent or lie.
+        faults: absent or Byzantine workers.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
             save_pretrained.
         init_from_except: a pattern of names of weights that init_from leaves out, such as head.*

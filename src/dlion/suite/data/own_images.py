@@ -139,12 +139,12 @@ def _find_idx(root: Path) -> list[Part] | None:
             pictures, labels = (find_idx(root, name, kind) for kind in ("idx3", "idx1"))
             if pictures and labels:
                 if names != ("train",) and not parts:
-                    raise UserError(f"{pictures} lies there without files to train on: add them")
+                    raise UserError(f"{pictures} has no files to train on beside it: add them")
                 parts.append(_read_part(pictures, labels))
                 break
             if pictures or labels:
                 raise UserError(
-                    f"{pictures or labels} lies there without the"
+                    f"{pictures or labels} lacks the"
                     f" {'labels' if pictures else 'images'} that belong to it"
                 )
     return parts or None

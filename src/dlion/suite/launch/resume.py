@@ -323,7 +323,8 @@ def _check_round(config: DictConfig, checkpoint: Checkpoint) -> None:
     if done == checkpoint.steps and done % turns:
         raise UserError(
             f"{checkpoint.directory} is of a run whose last round of optimizer.local_steps={turns}"
-            f" was cut short after step {done}, which a longer run does not do: start it again"
+            f" was cut short after step {done}, unlike in a longer run: start again with"
+            " another output_dir"
         )
 
 

@@ -114,7 +114,7 @@ def _written(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingFailed(
-            f"{error.filename or file} could not be written ({error.strerror}): mend that; the"
+            f"{error.filename or file} could not be written ({error.strerror}): fix this; the"
             " same command with resume=auto resumes"
         ) from error
 

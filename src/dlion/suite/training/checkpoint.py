@@ -178,7 +178,7 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
             raise TrainingFailed(
                 f"the checkpoint of step {progress.step} could not be written ({error}); those"
-                " before it are whole: mend that; the same command with resume=auto resumes"
+                " before it are whole: fix this; the same command with resume=auto resumes"
             ) from error
 
     def _complete(self, part: Path, final: Path, progress: Progress) -> None:
@@ -328,7 +328,7 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{STATE} is damaged") from error
     if _step_of(directory) not in (None, progress.step):
-        raise ValueError(f"it is of step {progress.step}, and not what its name says")
+        raise ValueError(f"it is of step {progress.step}, unlike its name")
     run.pop("local_betas", None)  # earlier settings, which sgd does not have
     if (inner := run.pop("local_optimizer", "sgd")) != "sgd":
         raise ValueError(f"local steps of {inner} are those of optimizer=diloco today")

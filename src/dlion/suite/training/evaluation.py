@@ -22,9 +22,9 @@ def evaluate(
     limit: int | None = None,
     watch: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, count: batches,
 ) -> dict[str, float]:
-    """Return the test set's results, the same to the bit however workers are spread.
+    """Return the test set's results, bit-identical however workers are spread.
 
-    Test batches are dealt out to the workers, and their sums are added in the order of batches.
+    Test batches are distributed over the workers, and their sums are added in the order of batches.
 
     Args:
         model: what is tested.
