@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """Something failed that had begun, with exit code 1; the message says what, and why."""
+    """Failure of a run or command that had begun, exit code 1; the message names the cause."""
 
     def __init__(self, reason: str, leaving: bool = False):
         """With ``leaving`` a signal had asked the run to end, and it must not be restarted."""

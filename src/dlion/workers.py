@@ -249,7 +249,7 @@ def _no_split() -> Iterator[None]:
 
 @dataclass
 class _Pool:
-    """Groups of the same processes, and which of them nobody uses here."""
+    """Groups of the same processes, and the unused ones among them."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     free: list[bool] = field(default_factory=list)

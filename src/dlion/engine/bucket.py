@@ -136,7 +136,7 @@ class Bucket:
     def allocate_own(
         self, state: Sequence[str], counters: Sequence[str], local: int, padded: int
     ) -> None:
-        """Make ``params`` and what belongs to each of the local workers alone."""
+        """Make ``params`` and the state of each local worker."""
         zeros = partial(torch.zeros, dtype=torch.float32)
         self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
         self.own = {name: zeros(local, padded, device=self.device) for name in state}
@@ -144,7 +144,7 @@ class Bucket:
 
     @torch.no_grad()
     def renew(self, exchange: Exchange) -> None:
-        """Go on with an exchange for another number of workers, whose padding may differ."""
+        """Continue with an exchange for another number of workers, whose padding may differ."""
         self.exchange = exchange
         self._pieces.clear()
         self._row = None
@@ -270,7 +270,7 @@ class Bucket:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Let sharded parameters be what the buffer holds; others are the buffer."""
+        """Copy the buffer into sharded parameters; others are views of the buffer."""
         if self.sharded:
             shards = [local_part(slot.tensor) for slot in self.slots]
             torch._foreach_copy_(shards, self._views)
@@ -393,7 +393,7 @@ class Bucket:
         self.exchange.encode_header(local, header)
 
     def read_headers(self, headers: Tensor) -> None:
-        """Note what the headers of all senders say, uint8 ``[m, bytes]`` in main memory.
+        """Read the headers of all senders, uint8 ``[m, bytes]`` in main memory.
 
         Raises:
             TrainingFailed: if a gradient is not finite and that is to end training, or if workers

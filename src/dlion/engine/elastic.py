@@ -133,7 +133,7 @@ class Elastic:
         return True
 
     def _deal(self, bucket: Bucket, everyones: list[int]) -> None:
-        """Give a new exchange what is known of its state."""
+        """Give a new exchange the known part of its state."""
         known, state = self._known.get(bucket.index, {}), bucket.exchange.state
         rank = self._optimizer.workers.rank
         if "previous" in known:
@@ -158,7 +158,7 @@ class Elastic:
             copy.copy_(row)
 
     def require_open(self) -> None:
-        """Refuse a message that nobody waits for."""
+        """Refuse a message without a receiver."""
         if not self.open:
             raise RuntimeError(
                 "no step has begun: with manager=, zero_grad() begins a step, so call it before"
@@ -209,7 +209,7 @@ class Elastic:
         return True
 
     def _note(self, bucket: Bucket) -> None:
-        """Remember what a new exchange would have to know."""
+        """Save the state that a new exchange needs."""
         exchange, known = bucket.exchange, self._known.setdefault(bucket.index, {})
         if "previous" in exchange.state:  # it is the answer, of all owners
             known["previous"] = exchange.answer.view(torch.int64).flatten().cpu().clone()
@@ -223,7 +223,7 @@ class Elastic:
         self._abort()
 
     def _abort(self) -> None:
-        """Close the connections, so that nobody waits for this worker."""
+        """Close the connections, so that no peer waits for this worker."""
         self.manager._pg.abort()
         self._group = None
 
@@ -292,7 +292,7 @@ class Elastic:
 
 
 def check_dealt(bucket: Bucket, method: str) -> None:
-    """Refuse an exchange whose owners keep what nobody else knows."""
+    """Refuse an exchange whose owners keep state that no other worker has."""
     lost = sorted(bucket.exchange.state.keys() - _DEALT)
     if lost:
         raise ValueError(
@@ -303,7 +303,7 @@ def check_dealt(bucket: Bucket, method: str) -> None:
 
 
 class GroupTransport:
-    """Sends state to those who join through the process group, and executes nothing of it.
+    """Sends state to joining workers through the process group, and executes nothing of it.
 
     torchft's own HTTPTransport opens a port on every interface and unpickles what it gets; this
     uses the connections that messages use, and ``torch.load(weights_only=True)``.

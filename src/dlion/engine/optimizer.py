@@ -239,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._elastic = Elastic(manager, self, facts)
 
     def _alone(self, given: Workers, named: Any) -> Workers:
-        """Return this process alone: whom it trains with, a manager says at every step."""
+        """Return this process alone: a manager names its peers at every step."""
         if named is not None:
             raise ValueError(
                 "manager= names the participants: give no workers, process_group, mesh or"
@@ -275,15 +275,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
     def after_step(self, bucket: Bucket) -> None:
-        """Do what workers do together after all updates (averaging momenta, say)."""
+        """Run the collective work after all updates (averaging momenta, say)."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
-        """Return what the state of a bucket's parameters is called."""
+        """Return the names of the state of a bucket's parameters."""
         return self
 
     @staticmethod
     def kind(group: dict[str, Any]) -> Hashable:
-        """Return what parameter groups have to have in common to share buckets."""
+        """Return the settings that parameter groups must share to share buckets."""
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
@@ -298,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Let the next step exchange messages, if there are steps that do not."""
 
     def prepare(self) -> None:
-        """Compile what the first step needs, so that processes forked later inherit it."""
+        """Compile the kernels of the first step, so that processes forked later inherit them."""
 
     def _rehearse(self) -> None:
         """Take a step with a parameter of its own, for :meth:`prepare`."""
@@ -395,7 +395,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.channel.broadcast(values)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the public attributes that say what this optimizer does."""
+        """Return the public attributes that describe this optimizer."""
         public = {name: value for name, value in vars(self).items() if name[0] != "_"}
         return {"method": type(self).__name__, **plain_values(public)}
 
@@ -850,7 +850,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         worker_files.save(self, Path(folder), name)
 
     def load_workers(self, folder: str | os.PathLike[str], name: str = "optimizer") -> None:
-        """Read what :meth:`save_workers` has written, before or after ``load_state_dict``.
+        """Read the files of :meth:`save_workers`, before or after ``load_state_dict``.
 
         Raises:
             ValueError: if a file is missing, or of another number of workers or another save.
@@ -900,7 +900,7 @@ def _device_of(params: Iterable[Any]) -> torch.device:
 
 
 def _close(overlap: Overlap | None, workers: Workers, node: Node | None) -> None:
-    """Give back the hooks, the thread and the groups of an optimizer that nobody uses any more."""
+    """Release the hooks, the thread and the groups of an optimizer that is no longer used."""
     if overlap is None or overlap.close():
         workers.give_back()
         if node is not None:

@@ -202,7 +202,7 @@ class Overlap:
         self._running[bucket] = self._executor.submit(self._run, bucket, ready, work)
 
     def _note_gradients(self, bucket: Bucket) -> None:
-        """Remember what a message was made of."""
+        """Record the gradients of a message."""
         for slot in bucket.slots:
             grad = slot.tensor.grad
             if grad is not None:
@@ -242,7 +242,7 @@ class Overlap:
                 keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
 
     def finish(self) -> None:
-        """Let what is under way end on this host, whatever becomes of it."""
+        """Wait for all pending work of this host, whatever its result."""
         for future in self._running.values():
             future.exception()
 

@@ -13,7 +13,7 @@ EXCHANGE = "exchange."  # before the names of what an exchange keeps, in saved s
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: itself, if it is not sharded."""
+    """Return this process's part of a tensor: itself, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Inner optimizers: what a worker does by itself with its gradients between two exchanges.
+"""Inner optimizers: a worker's local steps between two exchanges.
 
 A worker's own parameters are ``bucket.own["local"]``, float32 ``[k, padded]``; rates are read from
 the bucket's group.
@@ -45,7 +45,7 @@ class Inner(ABC):
     def load_state_dict(  # noqa: B027 - most have nothing to put back
         self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]
     ) -> None:
-        """Put back what :meth:`state_dict` has returned."""
+        """Restore the result of :meth:`state_dict`."""
 
 
 class SGD(Inner):

@@ -1,4 +1,4 @@
-"""Local updates: workers take steps on their own and exchange what they have moved by."""
+"""Local updates: workers take local steps and exchange their displacements."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Unpack
@@ -23,7 +23,7 @@ InnerOptimizer = (
 
 
 class LocalUpdate(DistributedOptimizer):
-    """Base of methods whose workers move on their own and exchange only now and then.
+    """Base of methods whose workers take local steps between exchanges.
 
     A round begins with the parameters x that all share. Worker i takes ``local_steps`` steps of its
     inner optimizer from there to x_i; then it sends its displacement ``x - x_i``, the outer step
@@ -179,7 +179,7 @@ class LocalUpdate(DistributedOptimizer):
 
     @torch.no_grad()
     def _take_over(self, bucket: Bucket, local: int) -> None:
-        """Take over what others have written into the model since its parameters were put there."""
+        """Take over values written into the model since its parameters were put there."""
         if _versions(bucket) == self._hosted.get(bucket):
             return
         bucket.adopt()

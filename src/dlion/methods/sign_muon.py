@@ -22,7 +22,7 @@ LION_SHARE = 0.1  # of AdamW's rate
 
 
 class MatrixState:
-    """State of a matrix, and of what Lion updates."""
+    """State of a matrix, and of parameters that Lion updates."""
 
     own_state: ClassVar[list[str]] = ["momentum"]
     shared_state: ClassVar[list[str]] = []

@@ -1,4 +1,4 @@
-"""Command lines in one style: how they are parsed, and what wrong ones and failures end with."""
+"""Command lines in one style: parsing, error messages and exit codes."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""The settings of a run: what each means, and which values it may have.
+"""The settings of a run: meanings and allowed values.
 
 A setting is a parameter. Those of a run are the parameters of :class:`Settings`; those of a
 component are the parameters of the class or function that its ``_target_`` names. The annotation is

@@ -1,4 +1,4 @@
-"""Anybody's pictures, in the layouts that are usual: folders of classes, parquet, IDX files."""
+"""User-supplied pictures in the usual layouts: folders of classes, parquet, IDX files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

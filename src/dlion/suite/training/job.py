@@ -12,7 +12,7 @@ from dlion.workers import Workers
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked run: what to train, where, and on what.
+    """A checked run: its model, data and workers.
 
     Attributes:
         config: the resolved configuration.

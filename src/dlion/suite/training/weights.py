@@ -1,4 +1,4 @@
-"""A model's weights: what a finished run leaves behind, and what another may begin with.
+"""A model's weights: the result of a finished run, and the start of another.
 
     RUN/model.safetensors   parameters and buffers, under the names of the model's state_dict
     RUN/model/              instead of it, of a model of transformers: what save_pretrained writes
