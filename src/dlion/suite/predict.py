@@ -248,7 +248,7 @@ def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
     well the model describes these points, not how well it predicts others.
 
     Raises:
-        UserError: if it is no such file.
+        UserError: if the file is not valid.
     """
     try:
         return _compare(json.loads(file.read_text()))

@@ -203,7 +203,7 @@ def setting_values(curves: list[Curve], setting: str) -> list[Any]:
     """Return the values that a setting has in these curves, in order.
 
     Raises:
-        UserError: if they have no such setting.
+        UserError: if they lack the setting.
     """
     values = [curve.settings[setting] for curve in curves if setting in curve.settings]
     if not values:

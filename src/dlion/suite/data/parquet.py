@@ -35,7 +35,7 @@ def load_parquet(
         The tables, by the names in ``splits``.
 
     Raises:
-        UserError: if there is no such folder, file or column, or if a split lies in several
+        UserError: if the folder, a file or a column is missing, or if a split lies in several
             folders, as it does where a data set has several configurations.
     """
     folder = Path(path).expanduser()

@@ -46,7 +46,7 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
         context: tokens a model sees at once.
 
     Raises:
-        UserError: if there is no such folder, or it is not finished, or it holds too few tokens.
+        UserError: if the folder is missing or not finished, or holds too few tokens.
     """
     if path is None:
         raise UserError(

@@ -140,7 +140,7 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
         settings: made of it, without such references.
 
     Raises:
-        UserError: if there is no such run, or its processes could find different ones.
+        UserError: if the run does not exist, or its processes could find different ones.
     """
     template = OmegaConf.to_container(config, resolve=False)["output_dir"]
     if settings.resume != "auto" or settings.evaluate is not None or "${now:" not in template:

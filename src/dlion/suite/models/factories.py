@@ -254,7 +254,7 @@ def causal_lm(
         options: entries of its configuration (llama's defaults are those of the 7-billion model).
 
     Raises:
-        UserError: if there is no such model or option, or the data has tokens it does not know.
+        UserError: if the model or option is unknown, or the data has tokens it does not know.
     """
     text = _text(data)
     declare_missing_operators()
