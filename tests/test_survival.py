@@ -126,7 +126,7 @@ def progress(**values):
         (swap_workers, "worker-00000.safetensors is the file of another worker or step"),
         (claim_a_long_header, "common.safetensors is damaged"),
         (put_a_pipe_in_its_place, "state.json is missing"),
-        (progress(step=5), "it is of step 5, and not what its name says"),
+        (progress(step=5), "it is of step 5, unlike its name"),
         (progress(step=True), "state.json is damaged"),
         (progress(step=6.0), "state.json is damaged"),
         (progress(last_row="x"), "state.json is damaged"),
@@ -209,7 +209,7 @@ def test_the_command_that_is_printed_leads_on_after_ctrl_c_and_a_lost_terminal(t
             run.send_signal(number)
         done = run.wait(timeout=60)
         assert done.returncode == code, done.stderr
-        saved, command = done.stderr.splitlines()[-1].split("; to go on: ")
+        saved, command = done.stderr.splitlines()[-1].split("; to resume: ")
         assert saved == f"stopped after step {latest_step(cut)}"
         again = Run([*shlex.split(command)[1:], "steps=1000000"]).wait()
         assert "the schedule of 1000000 has other learning rates" in again.stderr
@@ -389,7 +389,7 @@ def test_a_record_that_cannot_be_written_is_named(tmp_path):
     assert load_run(tmp_path).failure is None
     record_failure(tmp_path / "nothing", "interrupted")
     assert not (tmp_path / "nothing").exists()
-    with pytest.raises(UserError, match="cannot be written"), alone_in(Path("/proc/run")):
+    with pytest.raises(UserError, match="is not writable"), alone_in(Path("/proc/run")):
         pass
 
 
@@ -451,7 +451,7 @@ def test_a_finished_run_is_only_gone_on_with_if_there_is_more_to_do(whole, tmp_p
 def test_a_run_without_a_checkpoint_starts_anew_aloud_and_not_over_another(whole, tmp_path, capsys):
     config = settings_of(whole)
     assert checkpoint_to_resume(config, tmp_path, 8) is None
-    assert f"nothing to resume in {tmp_path}: starting anew" in capsys.readouterr().out
+    assert f"nothing to resume in {tmp_path}: starting at step 0" in capsys.readouterr().out
     killed = shutil.copytree(whole, tmp_path / "killed")
     (killed / "summary.json").unlink()
     shutil.rmtree(killed / "checkpoint")

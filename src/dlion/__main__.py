@@ -1,4 +1,4 @@
-"""``dlion COMMAND``: look at runs, and what goes before and after them. ``train.py`` trains."""
+"""``dlion COMMAND``: show runs, prepare data and export models. ``train.py`` trains."""
 
 import argparse
 import importlib
@@ -10,18 +10,18 @@ from dlion.values import did_you_mean
 
 # the module of dlion.suite with the function ``main``, and what it does; imported when it is used
 COMMANDS = {
-    "collect": ("compare.collect", "print a CSV table: what became of each run"),
+    "collect": ("compare.collect", "print a CSV table: status and results of each run"),
     "plot": ("compare.plot", "draw accuracy against bandwidth, or against a setting"),
-    "report": ("compare.report", "write an HTML page to look around in"),
+    "report": ("compare.report", "write an interactive HTML report"),
     "table": ("compare.table", "print a Markdown table for a README"),
-    "board": ("compare.board", "print where methods end, what they cost, what is noise"),
+    "board": ("compare.board", "print final results of methods, their costs and the noise"),
     "methods": ("compare.methods", "print a Markdown table of the methods"),
     "publish": ("compare.publish", "pack finished runs, with figure and origin"),
-    "export": ("record.export", "take the trained model out of a run"),
+    "export": ("record.export", "copy the trained model of a run to a folder"),
     "sync": ("record.sync", "send runs that were recorded offline to Weights & Biases"),
     "dashboard": ("compare.dashboard", "make a workspace and a report in Weights & Biases"),
     "prepare": ("data.prepare", "turn text into tokens to train on"),
-    "lighthouse": ("lighthouse", "start what elastic workers meet at"),
+    "lighthouse": ("lighthouse", "start the meeting point of elastic workers"),
     "predict": ("predict", "predict the time of a step on your machines"),
 }
 

@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """Something failed that had begun, with exit code 1; the message says what, and why."""
+    """Failure of a run or command that had begun, exit code 1; the message names the cause."""
 
     def __init__(self, reason: str, leaving: bool = False):
         """With ``leaving`` a signal had asked the run to end, and it must not be restarted."""
@@ -28,7 +28,7 @@ class Stopped(RuntimeError):
     """A run ended with a checkpoint before its last step; ``resume=auto`` continues it.
 
     Attributes:
-        command: what to type to go on, where that is known.
+        command: what to type to resume, where that is known.
     """
 
     def __init__(self, step: int | None, signal: int | None = None):
@@ -38,7 +38,7 @@ class Stopped(RuntimeError):
         super().__init__(step, signal)
 
     def __str__(self) -> str:
-        return f"stopped {self._when()}{f'; to go on: {self.command}' if self.command else ''}"
+        return f"stopped {self._when()}{f'; to resume: {self.command}' if self.command else ''}"
 
     def _when(self) -> str:
         return "before its first step" if self.step is None else f"after step {self.step}"

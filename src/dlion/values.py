@@ -39,7 +39,7 @@ class Limits:
 
 
 class Called(NamedTuple):
-    """What people call the values of a type, in its annotation: "a rate such as 100mbit"."""
+    """Description of a type's values, in its annotation: "a rate such as 100mbit"."""
 
     words: str
 

@@ -1,4 +1,4 @@
-"""Who the workers are: processes x virtual workers. The one place where ranks are known."""
+"""Workers: processes x virtual workers. The one place where ranks are known."""
 
 import os
 import socket
@@ -192,7 +192,7 @@ def voters(
     ways = {"workers": workers, "process_group": process_group, "mesh": mesh}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say who takes part: give one of them")
+        raise ValueError(f"{' and '.join(given)} both name the participants: give one of them")
     if mesh is not None:
         if mesh.ndim != 1:
             names = mesh.mesh_dim_names or [str(size) for size in mesh.shape]
@@ -249,7 +249,7 @@ def _no_split() -> Iterator[None]:
 
 @dataclass
 class _Pool:
-    """Groups of the same processes, and which of them nobody uses here."""
+    """Groups of the same processes, and the unused ones among them."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     free: list[bool] = field(default_factory=list)

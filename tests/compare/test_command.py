@@ -72,16 +72,22 @@ def test_version(typed):
         (["plot", "nowhere"], "nowhere is not a directory"),
         (["report", "empty"], "empty holds no run"),
         (["report", "outputs", "-o", "empty"], "-o empty is a folder: type -o empty/report.html"),
-        (["report", "outputs", "-o", "file/x.html"], "file cannot be read or written"),
+        (["report", "outputs", "-o", "file/x.html"], "file could not be read or written"),
         (["plot", "outputs", "-o", "x.jpg"], "x.jpg is no picture: choose .png, .svg, .pdf"),
         (["collect", "outputs", "-o", "empty"], "-o empty is a folder"),
-        (["report", "-o", "x.pdf"], "x.pdf is not what this command writes: choose .html, .htm"),
-        (["table", "-o", "x.csv"], "x.csv is not what this command writes: choose .md"),
+        (
+            ["report", "-o", "x.pdf"],
+            "x.pdf is not a format of this command: choose .html, .htm",
+        ),
+        (
+            ["table", "-o", "x.csv"],
+            "x.csv is not a format of this command: choose .md",
+        ),
         (["table", "outputs", "-o", "/proc/x"], "/proc/x"),
         (["publish", "outputs"], "required: -o"),
         (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),
         (["export", "outputs", "-o", "m.safetensors"], "-o m.safetensors is a folder"),
-        (["sync", "outputs"], "outputs holds no run that was recorded offline"),
+        (["sync", "outputs"], "outputs holds no run recorded offline"),
         (["prepare", "nowhere.txt", "-o", "x", "--held-out", "1"], "give 2 or more"),
     ],
 )
@@ -197,7 +203,7 @@ def test_what_is_no_regular_file_is_written_into_and_links_are_followed(
     full = python("-m", "dlion", *words, "-o", "/dev/full", cwd=tmp_path, env=env)
     assert Path("/dev/full").is_char_device() and full.returncode == 2
     assert full.stderr.endswith(
-        "/dev/full cannot be read or written (No space left on device): name another place\n"
+        "/dev/full could not be read or written (No space left on device): name another place\n"
     )
 
 
@@ -230,15 +236,15 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(
 WHOLE = {"optimizer": "g", "model": "m", "dataset": "d", "workers": 8}
 WHOLE |= {"paper_bits_up": 1, "paper_bits_down": 1}
 ODD = [
-    (".hydra/config.yaml", "workers: x", "workers is 'x', not a whole number"),
-    (".hydra/config.yaml", "optimizer: [1]", "optimizer is [1], not a group of settings"),
-    (".hydra/config.yaml", "model: {name: 3}", "name is 3, not a word"),
+    (".hydra/config.yaml", "workers: x", "workers must be a whole number, got 'x'"),
+    (".hydra/config.yaml", "optimizer: [1]", "optimizer must be a group of settings, got [1]"),
+    (".hydra/config.yaml", "model: {name: 3}", "name must be a word, got 3"),
     (".hydra/config.yaml", "lr: [1", "is damaged ("),
-    ("summary.json", "{}", "optimizer is None, not a word"),
+    ("summary.json", "{}", "optimizer must be a word, got None"),
     ("summary.json", "[1]", "is damaged (it is not an object)"),
     ("summary.json", "[" * 100_000, "recursion"),
-    ("metrics.jsonl", '{"step": 0, "test_loss": 1}\n', "step is 0"),
-    ("metrics.jsonl", '{"step": 1, "test_loss": 1}\n', "seconds is None, not a number"),
+    ("metrics.jsonl", '{"step": 0, "test_loss": 1}\n', "step must be above 0, got 0"),
+    ("metrics.jsonl", '{"step": 1, "test_loss": 1}\n', "seconds must be a number, got None"),
     (".hydra/overrides.yaml", "[1", "is damaged ("),
     ("metrics.jsonl", f'{{"step": {10**400}, "test_loss": 1}}\n', "step is above 2^63"),
     ("summary.json", json.dumps(WHOLE | {"steps": -(10**400)}), "steps is above 2^63"),

@@ -202,5 +202,5 @@ def test_odd_records_are_left_out_by_name(tmp_path, table):
         reconfigure(tmp_path / f"dgc-{seed}-0.001", **settings)
     (tmp_path / "dgc-1-0.001" / "summary.json").unlink()
     done = table(tmp_path, "--show", "seeds")
-    assert "network is 'none', not a group of settings" in done.stderr
+    assert "network must be a group of settings, got 'none'" in done.stderr
     assert [row[1] for row in cells(done.stdout)[2:]] == ["1", "1"]

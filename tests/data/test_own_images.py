@@ -145,7 +145,7 @@ def test_equal_pictures_are_refused(tmp_path):
                 Image.new("RGBA", (8, 8), (i, 0, 0, 0)).save(
                     folder / part / str(i % 2) / f"{i}.png"
                 )
-        with pytest.raises(UserError, match="the 20 training pictures are all alike"):
+        with pytest.raises(UserError, match="the 20 training pictures are all equal"):
             load_them(str(folder), image_size=8)
 
 
@@ -273,7 +273,7 @@ def test_damaged_idx_files_are_named(tmp_path, shape, content):
     with pytest.raises(UserError, match="train-images-idx3-ubyte"):
         images(str(tmp_path))
     (tmp_path / "train-labels-idx1-ubyte").unlink()
-    with pytest.raises(UserError, match="lies there without the labels"):
+    with pytest.raises(UserError, match="lacks the labels"):
         images(str(tmp_path))
 
 
@@ -345,7 +345,7 @@ def test_idx_files_of_which_some_are_missing_or_too_many(tmp_path):
         write_idx(tmp_path / name / "t10k-labels-idx1-ubyte", np.arange(20) % 2)
     with pytest.raises(UserError, match="both there: give the folder of one set"):
         images(str(tmp_path))
-    with pytest.raises(UserError, match="lies there without files to train on"):
+    with pytest.raises(UserError, match="has no files to train on"):
         images(str(tmp_path / "a"))
     write_idx(tmp_path / "b" / "train-images-idx3-ubyte", pixels[:0])
     write_idx(tmp_path / "b" / "train-labels-idx1-ubyte", np.arange(0))
@@ -371,7 +371,7 @@ def test_tables_lie_in_folders_of_any_name(tmp_path, capfd):
     assert images(str(tmp_path)).train_size == 18
     table.add_column("more", list(range(20))).to_parquet(folder / "test-0.parquet")
     capfd.readouterr()
-    with pytest.raises(UserError, match=r"cannot be read together \(.* column names don't match"):
+    with pytest.raises(UserError, match=r"do not fit together \(.* column names don't match"):
         images(str(tmp_path))
     assert capfd.readouterr().err == ""
 

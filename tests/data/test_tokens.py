@@ -86,7 +86,7 @@ def test_stopped_half_way_it_goes_on(tmp_path, tokenizer):
     with pytest.raises(KeyboardInterrupt):
         prepare(Failing(texts), tokenizer, tmp_path / "cut", origin="a.jsonl")
     with pytest.raises(
-        UserError, match=r"holds 2,000 of 2,500 documents: go on .* a.jsonl --held-out 10"
+        UserError, match=r"holds 2,000 of 2,500 documents: resume .* a.jsonl --held-out 10"
     ):
         prepared_text(str(tmp_path / "cut"))
     with (tmp_path / "cut" / "train.bin").open("ab") as file:
@@ -116,7 +116,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
     interrupted.send_signal(signal.SIGINT)
     done = interrupted.wait()
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.endswith("interrupted: type the same command again to go on\n")
+    assert done.stderr.endswith("interrupted: type the same command again to resume\n")
     assert json.loads((tmp_path / "out" / "tokens.json").read_text())["documents"] < 10_000
     arguments[0] = tmp_path / "a.jsonl"  # another way to type it
     done = run(*arguments)
@@ -164,7 +164,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys):
         ([tmp_path / "a.jsonl", tmp_path / "b.jsonl", *known], "b.jsonl is not a file"),
         ([tmp_path / "tokenizer" / "tokenizer.json", tmp_path / "a.jsonl", *known], "same columns"),
         ([tmp_path / "missing.jsonl", *known], "document 2, counted from 1, has no text"),
-        ([tmp_path / "cut.jsonl", *known], "cut.jsonl cannot be read (JSON parse error"),
+        ([tmp_path / "cut.jsonl", *known], "cut.jsonl could not be read (JSON parse error"),
         ([tmp_path / "a.jsonl", *known, "-o", tmp_path / "a.jsonl"], "is a file: give a folder"),
     ):
         code, last = say(capsys, *arguments)

@@ -224,7 +224,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_later(tmp_path):
     stopped = run.wait(timeout=60)
     assert stopped.returncode == 75
     step = latest_step(tmp_path / "cut")
-    assert f"stopped after step {step}; to go on: " in stopped.stderr
+    assert f"stopped after step {step}; to resume: " in stopped.stderr
     assert 0 < step < 60
     train(*settings, "resume=auto", "processes=4", f"output_dir={tmp_path / 'cut'}", code=0)
     train(*settings, "processes=1", f"output_dir={tmp_path / 'whole'}", code=0)
@@ -257,7 +257,7 @@ def test_a_full_disk_ends_the_run_with_its_checkpoints_whole(tmp_path):
         failed = train(*settings, f"output_dir={disk / 'run'}", code=1)
         last = failed.stderr.splitlines()[-1]
         assert "No space left on device" in last
-        assert "the same command with resume=auto goes on" in last
+        assert "the same command with resume=auto resumes" in last
         assert "Traceback" not in failed.stderr
         assert latest_step(disk / "run") > 0
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
@@ -299,7 +299,7 @@ TIMEOUT = (  # how torch words them
 REMOTE = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"
 MEMORY = "CUDA error: an illegal memory access was encountered"
 WAITING = 60  # seconds after which a process of these tests ends that waits for another
-HANGS = "for longer than timeout= one of them hangs, or a link is cut"
+HANGS = "within timeout=: one of them hangs, or the network is down"
 
 
 def _watched(error: str, stops: bool, fails: bool) -> None:

@@ -125,7 +125,7 @@ WRONG = {
     "+optimizer.seed=3": "optimizer.seed is not a setting",
     "model.dim=-4": f"model.dim=-4 is not possible: {COUNT}",
     "model.dim=64.0": COUNT,
-    "model.dim=63": "cannot be split over 4 heads",
+    "model.dim=63": "is not divisible by 4 heads",
     "model.dropout=2": "at least 0 and below 1",
     "model.depth=null": COUNT,
     "model.patch_size=3": "choose one of 1, 2, 4, 8",
@@ -143,7 +143,7 @@ WRONG = {
     "dataset.alpha=0": "dataset.alpha=0 is not possible: give a number, above 0",
     "dataset=cifar10 dataset.path=/nowhere": "dataset.path=/nowhere is not a folder",
     "dataset=cifar10 dataset.train_limit=0": COUNT + OR_NULL,
-    "dataset=imagenet dataset.path=~no-one/x": "path=~no-one/x is below the home of nobody here",
+    "dataset=imagenet dataset.path=~no-one/x": "path=~no-one/x names an unknown user's home folder",
     "dataset=imagenet": "dataset=imagenet must be on a disk: type dataset.path=DIR",
     "dataset=imagenet dataset.path=. dataset.image_size=0": COUNT,
     "dataset=imagenet dataset.path=. dataset.loaders=-1": "at least 0",
@@ -157,18 +157,18 @@ WRONG = {
     "logger=wandb logger.mode=on": "logger.mode=on is unknown",
     "logger=wandb logger.tags=baseline": "logger.tags=baseline is not possible: give a list",
     # values that are looked up
-    "'seed=${nosuch}'": "seed=${nosuch} cannot be looked up (Interpolation key 'nosuch' not found)",
-    "'seed=${oc.env:NOSUCH}'": "seed=${oc.env:NOSUCH} cannot be looked up",
-    "'seed=${seed}'": "seed=${seed} cannot be looked up (Recursive interpolation detected)",
+    "'seed=${nosuch}'": "seed=${nosuch} could not be resolved (Interpolation key 'nosuch'",
+    "'seed=${oc.env:NOSUCH}'": "seed=${oc.env:NOSUCH} could not be resolved",
+    "'seed=${seed}'": "seed=${seed} could not be resolved (Recursive interpolation detected)",
     "'seed=${optimizer}'": "seed={name: dlion_mavo",
-    "'optimizer.lr=${nosuch:3}'": "optimizer.lr=${nosuch:3} cannot be looked up",
+    "'optimizer.lr=${nosuch:3}'": "optimizer.lr=${nosuch:3} could not be resolved",
     "optimizer=[g_lion,dlion_mavo]": "type optimizer=A,B and -m for all",
     # what one setting says of another
     "workers=8 processes=3": "processes may be 1, 2, 4, 8",
     "workers=100000": "type workers=1397 or fewer",
     "batch_size=5000": "type batch_size=1397 or less, or fewer workers",
     "accumulate=64": "type accumulate=",
-    "faults.byzantine=9": "faults.byzantine=9 of workers=1 cannot lie",
+    "faults.byzantine=9": "faults.byzantine=9 exceeds workers=1: type faults.byzantine=1 or less",
     "box=true optimizer.weight_decay=0": "type optimizer.weight_decay=1",
     "agreement=true optimizer=g_lion": "optimizer=g_lion does not vote with the sign of momenta",
     "backend=nccl device=cpu": "type backend=gloo",
@@ -227,12 +227,12 @@ WRONG = {
     # where to
     "output_dir=": "output_dir= is not possible: give a folder",
     "output_dir=null": "output_dir=null is not possible: give a folder",
-    "output_dir=file": "output_dir=file cannot be written",
-    "output_dir=file/below": "cannot be written",
-    """'output_dir="~no-one/x"'""": "output_dir=~no-one/x is below the home of nobody here",
-    f"output_dir={'a' * 256}": "cannot be written (File name too long)",
-    f"output_dir={'/'.join(25 * ['a' * 200])}": "cannot be written (File name too long)",
-    "output_dir=/proc/nope": "output_dir=/proc/nope cannot be written",
+    "output_dir=file": "output_dir=file is not writable",
+    "output_dir=file/below": "is not writable",
+    """'output_dir="~no-one/x"'""": "output_dir=~no-one/x names an unknown user's home folder",
+    f"output_dir={'a' * 256}": "is not writable (File name too long)",
+    f"output_dir={'/'.join(25 * ['a' * 200])}": "is not writable (File name too long)",
+    "output_dir=/proc/nope": "output_dir=/proc/nope is not writable",
     "hydra.run.dir=x": "type output_dir=x",
     # sweeps
     "-m optimizer=g_lion,g_lyon": "optimizer=g_lyon is unknown (did you mean g_lion?)",
@@ -241,7 +241,7 @@ WRONG = {
     "-m 'seed=interval(0,1)'": "seed=interval(0,1) has no end of values",
     "-m output_dir=x seed=0,1": "type hydra.sweep.dir=DIR",
     "-m hydra.sweep.dir= seed=0,1": "hydra.sweep.dir= is not possible",
-    "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope cannot be written",
+    "-m hydra.sweep.dir=/proc/nope seed=0,1": "hydra.sweep.dir=/proc/nope is not writable",
     "-m experiment=vote_attack,vote_local": "one recipe at a time",
     "-m seed=0,1 hydra.sweep.subdir=same": "not a folder of its own for each of 2 runs",
     "-m seed=0,1 hydra.sweep.subdir=../up": "not a folder of its own",
@@ -261,7 +261,7 @@ WRONG = {
     # what the data and the model allow together
     "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
-    "--config-dir own model=broken": "cannot be imported (NameError: name 'nohing'",
+    "--config-dir own model=broken": "could not be imported (NameError: name 'nohing'",
     "--config-dir own model=moved": "No module named 'dlion.data', which is dlion.suite.data now",
     "model._target_=dlion.models.vitt": "No module named 'dlion.suite.models.vitt'",
     "--config-dir own model=typed model.width=wide": "model.width=wide is not possible",
@@ -373,7 +373,7 @@ def test_a_sample_in_processes_of_its_own():
 
 def test_where_slurm_is_not_installed_it_is_said(tmp_path):
     run = train("-m", "hydra/launcher=slurm", "seed=0,1", env={"PATH": str(tmp_path)}, code=2)
-    assert "needs SLURM, but there is no sbatch and no srun on this machine" in run.stderr
+    assert "needs SLURM, but found no sbatch and no srun on this machine" in run.stderr
     assert run.stderr.count("\n") == 1
 
 

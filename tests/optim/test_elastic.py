@@ -173,7 +173,7 @@ class Manager:
         ("diloco", {"wire": "sign"}, "its exchange keeps error"),
         ("diloco", {"inner": torch.optim.SGD}, "an inner optimizer of your own"),
         ("dlion_mavo", {"exchange": "auto"}, "for one number of workers"),
-        ("dlion_mavo", {"workers": dlion.Workers()}, "manager= says who takes part"),
+        ("dlion_mavo", {"workers": dlion.Workers()}, "manager= names the participants"),
     ],
 )
 def test_what_cannot_have_changing_workers_is_refused(

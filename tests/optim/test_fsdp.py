@@ -221,7 +221,7 @@ def test_other_methods_work_on_shards_too(seen, method):
         ("half", "are not sharded"),
         ("two meshes", "sharded over different meshes"),
         ("a mesh of two dimensions", "2 dimensions (replicate, shard): give the one"),
-        ("mesh and group", "process_group and mesh both say who takes part"),
+        ("mesh and group", "process_group and mesh both name the participants"),
         ("clipping", "clip_norm=1.0 needs the whole gradient, which FSDP has sharded here"),
         ("matrices", "GMuon works on whole matrices"),
     ],

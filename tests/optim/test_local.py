@@ -83,7 +83,7 @@ def test_a_state_without_that_of_the_optimizer_inside_is_refused():
     optimizer = DiLoCo(net().parameters(), inner=torch.optim.NAdam)
     state = optimizer.state_dict()
     del state["inner"]
-    with pytest.raises(ValueError, match="has nothing of the inner optimizer"):
+    with pytest.raises(ValueError, match="lacks the inner optimizer"):
         optimizer.load_state_dict(state)
 
 

@@ -538,7 +538,7 @@ def test_the_steps_after_which_momenta_are_averaged(settings, steps):
             lambda p: DLion(p, exchange="ring"),
             "exchange=ring is not possible: give direct, grid, auto or the sizes of a grid",
         ),
-        (lambda p: DLion(p, weighted=True, exchange="grid"), "owners see sums, not who voted how"),
+        (lambda p: DLion(p, weighted=True, exchange="grid"), "owners see sums, not single votes"),
         (lambda p: DLion(p, lr=-1.0), "lr=-1.0 is not possible: give a number, at least 0"),
         (lambda p: DLion(p, lr=None), "lr=None is not possible: give a number"),
         (lambda p: DLion(p, betas=(1.0, 0.9)), "betas="),

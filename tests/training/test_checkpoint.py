@@ -96,7 +96,7 @@ def test_every_spread_reads_every_checkpoint(whole, tmp_path):
     for saved, resumed in ((4, 1), (2, 4), (1, 2)):
         directory = tmp_path / f"{saved}-{resumed}"
         stopped = run(directory, f"processes={saved}", "stop_after=5", code=75)
-        assert f"stopped after step 5; to go on: {sys.executable} train.py" in stopped.stderr
+        assert f"stopped after step 5; to resume: {sys.executable} train.py" in stopped.stderr
         run(directory, f"processes={resumed}", "resume=auto")
         assert record(directory) == record(whole)
 
@@ -189,7 +189,7 @@ def test_resume_by_path_and_what_is_refused(whole, tmp_path):
     other = tmp_path / "other"
     run(tmp_path / "run", "processes=1", "stop_after=3", code=75)
     refused = run(tmp_path / "run", code=2)
-    assert "or type resume=auto to go on with it" in refused.stderr
+    assert "or type resume=auto to resume it" in refused.stderr
     refused = run(other, f"resume={tmp_path / 'run'}", "optimizer.lr=1", code=2)
     assert "it is of another run, with another optimizer" in refused.stderr
     refused = run(other, f"resume={tmp_path}", code=2)

@@ -52,7 +52,7 @@ def _values(group: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 class StateNames(Protocol):
-    """What a method calls its state."""
+    """Names of a method's state."""
 
     own_state: list[str]
     shared_state: list[str]
@@ -62,7 +62,7 @@ class StateNames(Protocol):
 
 @dataclass
 class InFlight:
-    """What one step of a bucket has to remember until it is over.
+    """Data that one step of a bucket keeps until its end.
 
     Attributes:
         norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
@@ -136,7 +136,7 @@ class Bucket:
     def allocate_own(
         self, state: Sequence[str], counters: Sequence[str], local: int, padded: int
     ) -> None:
-        """Make ``params`` and what belongs to each of the local workers alone."""
+        """Make ``params`` and the state of each local worker."""
         zeros = partial(torch.zeros, dtype=torch.float32)
         self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
         self.own = {name: zeros(local, padded, device=self.device) for name in state}
@@ -144,7 +144,7 @@ class Bucket:
 
     @torch.no_grad()
     def renew(self, exchange: Exchange) -> None:
-        """Go on with an exchange for another number of workers, whose padding may differ."""
+        """Continue with an exchange for another number of workers, whose padding may differ."""
         self.exchange = exchange
         self._pieces.clear()
         self._row = None
@@ -216,7 +216,7 @@ class Bucket:
 
     @property
     def names(self) -> list[str]:
-        """What to call each parameter in a message."""
+        """Name of each parameter, for messages."""
         unnamed = f"of bucket {self.index}"
         return [slot.name or f"parameter {i} {unnamed}" for i, slot in enumerate(self.slots)]
 
@@ -227,7 +227,7 @@ class Bucket:
 
     @property
     def buffers(self) -> Buffers:
-        """What an exchange has to know of this bucket besides ``numel``."""
+        """Properties of this bucket that an exchange needs besides ``numel``."""
         return {"header_bytes": self.header.nbytes, "device": self.device}
 
     @property
@@ -238,7 +238,7 @@ class Bucket:
 
     @property
     def mask(self) -> Tensor:
-        """Which elements are of parameters, and not gaps, bool ``[numel]``."""
+        """Mask of the elements that belong to parameters, and not to gaps, bool ``[numel]``."""
         mask = torch.zeros(self.numel, dtype=torch.bool, device=self.device)
         for slot in self.slots:
             mask[slot.start : slot.stop] = True
@@ -268,7 +268,7 @@ class Bucket:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Let sharded parameters be what the buffer holds; others are the buffer."""
+        """Copy the buffer into sharded parameters; others are views of the buffer."""
         if self.sharded:
             shards = [local_part(slot.tensor) for slot in self.slots]
             torch._foreach_copy_(shards, self._views)
@@ -391,7 +391,7 @@ class Bucket:
         self.exchange.encode_header(local, header)
 
     def read_headers(self, headers: Tensor) -> None:
-        """Note what the headers of all senders say, uint8 ``[m, bytes]`` in main memory.
+        """Read the headers of all senders, uint8 ``[m, bytes]`` in main memory.
 
         Raises:
             TrainingFailed: if a gradient is not finite and that is to end training, or if workers
@@ -421,7 +421,7 @@ class Bucket:
             part.copy_(old)
 
     def _cut(self, rows: Tensor) -> Iterator[Piece]:
-        """Where the parameters lie in ``rows``, ``[n, slice]``, a flat buffer cut into slices."""
+        """Yield the parameters' parts of ``rows``, ``[n, slice]``, a flat buffer in slices."""
         size = rows.shape[1]
         for slot in self.slots:
             at = slot.start

@@ -1,4 +1,4 @@
-"""What an optimizer refuses, in one sentence each, before it is used."""
+"""Checks of an optimizer's arguments before its use, one sentence for each error."""
 
 import gc
 import inspect
@@ -53,7 +53,7 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 
 def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
-    """Compile a regular expression, or refuse what is none."""
+    """Compile a regular expression, or refuse an invalid one."""
     try:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
@@ -61,7 +61,7 @@ def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
 
 
 def check_parameters(tensors: Sequence[Tensor]) -> None:
-    """Refuse what is not a real floating-point number, and the flat shards of FSDP1."""
+    """Refuse tensors that are not real floating-point, and the flat shards of FSDP1."""
     for tensor in tensors:
         if getattr(tensor, "_fsdp_flattened", False):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What exists for ``manager=`` alone: workers that come and go, with torchft.
+"""Elastic training (``manager=``): workers join and leave, with torchft.
 
 A lighthouse knows who is there. Before every step each worker asks for the quorum of that step;
 where it is another than before, the exchanges are made again for as many workers. A step commits if
@@ -73,7 +73,7 @@ class Elastic:
     # ---- before a step
 
     def begin(self) -> None:
-        """Ask who takes part in the next step, unless that is known; join if this worker is new.
+        """Ask for the next step's participants, unless they are known; join if this worker is new.
 
         It waits until there are as many workers as the manager asks for.
 
@@ -133,7 +133,7 @@ class Elastic:
         return True
 
     def _deal(self, bucket: Bucket, everyones: list[int]) -> None:
-        """Give a new exchange what is known of its state."""
+        """Give a new exchange the known part of its state."""
         known, state = self._known.get(bucket.index, {}), bucket.exchange.state
         rank = self._optimizer.workers.rank
         if "previous" in known:
@@ -158,7 +158,7 @@ class Elastic:
             copy.copy_(row)
 
     def require_open(self) -> None:
-        """Refuse a message that nobody waits for."""
+        """Refuse a message without a receiver."""
         if not self.open:
             raise RuntimeError(
                 "no step has begun: with manager=, zero_grad() begins a step, so call it before"
@@ -209,7 +209,7 @@ class Elastic:
         return True
 
     def _note(self, bucket: Bucket) -> None:
-        """Remember what a new exchange would have to know."""
+        """Save the state that a new exchange needs."""
         exchange, known = bucket.exchange, self._known.setdefault(bucket.index, {})
         if "previous" in exchange.state:  # it is the answer, of all owners
             known["previous"] = exchange.answer.view(torch.int64).flatten().cpu().clone()
@@ -223,7 +223,7 @@ class Elastic:
         self._abort()
 
     def _abort(self) -> None:
-        """Close the connections, so that nobody waits for this worker."""
+        """Close the connections, so that no peer waits for this worker."""
         self.manager._pg.abort()
         self._group = None
 
@@ -292,18 +292,18 @@ class Elastic:
 
 
 def check_dealt(bucket: Bucket, method: str) -> None:
-    """Refuse an exchange whose owners keep what nobody else knows."""
+    """Refuse an exchange whose owners keep state that no other worker has."""
     lost = sorted(bucket.exchange.state.keys() - _DEALT)
     if lost:
         raise ValueError(
             f"{method} with these settings does not work with manager=: its exchange keeps"
-            f" {', '.join(lost)}, which is not handed over when workers change; choose dlion_mavo,"
+            f" {', '.join(lost)}, which is not transferred when workers change: choose dlion_mavo,"
             " lion_cub or another method without a memory in its exchange"
         )
 
 
 class GroupTransport:
-    """Sends state to those who join through the process group, and executes nothing of it.
+    """Sends state to joining workers through the process group, and executes nothing of it.
 
     torchft's own HTTPTransport opens a port on every interface and unpickles what it gets; this
     uses the connections that messages use, and ``torch.load(weights_only=True)``.
@@ -366,7 +366,7 @@ def join(
         address: of this machine, for the other workers; None: the one that it reaches the
             lighthouse from. Gloo, which carries messages, listens on the interface that the
             environment variable GLOO_SOCKET_IFNAME names.
-        timeout: seconds that a worker may hang before the others go on without it.
+        timeout: seconds that a worker may hang before the others continue without it.
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which parameters are in which bucket, and where: in the order in which messages leave."""
+"""Layout of parameters in buckets, in the order in which messages leave."""
 
 import itertools
 import operator
@@ -155,7 +155,7 @@ class Members:
 
     Args:
         bucket_cap_mb: as for :func:`cut`.
-        kind: of a group; those of unlike kinds share no bucket.
+        kind: of a group; those of different kinds share no bucket.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What must be equal on all processes, and how a difference is named.
+"""Checks of values that must be equal on all processes.
 
 At construction the processes compare hashes of what they were given. In every step the header of a
 message says in which step its sender is, and a checksum of its hyperparameters.
@@ -33,7 +33,7 @@ def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what processes have to agree on about parameter groups."""
+    """Return the facts of parameter groups that processes must agree on."""
     params = [tensor for group in groups for tensor in group["params"]]
     return {
         "hyperparameters": [plain_values(group) for group in groups],
@@ -46,7 +46,7 @@ def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
-    """Compare what all processes of the workers were given, by hash.
+    """Compare the arguments of all processes of the workers by hash.
 
     Args:
         facts: the same keys on all processes, in words for the message; values are written as JSON.

@@ -75,7 +75,7 @@ class Node:
         self._channel.broadcast(values)
 
     def check_alike(self, facts: dict[str, Any]) -> None:
-        """Compare what the processes were given, as :func:`dlion.engine.lockstep.check_alike`."""
+        """Compare the arguments of the processes, as :func:`dlion.engine.lockstep.check_alike`."""
         check_alike(self._channel.workers, facts)
 
     def any(self, here: Tensor) -> Tensor:

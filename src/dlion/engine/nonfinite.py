@@ -1,4 +1,4 @@
-"""What becomes of gradients that are NaN or infinite."""
+"""Handling of gradients that are NaN or infinite."""
 
 from collections.abc import Sequence
 

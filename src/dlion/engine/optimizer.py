@@ -101,14 +101,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     Args:
         params: parameters, named parameters, or parameter groups.
         defaults: hyperparameters.
-        workers, process_group, mesh: who takes part, said in one of three ways: workers, for
+        workers, process_group, mesh: the participants, given in one of three ways: workers, for
             several in a process; a process group; a mesh of one dimension (``mesh["replicate"]``).
             By default the processes of the default process group.
-        manager: of torchft, from :func:`dlion.join`: workers come and go while training goes on.
+        manager: of torchft, from :func:`dlion.join`: workers come and go during training.
             ``zero_grad()`` then begins a step: it asks who is there (``workers.rank``,
             ``workers.count``), and a new worker gets parameters, shared state and hyperparameters
             of a peer; its own momenta begin at zero. ``step()`` commits only if all have all
-            answers; otherwise it changes nothing, ``committed`` is False, and the loop goes on with
+            answers; otherwise it changes nothing, ``committed`` is False, and the loop resumes at
             ``zero_grad()``. A learning rate schedule is to step only where ``committed`` is true.
         dense_group: processes (of a node, say) that are one worker together: they average their
             gradients in ``dense_wire``, and one of them exchanges messages for all. Then
@@ -122,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket, each as soon as its gradients and the bucket before it are there; give
             ``bucket_cap_mb`` too. Then what changes gradients between ``backward()`` and
             ``step()``, clipping say, comes too late and is refused, and all but the last of several
-            backward passes per step must run in :meth:`no_sync`. The result is the same to the bit
+            backward passes per step must run in :meth:`no_sync`. The result is bit-identical
             (for equal buckets, where a method draws random numbers). Over NCCL beside FSDP2 two
             communicators are then in use at once, which NCCL allows as long as the kernels of both
             fit on the GPU.
@@ -239,10 +239,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._elastic = Elastic(manager, self, facts)
 
     def _alone(self, given: Workers, named: Any) -> Workers:
-        """Return this process alone: whom it trains with, a manager says at every step."""
+        """Return this process alone: a manager names its peers at every step."""
         if named is not None:
             raise ValueError(
-                "manager= says who takes part: give no workers, process_group, mesh or dense_group"
+                "manager= names the participants: give no workers, process_group, mesh or"
+                " dense_group"
             )
         return Workers()
 
@@ -274,15 +275,15 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
     def after_step(self, bucket: Bucket) -> None:
-        """Do what workers do together after all updates (averaging momenta, say)."""
+        """Run the collective work after all updates (averaging momenta, say)."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
-        """Return what the state of a bucket's parameters is called."""
+        """Return the names of the state of a bucket's parameters."""
         return self
 
     @staticmethod
     def kind(group: dict[str, Any]) -> Hashable:
-        """Return what parameter groups have to have in common to share buckets."""
+        """Return the settings that parameter groups must share to share buckets."""
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
@@ -297,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Let the next step exchange messages, if there are steps that do not."""
 
     def prepare(self) -> None:
-        """Compile what the first step needs, so that processes forked later inherit it."""
+        """Compile the kernels of the first step, so that processes forked later inherit them."""
 
     def _rehearse(self) -> None:
         """Take a step with a parameter of its own, for :meth:`prepare`."""
@@ -394,7 +395,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.channel.broadcast(values)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the public attributes that say what this optimizer does."""
+        """Return the public attributes that describe this optimizer."""
         public = {name: value for name, value in vars(self).items() if name[0] != "_"}
         return {"method": type(self).__name__, **plain_values(public)}
 
@@ -428,7 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._in_step:
             raise RuntimeError("set_participants() in the middle of a step")
         if self._elastic is not None:
-            raise RuntimeError("set_participants() with manager=, which says who takes part")
+            raise RuntimeError("set_participants() with manager=, which names the participants")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -508,8 +509,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._check_first_step()
         if self._awaits is not None:
             raise RuntimeError(
-                "the state that was loaded is without each worker's own, which lies in files beside"
-                " the checkpoint: call load_workers(FOLDER) on every process, or use the door of"
+                "the loaded state lacks the workers' own state, which is in files beside the"
+                " checkpoint: call load_workers(FOLDER) on every process, or use the integration of"
                 " dlion.frameworks that saved it"
             )
         self._members.check_unedited(self.param_groups)
@@ -628,7 +629,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Let all messages leave, wait for the answers and apply them; return whether it did.
 
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
-        later buckets go on meanwhile, each bucket is updated as soon as its answer is there.
+        later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
         """
         if self._overlap is not None:
             for bucket in self.buckets[self._overlap.sent :]:
@@ -717,7 +718,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     # ------------------------------------------------------------------ state
 
     def worker_state(self, local: int) -> dict[str, Tensor]:
-        """What belongs to one local worker alone, as views by name: the same for every spread."""
+        """Return views of one local worker's own state by name: the same for every spread."""
         views = {}
         for bucket in self.buckets:
             for name, rows in (bucket.own | bucket.own_counters).items():
@@ -772,7 +773,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         return saving.without_own(packed, self) if self.workers_apart else packed
 
     def _further_state(self) -> dict[str, Any]:
-        """What is saved beside state and groups."""
+        """Return the entries that are saved beside state and groups."""
         return {}
 
     @torch._disable_dynamo
@@ -849,7 +850,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         worker_files.save(self, Path(folder), name)
 
     def load_workers(self, folder: str | os.PathLike[str], name: str = "optimizer") -> None:
-        """Read what :meth:`save_workers` has written, before or after ``load_state_dict``.
+        """Read the files of :meth:`save_workers`, before or after ``load_state_dict``.
 
         Raises:
             ValueError: if a file is missing, or of another number of workers or another save.
@@ -899,7 +900,7 @@ def _device_of(params: Iterable[Any]) -> torch.device:
 
 
 def _close(overlap: Overlap | None, workers: Workers, node: Node | None) -> None:
-    """Give back the hooks, the thread and the groups of an optimizer that nobody uses any more."""
+    """Release the hooks, the thread and the groups of an optimizer that is no longer used."""
     if overlap is None or overlap.close():
         workers.give_back()
         if node is not None:

@@ -1,4 +1,4 @@
-"""What exists for ``overlap=True`` alone: messages leave during the backward pass.
+"""Overlap (``overlap=True``): messages leave during the backward pass.
 
 Autograd calls a hook after it has accumulated a gradient. Once all gradients of a bucket are there,
 and the buckets before it have left, its message is encoded and its exchange begins on a thread.
@@ -43,7 +43,7 @@ class _Pass:
 
 
 class Overlap:
-    """Sends buckets while the backward pass goes on, and runs their exchanges on a thread.
+    """Sends buckets during the backward pass, and runs their exchanges on a thread.
 
     Exchanges begin in the order of the buckets, as collectives must have one order on all
     processes. On CUDA the thread works on a stream of its own for each device: it waits for the
@@ -178,7 +178,7 @@ class Overlap:
             )
 
     def restart(self) -> None:
-        """Count gradients anew, as they were dropped; what has left stays sent."""
+        """Count gradients from zero, as they were dropped; what has left stays sent."""
         self.in_backward = False
         for here in self._passes.values():
             here.waiting, here.restarted = None, here.sent
@@ -202,7 +202,7 @@ class Overlap:
         self._running[bucket] = self._executor.submit(self._run, bucket, ready, work)
 
     def _note_gradients(self, bucket: Bucket) -> None:
-        """Remember what a message was made of."""
+        """Record the gradients of a message."""
         for slot in bucket.slots:
             grad = slot.tensor.grad
             if grad is not None:
@@ -242,7 +242,7 @@ class Overlap:
                 keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
 
     def finish(self) -> None:
-        """Let what is under way end on this host, whatever becomes of it."""
+        """Wait for all pending work of this host, whatever its result."""
         for future in self._running.values():
             future.exception()
 

@@ -1,4 +1,4 @@
-"""What is saved of an optimizer: tensors that know which part of them is on which process."""
+"""Saved state of an optimizer: tensors that know which part of them is on which process."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sha
 
 
 class Spread:
-    """How state lies on processes: per-worker state on those of the workers, all of it on shards.
+    """Placement of state: per-worker state on the workers' processes, all of it on shards.
 
     Attributes:
         workers: the mesh of the processes that exchange messages; None for one process.

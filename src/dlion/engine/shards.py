@@ -13,7 +13,7 @@ EXCHANGE = "exchange."  # before the names of what an exchange keeps, in saved s
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: itself, if it is not sharded."""
+    """Return this process's part of a tensor: itself, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -41,8 +41,8 @@ def check_sharding(
     mesh = sharded[0].device_mesh
     if len(sharded) < len(tensors):
         raise ValueError(
-            f"{len(tensors) - len(sharded)} of {len(tensors)} parameters are not sharded, and"
-            " nobody averages their gradients inside a worker: call fully_shard on the whole model"
+            f"{len(tensors) - len(sharded)} of {len(tensors)} parameters are not sharded, so"
+            " their gradients are not averaged inside a worker: call fully_shard on the whole model"
         )
     if any(tensor.device_mesh != mesh for tensor in sharded):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Files of each worker's own state, beside what a framework saves of process 0."""
+"""Files of each worker's own state, beside the files that a framework saves of process 0."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How bytes travel between workers, and the one place where they are counted."""
+"""Transport of bytes between workers, and the one place where they are counted."""
 
 import time
 from collections import Counter, deque

@@ -87,7 +87,7 @@ class DeltaVote(DirectSend):
         return bool(self.state["begun"][0])
 
     def coder(self, local: int) -> Coder:
-        """The estimates of a local worker, to be moved by what it sends."""
+        """The estimates of a local worker, which its messages move."""
         return Coder(*(self.state[name][local] for name in ("estimate", "level", "history")))
 
     def start(self, local: int, size: Tensor) -> None:
@@ -135,7 +135,7 @@ class DeltaVote(DirectSend):
         return levels.repeat_interleave(self._sizes, output_size=self.numel)
 
     def _weights(self, owner: int) -> Tensor | None:
-        """Return what the workers' estimates count for, ``[n]``; None: all the same."""
+        """Return the weights of the workers' estimates, ``[n]``; None: all are equal."""
         estimates = self.state["received_estimate"][owner]
         weights = torch.ones(self.channel.workers.count, dtype=torch.float32, device=self.device)
         if self.limit is not None:

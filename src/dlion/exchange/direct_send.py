@@ -41,7 +41,7 @@ def run_together(exchanges: Sequence[Stages]) -> None:
 
 
 def _advance(stages: Stages, known: list[Tensor] | None, asked: dict[Stages, list[Tensor]]) -> None:
-    """Run one stage, and note what the next one has to know."""
+    """Run one stage, and keep the data of the next one."""
     try:
         asked[stages] = next(stages) if known is None else stages.send(known)
     except StopIteration:
@@ -95,7 +95,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def encode_header(self, local: int, header: Tensor) -> None:
-        """Write what goes with each part of a local worker's message: uint8 ``[header_bytes]``."""
+        """Write the header of each part of a local worker's message: uint8 ``[header_bytes]``."""
 
     @abstractmethod
     def run(self, step: int) -> None:
@@ -132,7 +132,7 @@ class Exchange(ABC):
         return {}
 
     def set_elementwise(self, values: dict[str, Tensor]) -> None:  # noqa: B027
-        """Put back what :meth:`elementwise` has returned."""
+        """Restore the result of :meth:`elementwise`."""
 
 
 class DirectSend(Exchange):
@@ -143,8 +143,8 @@ class DirectSend(Exchange):
     Args:
         up: the wire towards the owner of a slice.
         down: the wire back, for a number of senders.
-        grid: adds messages of levels on their way to the owners; answer, headers and state are the
-            same to the bit. None: messages go directly.
+        grid: adds messages of levels on their way to the owners; answer, headers and state are
+            bit-identical. None: messages go directly.
 
     Attributes:
         slice: parameters owned by one worker.

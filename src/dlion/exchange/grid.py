@@ -126,7 +126,7 @@ class Grid:
 
 
 class Costs(NamedTuple):
-    """What exchanges cost between these workers, measured.
+    """Measured costs of exchanges between these workers.
 
     Attributes:
         rounds: seconds of an exchange of next to nothing, by the shape of its grid.

@@ -28,7 +28,7 @@ class Matrix(NamedTuple):
 
 
 class LowRankMean(Exchange):
-    """The mean of matrices by a step of power iteration; what is no matrix is averaged as it is.
+    """The mean of matrices by a step of power iteration; other tensors are averaged in full.
 
     Worker i sends ``P_i = M_i Q`` with Q ``[columns, rank]`` of the run before, at first normal
     random numbers. All make an orthonormal basis P^ of the mean of P_i, send ``Q_i = M_i^T P^``,
@@ -93,7 +93,7 @@ class LowRankMean(Exchange):
         _encode(self._first, local, [*(m.view(values) @ query for m, query in pairs), *vectors])
 
     def sent(self, local: int) -> Tensor:
-        """Return what the latest messages of a local worker say: float32 ``[numel]``.
+        """Return the decoded latest messages of a local worker: float32 ``[numel]``.
 
         That is ``P^ Q_i^T`` of each matrix, and all of what is no matrix.
         """
@@ -125,7 +125,7 @@ class LowRankMean(Exchange):
             _encode(self._second, local, [m.view(values).T @ basis for m, basis in pairs])
 
     def _expand(self, second: Tensor, first: Tensor) -> Tensor:
-        """Return what messages or answers of both rounds stand for: float32 ``[numel]``."""
+        """Return the decoded messages or answers of both rounds: float32 ``[numel]``."""
         flat = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         for matrix, basis, query in zip(
             self.matrices, self._bases, self._split(second), strict=True

@@ -1,4 +1,4 @@
-"""The mean of rounded messages, rounded again on its way back; nothing is kept of what is lost."""
+"""The mean of rounded messages, rounded again on its way back, without error feedback."""
 
 from typing import Unpack
 

@@ -51,14 +51,14 @@ class ScaledCodec(ABC):
 
     @abstractmethod
     def decode(self, message: Tensor, index: int) -> Tensor:
-        """Return what a message about the slice ``index`` says: float32 ``[slice]``."""
+        """Return the decoded message about the slice ``index``: float32 ``[slice]``."""
 
     def decode_all(self, messages: Iterable[Tensor]) -> Tensor:
-        """Return what messages about all slices, one each, say: float32 ``[numel]``."""
+        """Return the decoded messages about all slices, one each: float32 ``[numel]``."""
         return torch.cat([self.decode(message, index) for index, message in enumerate(messages)])
 
     def mean(self, messages: Tensor, index: int) -> Tensor:
-        """Return the mean of what messages about the slice ``index`` say: float32 ``[slice]``."""
+        """Return the mean of decoded messages about the slice ``index``: float32 ``[slice]``."""
         total = torch.zeros(self.slice, dtype=torch.float32, device=messages.device)
         for message in messages:
             total += self.decode(message, index)
@@ -82,7 +82,7 @@ class ScaledSigns(ScaledCodec):
     def encode(
         self, values: Tensor, index: int, message: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """Write a message about the slice ``index``, and return what it says.
+        """Write a message about the slice ``index``, and return its decoded value.
 
         Args:
             values: float32 ``[slice]``, 0 in padding.

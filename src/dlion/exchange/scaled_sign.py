@@ -1,4 +1,4 @@
-"""Scaled signs with a memory: what a message leaves out is not lost but sent later.
+"""Scaled signs with error feedback: a message's residual is sent later.
 
 A message about a slice is the sign of each value and a scale for each piece, the mean of its
 values' sizes; a piece is what lies in the slice of one parameter tensor. Whoever writes a message
@@ -39,7 +39,7 @@ class ScaledSignMean(DirectSend):
         self.state["error"] = torch.zeros(k, self.slice, dtype=torch.float32, device=self.device)
 
     def encode(self, local: int, values: Tensor) -> Tensor:
-        """Write the message of a local worker; return what it says: float32 ``[numel]``."""
+        """Write the message of a local worker; return its decoded value: float32 ``[numel]``."""
         said = torch.empty_like(values)
         rows = zip(values.view(-1, self.slice), said.view(-1, self.slice), strict=True)
         for index, (row, says) in enumerate(rows):

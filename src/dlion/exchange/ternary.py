@@ -66,7 +66,7 @@ class ScaledTernaryMean(Exchange):
         self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}
 
     def encode(self, local: int, values: tuple[Tensor, Tensor]) -> None:
-        """Keep what a local worker sends, ``[numel]``, and its scale of each tensor, ``[T]``."""
+        """Keep a local worker's message, ``[numel]``, and its scale of each tensor, ``[T]``."""
         self._unscaled[local] = values
 
     def encode_header(self, local: int, header: Tensor) -> None:

@@ -100,7 +100,7 @@ class TopKMean(Exchange):
         self._total = torch.zeros(numel, dtype=torch.float32, device=self.device)
 
     def encode(self, local: int, values: Tensor) -> Tensor:
-        """Write the message of a local worker; return what it says: float32 ``[numel]``."""
+        """Write the message of a local worker; return its decoded value: float32 ``[numel]``."""
         said = torch.zeros_like(values)
         for group in self._groups:
             chunks = torch.cat([block.of(values) for block in group.blocks])

@@ -71,7 +71,7 @@ class LevelMean(DirectSend):
 
 
 class Vote(DirectSend):
-    """The sign of the balance, the sum of what the senders' levels stand for.
+    """The sign of the balance, the sum of the values of the senders' levels.
 
     ``ties`` says what a balance of exactly zero becomes, which only happens where
     ``n (levels - 1)`` is even:
@@ -210,7 +210,7 @@ class TieBreak:
 
 
 class Competence:
-    """How often each worker was with the outcome; every owner of a slice counts for itself.
+    """Counts of each worker's agreement with the outcome; every owner of a slice has its own.
 
     It is state of the exchange, float32 ``[k, n]``.
 
@@ -225,7 +225,7 @@ class Competence:
         exchange.state["agreement"] = self._shares
 
     def weights(self, owner: int) -> Tensor:
-        """Return what each worker's opinion weighs, its log odds, at least 0: ``[n]``."""
+        """Return the weight of each worker's vote, its log odds, at least 0: ``[n]``."""
         p = self._shares[owner].clamp(0.5, 0.999)
         return (p / (1 - p)).log()
 

@@ -387,7 +387,7 @@ def _compiled(device: str) -> ModuleType:
 
 
 def _missing_for_triton() -> str | None:
-    """Return what is missing for Triton, which builds what launches its kernels with a compiler."""
+    """Return the missing requirement of Triton, which compiles kernel launchers; None: complete."""
     if importlib.util.find_spec("triton") is None:
         return "to be installed (pip install triton)"
     compiler = os.environ.get("CC")

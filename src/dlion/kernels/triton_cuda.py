@@ -179,7 +179,7 @@ def _rates(lr: float, weight_decay: float) -> tuple[float, float]:
 
 
 class _Table(NamedTuple):
-    """How the programs of a kernel find the gradients of a bucket.
+    """Lookup table by which the programs of a kernel find the gradients of a bucket.
 
     Attributes:
         programs: the parameter of each program, int32 ``[P]``.

@@ -29,18 +29,19 @@ class DLionADM(DistributedOptimizer):
     Lion's direction: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
 
     A gradient that is missing counts as zero and leaves the momentum alone, but the estimate still
-    follows, as worker and owner must move it alike: it is state of the exchange. What an absent
-    worker was last seen to say goes on counting.
+    follows, as worker and owner must move it equally: it is state of the exchange. The last
+    known value of an absent worker still counts.
 
     Memory: 10.5 + 4 / n bytes of state a parameter (Distributed Lion has 4, AdamW 8): momentum and
     estimate, a level and two bits on the worker, a level and two bits of each worker and the sum on
     the owner; 4 more with ``limit`` or ``weighted``.
 
-    When not to use it: where workers may lie without a ``limit``, as one loud one then rules. Where
-    memory is short. In the first hundred steps, and with long momenta, it lags behind a vote on
-    i.i.d. data. Gradients whose entries are below 1e-9 or above 100 are too small or too large for
-    the step sizes, 2.3e-10 to 0.94: scale the loss. It is as good as Lion on the mean gradient in
-    small trainings (results/unlike_data, unlike_cifar10, unlike_text), and not tried in large ones.
+    When not to use it: with Byzantine workers and no ``limit``, as one with large gradients
+    dominates; where memory is short. In the first hundred steps, and with long momenta, it lags
+    behind a vote on i.i.d. data. Gradients whose entries are below 1e-9 or above 100 are too small
+    or too large for the step sizes, 2.3e-10 to 0.94: scale the loss. It is as good as Lion on the
+    mean gradient in small trainings (results/unlike_data, unlike_cifar10, unlike_text), and not
+    tried in large ones.
 
     Args:
         lr: learning rate, 3 to 10 times smaller than AdamW's.
@@ -49,7 +50,7 @@ class DLionADM(DistributedOptimizer):
         rise: levels that a step size grows by; 2 is neutral to noise, more let it grow there.
         lookahead: steps that estimates are taken ahead, for answers that lag behind less.
         limit: a worker's estimates count at most so many times as much as the median of all
-            workers', see :class:`dlion.exchange.DeltaVote`; None: one that is loud enough rules.
+            workers', see :class:`dlion.exchange.DeltaVote`; None: no limit.
         weighted: weigh workers by how often their estimates had the sign of the answer.
     """
 

@@ -13,7 +13,7 @@ from dlion.wire.formats import ValueBits
 
 
 class DeMo(DistributedOptimizer):
-    """Decoupled momentum: what is large in it is sent and taken out, what is small stays.
+    """Decoupled momentum: its large entries are sent and subtracted, small ones stay.
 
     Worker i: ``m_i <- beta m_i + g_i``; each tile of a matrix goes through a cosine transform (DCT,
     orthonormal, of ``chunk`` rows by ``chunk`` columns), its ``topk`` largest coefficients q_i are

@@ -36,7 +36,7 @@ class SignedDescent(DistributedOptimizer):
     With ``exchange=grid`` the workers stand on a grid of two dimensions, or three beyond 256 of
     them, as near to a square as their number allows, see :mod:`dlion.exchange.grid`; a prime number
     of workers has none and exchanges directly. Owners and sums are those of the direct exchange, so
-    answers, ties of every kind, state and checkpoints are the same to the bit, whoever takes part.
+    answers, ties of every kind, state and checkpoints are bit-identical for any participants.
     ``exchange=[nodes, workers_per_node]`` is the exact vote on two levels: workers of a node, which
     are numbered one after the other, add their votes, and nodes exchange the sums.
     """
@@ -57,7 +57,7 @@ class SignedDescent(DistributedOptimizer):
             raise ValueError("weighted=true needs aggregation=mavo, and ties other than zero")
         if weighted and exchange not in ("direct", "auto"):
             raise ValueError(
-                "weighted=true needs exchange=direct: on a grid owners see sums, not who voted how"
+                "weighted=true needs exchange=direct: on a grid owners see sums, not single votes"
             )
         self.aggregation, self.ties, self.weighted = aggregation, ties, weighted
         self.exchange = exchange
@@ -181,7 +181,7 @@ class DLion(SignedDescent):
     outvote one that does, in the mean over steps. ``ties`` resolves equal votes, see
     :class:`dlion.exchange.Vote`.
 
-    When not to use it: where workers see unlike data (shards by class, by user). A vote counts
+    When not to use it: where workers see non-i.i.d. data (shards by class, by user). A vote counts
     heads and loses what a mean would keep, on Dirichlet shards with alpha 0.1 13 points of accuracy
     with searched settings (results/unlike_data) and up to 45 with the usual ones; there use
     :class:`DLionADM`, or :class:`LionCub` with momentum synchronisation. On a link of 10 Gbit/s and
@@ -202,7 +202,7 @@ class DLion(SignedDescent):
             rows and columns of a grid of workers, which is faster where many short messages wait
             for each other, on fast links or with many workers; auto: whichever is faster here, as
             measured when the optimizer is made; [4, 2]: along a grid of these sizes, the last one
-            being of neighbours, such as the workers of a node. The result is the same to the bit.
+            being of neighbours, such as the workers of a node. The result is bit-identical.
     """
 
     def __init__(

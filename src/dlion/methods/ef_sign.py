@@ -85,8 +85,8 @@ class EF21Sign(DistributedOptimizer):
     the descent: its direction instead of the gradient, the sign of the sum instead of the mean.
 
     A gradient that is missing counts as zero and leaves the momentum alone, but the estimate still
-    follows, as worker and owner must move it alike: it is state of the exchange. What an absent
-    worker was last seen to say goes on counting.
+    follows, as worker and owner must move it equally: it is state of the exchange. The last
+    known value of an absent worker still counts.
 
     Memory: 8 + 4 / n bytes and 1 / n bits of state a parameter (momentum and estimate on every
     worker, sum and previous answer on the owner); Distributed Lion has 4 bytes and 1 / n bits.

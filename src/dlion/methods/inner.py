@@ -1,4 +1,4 @@
-"""Inner optimizers: what a worker does by itself with its gradients between two exchanges.
+"""Inner optimizers: a worker's local steps between two exchanges.
 
 A worker's own parameters are ``bucket.own["local"]``, float32 ``[k, padded]``; rates are read from
 the bucket's group.
@@ -45,7 +45,7 @@ class Inner(ABC):
     def load_state_dict(  # noqa: B027 - most have nothing to put back
         self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]
     ) -> None:
-        """Put back what :meth:`state_dict` has returned."""
+        """Restore the result of :meth:`state_dict`."""
 
 
 class SGD(Inner):
@@ -143,8 +143,8 @@ class OfTorch(Inner):
     def load_state_dict(self, buckets: list[Bucket], saved: list[list[dict[str, Any]]]) -> None:
         if not saved:
             raise ValueError(
-                "the state has nothing of the inner optimizer, as torch.distributed.checkpoint"
-                " leaves out what it does not know: save optimizer.state_dict() with torch.save, or"
+                "the state lacks the inner optimizer, as torch.distributed.checkpoint"
+                " omits entries it does not know: save optimizer.state_dict() with torch.save, or"
                 " take inner=adamw, lion, muon or sgd"
             )
         for bucket, states in zip(buckets, saved, strict=True):

@@ -1,4 +1,4 @@
-"""Local updates: workers take steps on their own and exchange what they have moved by."""
+"""Local updates: workers take local steps and exchange their displacements."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Unpack
@@ -23,13 +23,13 @@ InnerOptimizer = (
 
 
 class LocalUpdate(DistributedOptimizer):
-    """Base of methods whose workers move on their own and exchange only now and then.
+    """Base of methods whose workers take local steps between exchanges.
 
     A round begins with the parameters x that all share. Worker i takes ``local_steps`` steps of its
     inner optimizer from there to x_i; then it sends its displacement ``x - x_i``, the outer step
     moves x by what comes back, and the next round begins. A ``step()`` is one inner step, of one
     gradient, so that steps compare with those of other methods; the last one of a round exchanges
-    as well. Inner state (momenta) stays with its worker and goes on in the next round.
+    as well. Inner state (momenta) stays with its worker and continues in the next round.
 
     In a process of one worker the model always holds that worker's own parameters, and the loop is
     the usual one. Before an evaluation ``host(None)`` puts the shared parameters in, ``host(0)``
@@ -149,7 +149,7 @@ class LocalUpdate(DistributedOptimizer):
             super()._write_message(bucket, local, flag)
 
     def _exchange_and_update(self) -> bool:
-        # a round that not all could commit goes on: what a worker has moved by is sent later
+        # a round that not all could commit continues: what a worker has moved by is sent later
         if self._exchanges and super()._exchange_and_update():
             self._joined()
         return True
@@ -179,7 +179,7 @@ class LocalUpdate(DistributedOptimizer):
 
     @torch.no_grad()
     def _take_over(self, bucket: Bucket, local: int) -> None:
-        """Take over what others have written into the model since its parameters were put there."""
+        """Take over values written into the model since its parameters were put there."""
         if _versions(bucket) == self._hosted.get(bucket):
             return
         bucket.adopt()
@@ -291,7 +291,7 @@ class DiLoCo(LocalUpdate):
 
 
 def _versions(bucket: Bucket) -> list[int]:
-    """How often each parameter was written to: this optimizer's own writes do not count."""
+    """Return each parameter's number of writes; this optimizer's own writes do not count."""
     return [local_part(slot.tensor)._version for slot in bucket.slots]
 
 

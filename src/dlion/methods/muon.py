@@ -30,7 +30,7 @@ Precision = Literal["bf16", "float32"]
 
 
 class MatrixState:
-    """What Muon remembers of a matrix."""
+    """State of Muon for a matrix."""
 
     own_state: ClassVar[list[str]] = []
     shared_state: ClassVar[list[str]] = ["momentum_buffer"]
@@ -75,7 +75,7 @@ class GMuon(MatricesApart, MeanGradientOptimizer):
     decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with mu 0.95 and 5 iterations;
     ``match_rms_adamw`` is of Liu et al. 2025 (arXiv 2502.16982). On a CPU it is
-    torch.optim.Muon to the bit.
+    torch.optim.Muon bit for bit.
     The first authors' code adds to the norm 1e-7, which is its least value here, and takes R and C
     of a convolution from the height and width of its kernel.
 

@@ -1,4 +1,4 @@
-"""Rules: what a worker sends. Pure functions on one worker's flat float32 vectors.
+"""Rules: messages of a worker. Pure functions on one worker's flat float32 vectors.
 
 ``spans`` are the ``(start, stop)`` of the parameters in the vector.
 """

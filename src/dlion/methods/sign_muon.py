@@ -22,7 +22,7 @@ LION_SHARE = 0.1  # of AdamW's rate
 
 
 class MatrixState:
-    """State of a matrix, and of what Lion updates."""
+    """State of a matrix, and of parameters that Lion updates."""
 
     own_state: ClassVar[list[str]] = ["momentum"]
     shared_state: ClassVar[list[str]] = []
@@ -37,7 +37,7 @@ class SignMuon(MatricesApart, SignedDescent):
     with the Newton-Schulz iteration NS of :class:`GMuon`. Everyone:
     ``x <- (1 - lr wd) x - 0.2 lr D`` with ``D = sign(sum d_i)`` (``mavo``) or ``D = sum d_i / n``
     (``avg``). With ``local_polar`` the step is ``0.2 lr sqrt(max(R, C)) NS(D)`` for R rows and C
-    columns. NS makes entries alike in size, so a sign loses little of them.
+    columns. NS makes entries similar in size, so a sign loses little of them.
 
     The rest (vectors, embeddings, heads) with ``rest=lion``: as :class:`DLion`, at a tenth of the
     rate: ``x <- (1 - lr wd) x - 0.1 lr D``. With ``rest=adamw``, for ``avg``:

@@ -1,4 +1,4 @@
-"""SparseLoCo: workers move on their own and send the largest entries of what they have moved by."""
+"""SparseLoCo: workers take local steps and send the largest entries of their displacements."""
 
 from collections.abc import Iterable
 from typing import Any, Unpack

@@ -1,4 +1,4 @@
-"""Updates: what everyone does with the combined answer, in place on flat vectors."""
+"""Updates: application of the combined answer, in place on flat vectors."""
 
 import math
 from collections.abc import Iterator

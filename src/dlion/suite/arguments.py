@@ -1,4 +1,4 @@
-"""Command lines in one style: how they are parsed, and what wrong ones and failures end with."""
+"""Command lines in one style: parsing, error messages and exit codes."""
 
 import argparse
 import contextlib
@@ -39,7 +39,7 @@ def make_parser(name: str, description: str | None, example: str) -> Parser:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add RUNS, which all commands that read runs name alike."""
+    """Add RUNS, the argument of all commands that read runs."""
     parser.add_argument(
         "runs",
         nargs="*",
@@ -74,7 +74,7 @@ def errors_end_the_command() -> Iterator[None]:
             sys.exit(1)
         if place := error.filename2 or error.filename:
             place = str(place).removesuffix(".part")  # the name until a file is complete
-            _leave(f"error: {place} cannot be read or written ({reason}): name another place", 2)
+            _leave(f"error: {place} could not be read or written ({reason}): name another place", 2)
         _drop_output()
         _leave(f"error: {reason}", 1)
     except KeyboardInterrupt as interrupt:
@@ -136,7 +136,7 @@ def of_kind(*suffixes: str) -> Callable[[str], Path]:
         file = Path(text)
         if file.suffix in _KINDS - {*suffixes}:
             raise argparse.ArgumentTypeError(
-                f"{text} is not what this command writes: choose {', '.join(suffixes)}"
+                f"{text} is not a format of this command: choose {', '.join(suffixes)}"
             )
         return file
 

@@ -52,9 +52,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise UserError(
-            f"{node['_target_']} cannot be called with its settings: {error}"
-        ) from error
+        raise UserError(f"{node['_target_']} does not accept its settings: {error}") from error
     return call(*args, **kwargs)
 
 
@@ -124,7 +122,7 @@ def _unresolved(node: Any) -> str | None:
             if (said := reason.removeprefix(_OF_A_RESOLVER)) != reason:
                 return f"{full}: {said}"
             written = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]
-            return f"{full}={written} cannot be looked up ({reason}): type {full}=VALUE"
+            return f"{full}={written} could not be resolved ({reason}): type {full}=VALUE"
         if isinstance(value, DictConfig | ListConfig) and (said := _unresolved(value)):
             return said
     return None
@@ -140,7 +138,7 @@ def expand_home(key: str, value: str) -> str:
         return str(Path(value).expanduser())
     except RuntimeError:
         raise UserError(
-            f"{key}={value} is below the home of nobody here: type the whole path"
+            f"{key}={value} names an unknown user's home folder: type the whole path"
         ) from None
 
 

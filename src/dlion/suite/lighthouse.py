@@ -1,4 +1,4 @@
-"""Start a lighthouse: it knows which workers of an elastic run are there (torchft).
+"""Start a lighthouse, the registry of the workers of an elastic run (torchft).
 
 Whoever reaches it can join the run, see its page in a browser and end its workers: bind it to an
 address that only they reach, of a VPN say. Ctrl-C ends it.

@@ -1,4 +1,4 @@
-"""Predict a training step on your machines: a model of what travels and what is computed.
+"""Predict a training step on your machines: a model of traffic and computation.
 
     payload  = (n - 1) / n * d * bits / 8 bytes, bits to the owner of a slice and back
     exchange = max(overhead * payload / rate, work of the host) + waits * latency + wakeups
@@ -35,7 +35,7 @@ HEADERS = 1.07  # TCP's and Ethernet's, acknowledgements included, of long messa
 
 @dataclass(frozen=True)
 class LocalWork:
-    """What a method computes, in nanoseconds of a core for a parameter.
+    """Computation of a method, in nanoseconds of a core for a parameter.
 
     Attributes:
         encode, apply: before the exchange and after it.
@@ -72,7 +72,7 @@ SHORT_MESSAGES = 1.25  # instead of HEADERS, where they go at once
 
 @dataclass(frozen=True)
 class Method:
-    """What a method sends.
+    """Traffic of a method.
 
     Attributes:
         up: bits for a parameter to the owner of its slice.
@@ -105,7 +105,7 @@ BASELINE = "ddp_float32"
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a step runs.
+    """Setting in which a step runs.
 
     Attributes:
         parameters, workers: d and n.
@@ -248,7 +248,7 @@ def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
     well the model describes these points, not how well it predicts others.
 
     Raises:
-        UserError: if it is no such file.
+        UserError: if the file is not valid.
     """
     try:
         return _compare(json.loads(file.read_text()))

@@ -1,4 +1,4 @@
-"""The settings of a run: what each means, and which values it may have.
+"""The settings of a run: meanings and allowed values.
 
 A setting is a parameter. Those of a run are the parameters of :class:`Settings`; those of a
 component are the parameters of the class or function that its ``_target_`` names. The annotation is
@@ -97,7 +97,7 @@ class Network:
 
 @dataclass
 class Use:
-    """How the samples of any data set are used.
+    """Use of the samples of any data set.
 
     Args:
         sharding: partition: every sample belongs to one worker; contiguous: to the worker of its
@@ -134,8 +134,8 @@ class Traits:
         traffic: it changes when processes exchange something: all need the same value, as they do
             with ``bits``.
         compared: runs with different values are different curves. Of two settings that split runs
-            alike, the one with the smaller number is shown: a batch size may follow from the
-            number of workers. 0: it is not compared.
+            in the same way, the one with the smaller number is shown: a batch size may follow from
+            the number of workers. 0: it is not compared.
         evaluated: it changes the result of evaluate=RUN, which takes the recorded value.
         typed: it may be typed beside evaluate=RUN.
         typed_keys: keys of a group that may.
@@ -186,7 +186,7 @@ class Settings:
         participation: share of the workers that take part in a step, drawn for each step.
         local_steps: steps of SGD of each worker between two exchanges; epochs count them.
         local_lr: the learning rate of local steps.
-        faults: workers that are absent or lie.
+        faults: absent or Byzantine workers.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
             save_pretrained.
         init_from_except: a pattern of names of weights that init_from leaves out, such as head.*
@@ -197,7 +197,7 @@ class Settings:
         log_every: steps between lines of the log.
         checkpoint_every: steps between checkpoints; null: at the end only.
         keep_checkpoints: number of checkpoints that are kept, the latest.
-        resume: auto: go on from the latest good checkpoint in output_dir or, if none is typed, of
+        resume: auto: resume from the latest good checkpoint in output_dir or, if none is typed, of
             the newest unfinished run of the same settings; a run's directory: from that of this
             run.
         stop_after: steps after which the run ends with a checkpoint, as if interrupted.
@@ -314,7 +314,7 @@ def check_complete(keys: Container[Any]) -> None:
     for key, hint in parameters(Settings).items():
         if key not in keys:
             value = "VALUE" if component_of(hint) is None else "NAME"
-            raise UserError(f"{key} cannot be left out: type {key}={value}")
+            raise UserError(f"{key} is required: type {key}={value}")
 
 
 def is_group(key: str) -> bool:
@@ -339,7 +339,7 @@ def locate(path: Any, group: str) -> Any:
     """Import the class or function that a component's ``_target_`` names.
 
     Raises:
-        UserError: the reason why it cannot be imported.
+        UserError: the reason why it could not be imported.
     """
     from hydra._internal.utils import _locate
 
@@ -354,7 +354,7 @@ def locate(path: Any, group: str) -> Any:
         if (name := present_name(module)) != module:
             reason += f", which is {name} now"
         raise UserError(
-            f"{group}._target_={path} cannot be imported ({type(cause).__name__}: {reason}):"
+            f"{group}._target_={path} could not be imported ({type(cause).__name__}: {reason}):"
             f" {_TARGET}"
         ) from error
     if not callable(target):
@@ -414,7 +414,7 @@ def _check_component(group: str, node: Any, component: Component) -> None:
     elif component.own is not None:
         for key in parameters(component.own):
             if key not in values:
-                raise UserError(f"{group}.{key} cannot be left out: type {group}.{key}=VALUE")
+                raise UserError(f"{group}.{key} is required: type {group}.{key}=VALUE")
         _check_keys(group, values, component.own)
     else:
         raise UserError(f"{group} has no _target_: {_TARGET}")
@@ -445,7 +445,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
             raise UserError(f"{key} has settings of its own: see `python train.py --help {key}`")
         for name in parameters(hint):
             if name not in value:
-                raise UserError(f"{key}.{name} cannot be left out: type {key}.{name}=VALUE")
+                raise UserError(f"{key}.{name} is required: type {key}.{name}=VALUE")
         _check_keys(key, value, hint)
         return
     if (

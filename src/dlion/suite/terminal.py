@@ -1,4 +1,4 @@
-"""What a command owes to the terminal, pipe or log that it was started from, and to Ctrl-C."""
+"""Output of a command to its terminal, pipe or log, and its answer to Ctrl-C."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What goes with every message: the step it belongs to, and a bit a parameter."""
+"""Header of every message: the step it belongs to, and a bit a parameter."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ _NUMBERS = 8  # bytes: the step and the checksum
 
 
 class Headers(NamedTuple):
-    """What the headers of all senders say together.
+    """Combined headers of all senders.
 
     Attributes:
         steps: the step of each sender.

@@ -45,7 +45,7 @@ class QuickSweeper(BasicSweeper):
         missing = [program for program in ("sbatch", "srun") if shutil.which(program) is None]
         if "slurm" in launcher and missing:
             raise UserError(
-                f"hydra/launcher={launcher} needs SLURM, but there is no {' and no '.join(missing)}"
+                f"hydra/launcher={launcher} needs SLURM, but found no {' and no '.join(missing)}"
                 " on this machine: type it on one from which jobs are submitted, or"
                 " hydra/launcher=basic to run the sweep here"
             )

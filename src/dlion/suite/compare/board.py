@@ -60,7 +60,7 @@ NEVER = "never"
 
 @dataclass(frozen=True)
 class Task:
-    """What methods are compared on.
+    """Task on which methods are compared.
 
     Attributes:
         title: for people.
@@ -296,7 +296,7 @@ def make_table(arguments: list[str]) -> str:
     """Return the Markdown that the command prints with these arguments.
 
     Raises:
-        UserError: if there is no such board.
+        UserError: if the board does not exist.
     """
     return _board(_parse(arguments))
 

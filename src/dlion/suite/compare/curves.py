@@ -197,7 +197,7 @@ def settings_of(run: Run) -> Settings:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting's value so that equal ones are written alike: 1.0 as 1."""
+    """Return a setting's value so that equal ones are written in the same way: 1.0 as 1."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,6 +1,6 @@
 """Create the project's pages in Weights & Biases.
 
-A workspace (to look around in) and a report (to show): accuracy against bits, loss against steps,
+A workspace (interactive) and a report (to show): accuracy against bits, loss against steps,
 speed and traffic. A curve is the mean of the runs of one data set, model, method and number of
 workers, and its band goes from the lowest to the highest of them: over seeds, if nothing else was
 swept (filter the runs otherwise). Without a key or a server, what would have been created is
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> None:
         "--output",
         type=of_kind(".json"),
         metavar="FILE",
-        help=f"what would be created, if it cannot be; default: {DEFAULT}",
+        help=f"write the pages here if they could not be created; default: {DEFAULT}",
     )
     options = parser.parse_args(arguments)
     addresses, reason = [], why_not_sync()

@@ -1,4 +1,4 @@
-"""Print a Markdown table of the methods: what each one does, its traffic and its memory.
+"""Print a Markdown table of the methods: description, traffic and memory.
 
 Bits are per parameter and step, up and down, as the papers count them. State is bytes per parameter
 on a worker, beside the parameter and its gradient. Both are of a 512 x 512 matrix and 8 workers

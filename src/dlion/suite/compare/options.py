@@ -1,4 +1,4 @@
-"""What the commands that read runs have in common on the command line."""
+"""Command-line options shared by the commands that read runs."""
 
 import argparse
 
@@ -57,7 +57,7 @@ def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[
         settings: those that the command line names, by which curves are distinguished first.
 
     Raises:
-        UserError: if there are no such runs, or they cannot be compared so.
+        UserError: if no run matches, or the runs are not comparable.
     """
     runs = select_runs(read_runs(options.runs), conditions_of(options))
     metric = choose_metric(runs, options.metric)

@@ -1,7 +1,7 @@
 """Draw accuracy against bandwidth, or against a setting, from any recorded runs.
 
 Prints a table and writes a picture. Runs that differ only by their seed become one line with a
-band from the worst to the best. For a page to look around in: dlion report.
+band from the worst to the best. For an interactive report: dlion report.
 """
 
 import math
@@ -46,7 +46,7 @@ SHARES = ("outside_box", "agreement", "disagreement")  # whose axis is linear
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure shows.
+    """Contents of a figure.
 
     Attributes:
         metric: as :func:`choose_metric` gives it.
@@ -148,7 +148,7 @@ def _tallness(panel: Panel) -> float:
 
 
 def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
-    """Whether a metric that gets small as training goes on needs a logarithmic axis."""
+    """Whether a metric that gets small during training needs a logarithmic axis."""
     shares = figure.metric in SHARES or is_accuracy(figure.metric)
     if shares or figure.x in (None, "bits", "paper_bits"):
         return False

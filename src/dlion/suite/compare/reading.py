@@ -1,4 +1,4 @@
-"""Runs as the commands read them: one with an odd file is left out by name, and the rest is shown.
+"""Runs as the commands read them: one with an invalid file is left out by name.
 
 A folder of runs may come from anybody: what its files say is checked before it is used.
 """
@@ -79,11 +79,13 @@ def check(run: Run) -> None:
     for file, part in ((SUMMARY, summary or {}), *((METRICS, row) for row in run.metrics)):
         for key, value in part.items():
             if type(value) is int and abs(value) > _MOST:
-                raise UserError(f"{run.directory / file} is odd: {key} is above 2^63")
+                raise UserError(f"{run.directory / file} is invalid: {key} is above 2^63")
     for row in run.metrics:
         _expect(run, METRICS, row, {"step": float}, needed=True)
         if not row["step"] > 0:
-            raise UserError(f"{run.directory / METRICS} is odd: step is {row['step']}")
+            raise UserError(
+                f"{run.directory / METRICS} is invalid: step must be above 0, got {row['step']}"
+            )
         _expect(run, METRICS, row, _MEASURED, needed="test_loss" in row)
         _expect(run, METRICS, row, dict.fromkeys(_NUMBERS, float))
 
@@ -99,5 +101,6 @@ def _expect(
             continue
         if isinstance(value, bool) or not isinstance(value, allowed):
             raise UserError(
-                f"{run.directory / file} is odd: {key} is {reprlib.repr(value)}, not {_NAMES[kind]}"
+                f"{run.directory / file} is invalid: {key} must be {_NAMES[kind]},"
+                f" got {reprlib.repr(value)}"
             )

@@ -96,7 +96,7 @@ class Drawing:
 
 
 class Folder(NamedTuple):
-    """Where runs are.
+    """Folder of runs.
 
     Attributes:
         address: as seen from the page's folder.
@@ -111,7 +111,7 @@ class Folder(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """What the page shows of the runs of one model on one data set, in one study."""
+    """Section of the page: the runs of one model on one data set, in one study."""
 
     title: str
     metric: str

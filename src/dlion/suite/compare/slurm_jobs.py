@@ -1,4 +1,4 @@
-"""The SLURM jobs of a sweep: which there are, what each is to run, and what became of it.
+"""The SLURM jobs of a sweep: their commands and status.
 
 hydra-submitit-launcher leaves a folder for each job in .submitit, and Hydra leaves the sweep's
 command in multirun.yaml. The folders' names are enough: nothing that was pickled is read.

@@ -1,4 +1,4 @@
-"""How curves look and what they are called, in every kind of figure and table."""
+"""Styles and names of curves, in every kind of figure and table."""
 
 import math
 from collections import defaultdict
@@ -13,7 +13,7 @@ from dlion.values import show
 
 
 class Style(NamedTuple):
-    """How a curve is drawn, in matplotlib's words."""
+    """Style of a curve, in matplotlib's words."""
 
     colour: str
     marker: str
@@ -60,7 +60,7 @@ _SETTINGS = {
     "optimizer.bits": "bits of an entry of a worker's message (p)",
     "optimizer.momentum_sync": "steps between two averages of the momenta",
     "optimizer.sync_pattern": "parameters whose momenta are averaged",
-    "dataset.alpha": "Dirichlet alpha (small: workers with unlike data)",
+    "dataset.alpha": "Dirichlet alpha (small: non-i.i.d. data)",
     "faults.byzantine": "Byzantine workers (who send wrong gradients) of {n}",
     "faults.drop": "share of the messages that are lost",
     "model.modern": "GPT2++ blocks (model.modern)",
@@ -203,7 +203,7 @@ def setting_values(curves: list[Curve], setting: str) -> list[Any]:
     """Return the values that a setting has in these curves, in order.
 
     Raises:
-        UserError: if they have no such setting.
+        UserError: if they lack the setting.
     """
     values = [curve.settings[setting] for curve in curves if setting in curve.settings]
     if not values:

@@ -127,7 +127,7 @@ def table_of(options: argparse.Namespace) -> Table:
     """Return the table that a parsed command line is about.
 
     Raises:
-        UserError: if there is no such table.
+        UserError: if the table does not exist.
     """
     curves, metric = curves_of(options, options.columns)
     form, best, method = number_format(metric), options.best, options.against
@@ -165,7 +165,7 @@ def make_table(arguments: list[str]) -> str:
     """Return the Markdown that the command prints with these arguments.
 
     Raises:
-        UserError: if there is no such table.
+        UserError: if the table does not exist.
     """
     return to_markdown(table_of(_parse(arguments)))
 

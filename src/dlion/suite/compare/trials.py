@@ -24,7 +24,7 @@ def to_search_table(file: Path, metric: str) -> Table:
         metric: ``accuracy`` or ``loss``.
 
     Raises:
-        UserError: if it is no such table.
+        UserError: if the file is not a table of trials.
     """
     unit = -100 if metric == "accuracy" else 1  # the less, the better
     trials: dict[str, dict[str, float]] = defaultdict(dict)  # infinite: failed

@@ -36,7 +36,7 @@ def cifar10(
         train_limit, test_limit: the number of images to use, the same in every run; None: all.
 
     Raises:
-        UserError: if there is no such folder, no such file, no such column, or no hub.
+        UserError: if the folder, a file or a column is missing, or the hub is not available.
     """
     limits = {"train": train_limit, "test": test_limit}
     return _load("uoft-cs/cifar10", path, "label", classes=10, augment=augment, limits=limits)

@@ -270,7 +270,7 @@ def imagenet(
 
 
 def _check_varied(data: ImageFiles, where: str) -> None:
-    """Look at a few training pictures, and at all of them if these are alike."""
+    """Look at a few training pictures, and at all of them if these are equal."""
     cut = _Testing(data, 1).cut
     step = max(1, data.train_size // _LOOKED_AT)
     order = [*range(0, data.train_size, step), *range(data.train_size)]
@@ -343,7 +343,7 @@ def _load_parquet(root: Path, left_out: LeftOut) -> tuple[Sequence, Sequence, tu
     named = getattr(train.features["label"], "num_classes", None)
     if not 0 <= min(labels) <= max(labels) < (named or len(train)):
         raise UserError(
-            f"{where}: train has labels from {min(labels)} to {max(labels)}, which cannot be the"
+            f"{where}: train has labels from {min(labels)} to {max(labels)}, which do not fit the"
             f" classes of {len(train):,} pictures: number them from 0 on"
         )
     names = class_names(train, "label") or [str(i) for i in range(max(labels) + 1)]

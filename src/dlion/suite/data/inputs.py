@@ -1,4 +1,4 @@
-"""What a model is given of a picture or a text: a part of the model that leaves a run."""
+"""Model inputs made from pictures or texts: a part of the model that leaves a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

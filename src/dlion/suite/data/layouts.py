@@ -1,4 +1,4 @@
-"""What the folder of a data set holds, for messages about one that does not."""
+"""Layouts of data set folders, for error messages."""
 
 LAYOUTS = {
     "images": "train/CLASS/* and test/CLASS/* (or val), CLASS/* alone, parquet files with pictures"

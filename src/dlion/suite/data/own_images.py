@@ -1,4 +1,4 @@
-"""Anybody's pictures, in the layouts that are usual: folders of classes, parquet, IDX files."""
+"""User-supplied pictures in the usual layouts: folders of classes, parquet, IDX files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -60,7 +60,7 @@ def images(
         path: a folder with ``train/CLASS/*`` and ``test/CLASS/*`` (or ``val``), with ``CLASS/*``
             alone, with parquet files (``train-*`` and ``test-*``, or others), or with MNIST's IDX
             files. Where no part is for the test, a random tenth is taken.
-        image_size: pixels to which pictures are cut and scaled; None: they are alike already.
+        image_size: pixels to which pictures are cut and scaled; None: they are of one size already.
         augment: shift training pictures by up to an eighth of their size.
         flip: mirror every other training picture.
         image_column, label_column: of parquet files; None: found by type and name.
@@ -139,12 +139,12 @@ def _find_idx(root: Path) -> list[Part] | None:
             pictures, labels = (find_idx(root, name, kind) for kind in ("idx3", "idx1"))
             if pictures and labels:
                 if names != ("train",) and not parts:
-                    raise UserError(f"{pictures} lies there without files to train on: add them")
+                    raise UserError(f"{pictures} has no files to train on beside it: add them")
                 parts.append(_read_part(pictures, labels))
                 break
             if pictures or labels:
                 raise UserError(
-                    f"{pictures or labels} lies there without the"
+                    f"{pictures or labels} lacks the"
                     f" {'labels' if pictures else 'images'} that belong to it"
                 )
     return parts or None

@@ -35,7 +35,7 @@ def load_parquet(
         The tables, by the names in ``splits``.
 
     Raises:
-        UserError: if there is no such folder, file or column, or if a split lies in several
+        UserError: if the folder, a file or a column is missing, or if a split lies in several
             folders, as it does where a data set has several configurations.
     """
     folder = Path(path).expanduser()
@@ -126,7 +126,7 @@ def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, A
         first, *_, last = 2 * str(error.__cause__ or error).strip().splitlines()
         reason = first if first == last else f"{first} ... {last}"
         raise UserError(
-            f"dataset.path={path} holds parquet files that cannot be read together ({reason}): copy"
+            f"dataset.path={path} holds parquet files that do not fit together ({reason}): copy"
             " them again, or leave those of one kind there"
         ) from error
 
@@ -171,8 +171,8 @@ def load_hub(name: str, columns: set[str], config: str | None = None) -> dict[st
         if isinstance(error, ConnectionError):
             reason = "no connection, and no copy in the cache"
         raise UserError(
-            f"the hub's {name} cannot be had ({reason}): type dataset.path=DIR with a folder of its"
-            " parquet files"
+            f"the hub's {name} could not be loaded ({reason}): type dataset.path=DIR with a folder"
+            " of its parquet files"
         ) from error
     check_columns(tables, columns, f"the hub's {name}")
     return tables

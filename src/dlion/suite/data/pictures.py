@@ -139,8 +139,8 @@ def _squares(
             width, height = image.size
             raise UserError(
                 f"{name} has {width} x {height} pixels, but {first} is {side} wide and all must be"
-                f" square and alike: type dataset=images dataset.image_size={side} to cut and scale"
-                " them"
+                f" square, of one size: type dataset=images dataset.image_size={side} to cut and"
+                " scale them"
             )
         yield np.asarray(image)
 
@@ -159,6 +159,6 @@ def check_varied(pictures: Tensor, where: str) -> None:
     """Refuse training pictures ``[N, ...]`` that are all equal, of which nothing can be learnt."""
     if len(pictures) > 1 and bool((pictures == pictures[:1]).all()):
         raise UserError(
-            f"{where}: the {len(pictures):,} training pictures are all alike once they are read and"
+            f"{where}: the {len(pictures):,} training pictures are all equal once they are read and"
             " scaled: look at one of them (what is transparent becomes white), or give others"
         )

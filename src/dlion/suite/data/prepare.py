@@ -302,7 +302,7 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
     except Exception as error:  # pyarrow and datasets have many, all about the files
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UserError(
-            f"{', '.join(sources)} cannot be read ({reason or 'no documents'}): give whole files"
+            f"{', '.join(sources)} could not be read ({reason or 'no documents'}): give whole files"
             " with the same columns"
         ) from error
 
@@ -433,7 +433,7 @@ def main(arguments: list[str]) -> None:
             size=sum(p.stat().st_size for p in map(Path, options.sources) if p.is_file()),
         )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("type the same command again to go on") from None
+        raise KeyboardInterrupt("type the same command again to resume") from None
     try:
         command = how_to_train(options.output)
     except UserError:

@@ -19,7 +19,7 @@ class Sharding:
     ``partition``: every sample belongs to one worker, drawn at random, and is seen once per epoch.
     ``contiguous``: a partition into n equal stretches of the data set in its own order, worker i
     has the i-th; what stands together (modules of a library, tasks, folders of classes) stays with
-    one worker, so that workers see unlike data, the same for every seed. ``replicate``: every
+    one worker, so that workers see non-i.i.d. data, the same for every seed. ``replicate``: every
     worker sees every sample once per epoch (as in arXiv 2404.00438, section 5.1).
     ``dirichlet``: a partition into equal parts, but each worker draws its shares of the classes
     from a Dirichlet distribution around those of the whole set (Hsu et al. 2019, arXiv 1909.06335),
@@ -62,7 +62,7 @@ class Sharding:
         if mode == "dirichlet" and labels is None:
             raise UserError(
                 "dataset.sharding=dirichlet needs a label for each sample, which this data set does"
-                " not have: type dataset.sharding=partition, or contiguous for unlike parts"
+                " not have: type dataset.sharding=partition, or contiguous for non-i.i.d. parts"
             )
         if mode == "dirichlet" and alpha is None:
             raise UserError(

@@ -46,7 +46,7 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
         context: tokens a model sees at once.
 
     Raises:
-        UserError: if there is no such folder, or it is not finished, or it holds too few tokens.
+        UserError: if the folder is missing or not finished, or holds too few tokens.
     """
     if path is None:
         raise UserError(
@@ -67,7 +67,7 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
     facts = read_facts(folder)
     if facts["documents"] != facts["of"]:
         raise UserError(
-            f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: go on"
+            f"dataset.path={path} holds {facts['documents']:,} of {facts['of']:,} documents: resume"
             f" with `dlion prepare {facts['origin']} --held-out {facts['held_out']}"
             f" -o {shlex.quote(str(path))}`"
         )

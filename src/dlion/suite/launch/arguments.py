@@ -15,7 +15,7 @@ from dlion.values import parameters
 
 
 class Arguments:
-    """What was typed: Hydra's options, and settings on both sides of them.
+    """Command line: Hydra's options, and settings on both sides of them.
 
     Attributes:
         options: Hydra's, as it reads them.
@@ -89,7 +89,7 @@ def _check_word(word: str, following: str) -> None:
             raise UserError(f"hydra.run.dir is not used: type output_dir={name}")
         hint = parameters(Settings).get(group)
         if name in ("", "null") and component_of(hint) is not None:
-            raise UserError(f"{group} cannot be left out: type {group}=NAME")
+            raise UserError(f"{group} is required: type {group}=NAME")
         return
     value = "VALUE" if "=" in following or following[:1] in ("", "-") else following
     name, equals, given = key.partition("=")

@@ -91,7 +91,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         before, now = (f"{train:,} and {test:,}" for train, test in (resume.samples, samples))
         raise UserError(
             f"{resume.directory} is of a run with {before} samples to train and to test on, the"
-            f" data set has {now} now: restore it, or start anew in another output_dir"
+            f" data set has {now} now: restore it, or start again in another output_dir"
         )
     return Job(
         config=config,
@@ -111,7 +111,7 @@ def load_data(dataset: DictConfig) -> Data:
     """Load a data set.
 
     Raises:
-        UserError: one sentence about why it cannot be had.
+        UserError: one sentence about why it could not be loaded.
     """
     with _one_line(f"dataset={dataset.name}"):
         return datasets.load(dataset)
@@ -144,12 +144,12 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
     if settings.processes is not None and workers % settings.processes:
         fitting = [p for p in range(1, workers + 1) if workers % p == 0]
         raise UserError(
-            f"workers={workers} cannot be spread evenly over processes={settings.processes}:"
+            f"workers={workers} is not divisible by processes={settings.processes}:"
             f" processes may be {', '.join(map(str, fitting))}"
         )
     if faults.byzantine > workers:
         raise UserError(
-            f"faults.byzantine={faults.byzantine} of workers={workers} cannot lie: type"
+            f"faults.byzantine={faults.byzantine} exceeds workers={workers}: type"
             f" faults.byzantine={workers} or less"
         )
     if settings.box and not settings.optimizer.get("weight_decay"):
@@ -218,7 +218,7 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
         )
     if config.workers % started.processes:
         raise UserError(
-            f"workers={config.workers} cannot be spread evenly over {started.processes} processes"
+            f"workers={config.workers} is not divisible by the {started.processes} processes"
             f" that {started.source} started: give a multiple of {started.processes}"
         )
     return started.processes
@@ -239,7 +239,7 @@ def _one_line(choice: str) -> Iterator[None]:
         *_, frame = traceback.extract_tb(error.__traceback__)
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{choice} cannot be had: {type(error).__name__}: {reason} ({frame.filename}, line"
+            f"{choice} could not be built: {type(error).__name__}: {reason} ({frame.filename}, line"
             f" {frame.lineno})"
         ) from error
 

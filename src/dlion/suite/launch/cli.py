@@ -184,14 +184,14 @@ def _leave(error: BaseException, command: str | None = None) -> NoReturn:
 
     Args:
         error: why this process ends.
-        command: what to type to go on, if that is known and the sentence does not say it.
+        command: what to type to resume, if that is known and the sentence does not say it.
     """
     code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
     stopped = isinstance(error, Stopped)
     if stopped and error.signal == signal.SIGINT:
         code = _EXIT_CODES[KeyboardInterrupt]
     if is_first() or code == 1:
-        hint = f"; to go on: {command}" if command else ""
+        hint = f"; to resume: {command}" if command else ""
         print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
     if code == 1 and among_others():
         end_now(code)
@@ -240,6 +240,6 @@ def _job_failure(error: Exception) -> str:
     if job is None:
         return f"SLURM took no job of the sweep: {reason}"
     return (
-        f"SLURM job {job[0]} of the sweep: {reason}; the others go on, and"
-        " `dlion collect SWEEP_DIR` tells what became of each"
+        f"SLURM job {job[0]} of the sweep: {reason}; the others continue;"
+        " `dlion collect SWEEP_DIR` shows the status of each"
     )

@@ -1,4 +1,4 @@
-"""What ``python train.py --help`` prints, made from the types and docstrings of the settings."""
+"""Text of ``python train.py --help``, made from the types and docstrings of the settings."""
 
 import inspect
 import re
@@ -55,8 +55,8 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     """Return the help on what was typed beside ``--help``: choices, keys, or nothing.
 
     Raises:
-        UserError: if there is no such key.
-        HydraException: if there is no such choice.
+        UserError: if the key is unknown.
+        HydraException: if the choice is unknown.
     """
     words = [word for word in arguments.settings if "=" in word]
     keys = [word for word in arguments.settings if "=" not in word]

@@ -262,8 +262,8 @@ def _reason(
     if suspended:
         return f"process {suspended[0]} does not answer: it was stopped (SIGSTOP, or a debugger)"
     return (  # not a dead one, which would have been reported first
-        f"process {rank} failed: it has lost the others, who are still there: for longer than"
-        f" timeout= one of them hangs, or a link is cut ({sentence})"
+        f"process {rank} failed: no message from the others within timeout=:"
+        f" one of them hangs, or the network is down ({sentence})"
     )
 
 

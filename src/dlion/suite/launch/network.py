@@ -41,7 +41,7 @@ def check_possible() -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise UserError(
-            f"an emulated network needs iproute2, but there is no {' and no '.join(missing)} here:"
+            f"an emulated network needs iproute2, but {' and '.join(missing)} is not installed:"
             " apt install iproute2, or type network=none"
         )
 

@@ -1,4 +1,4 @@
-"""Where a run may be recorded, what it goes on from, and what to type so that it does."""
+"""Output directory of a run, the checkpoint to resume from, and the command that resumes it."""
 
 import glob
 import shlex
@@ -72,7 +72,7 @@ def _named_if_not_writable(setting: str, directory: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise UserError(
-            f"{setting}={directory} cannot be written ({error.strerror}): choose another directory"
+            f"{setting}={directory} is not writable ({error.strerror}): choose another directory"
             f" with {setting}=DIR"
         ) from error
 
@@ -92,12 +92,12 @@ def check_output(config: DictConfig, output_dir: Path) -> None:
     if resuming(config, output_dir) != "auto" and holds_run(output_dir):
         raise UserError(
             f"{output_dir} holds another run: choose another directory with output_dir=DIR, or type"
-            " resume=auto to go on with it"
+            " resume=auto to resume it"
         )
 
 
 def holds_another(config: DictConfig, output_dir: Path) -> bool:
-    """Whether the directory holds a run that is finished, goes on, or is not to be continued."""
+    """Whether the directory holds a run that is finished, is running, or is not to be continued."""
     if resuming(config, output_dir) == "auto":
         another = (output_dir / SUMMARY).exists()
     else:
@@ -140,7 +140,7 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
         settings: made of it, without such references.
 
     Raises:
-        UserError: if there is no such run, or its processes could find different ones.
+        UserError: if the run does not exist, or its processes could find different ones.
     """
     template = OmegaConf.to_container(config, resolve=False)["output_dir"]
     if settings.resume != "auto" or settings.evaluate is not None or "${now:" not in template:
@@ -167,12 +167,12 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
         others = f" ({runs[-1]} {'is in use' if in_use(runs[-1]) else 'is finished'})"
     raise UserError(
         f"resume=auto finds no unfinished run of these settings with a checkpoint in {top}{others}:"
-        " type output_dir=DIR for a run elsewhere, or start anew without resume=auto"
+        " type output_dir=DIR for a run elsewhere, or start again without resume=auto"
     )
 
 
 def command_to_go_on(output_dir: Path, sweep: Path | None = None) -> str | None:
-    """Return the command that goes on with a run, or with its sweep; None: nothing was saved.
+    """Return the command that resumes a run, or its sweep; None: nothing was saved.
 
     It is what was typed with the directory and ``resume=auto``, quoted for a shell. What torchrun
     or SLURM was given is not known here.
@@ -213,7 +213,7 @@ def finished_run(config: DictConfig, output_dir: Path) -> Run | None:
     if {"test_accuracy", "test_loss"} - set(run.summary):
         raise UserError(
             f"{output_dir / SUMMARY} is damaged (it lacks the result): copy it again; or remove it"
-            " and the newest folder in checkpoint, and resume=auto goes on from the one before"
+            " and the newest folder in checkpoint, and resume=auto resumes from the one before"
         )
     if not more and is_first():
         print(f"{output_dir} is finished; nothing is left to do")
@@ -270,8 +270,8 @@ def latest_checkpoint(
 def checkpoint_to_resume(config: DictConfig, output_dir: Path, steps: int) -> Checkpoint | None:
     """Return the checkpoint to start from; None: start at step 0.
 
-    Of several processes only the first reads all files to the last byte, and the others go on from
-    what it has chosen (:func:`dlion.suite.launch.runner.work`).
+    Of several processes only the first reads all files to the last byte, and the others resume
+    from what it has chosen (:func:`dlion.suite.launch.runner.work`).
 
     Raises:
         UserError: if there is none where one must be, or it cannot lead to so many steps.
@@ -292,7 +292,7 @@ def checkpoint_to_resume(config: DictConfig, output_dir: Path, steps: int) -> Ch
                 " choose another directory with output_dir=DIR"
             )
         if is_first():
-            print(f"nothing to resume in {output_dir}: starting anew", flush=True)
+            print(f"nothing to resume in {output_dir}: starting at step 0", flush=True)
         return None
     if checkpoint.progress.step >= steps:
         raise UserError(
@@ -323,7 +323,8 @@ def _check_round(config: DictConfig, checkpoint: Checkpoint) -> None:
     if done == checkpoint.steps and done % turns:
         raise UserError(
             f"{checkpoint.directory} is of a run whose last round of optimizer.local_steps={turns}"
-            f" was cut short after step {done}, which a longer run does not do: begin it anew"
+            f" was cut short after step {done}, unlike in a longer run: start again with"
+            " another output_dir"
         )
 
 

@@ -145,7 +145,7 @@ def _resume_as_first(job: Job) -> Job:
     found = job.resume
     name = json.loads(_from_first(json.dumps(found and found.directory.name)))
     if found is None or name in (None, found.directory.name):
-        return job  # _check_same refuses what cannot be mended
+        return job  # _check_same refuses what no restart can repair
     chosen, _ = find(found.directory.with_name(name), identity(job.config), hashed=False)
     return replace(job, resume=chosen)
 

@@ -26,7 +26,7 @@ def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:
         typed: the overrides of this command, which replace recorded settings.
 
     Raises:
-        UserError: if there is no such run or model, or a typed setting belongs to the run.
+        UserError: if the run or model does not exist, or a typed setting belongs to the run.
     """
     keys = [override.lstrip("+~").partition("=")[0] for override in typed]
     keys = [key for key in keys if key != "evaluate"]

@@ -254,7 +254,7 @@ def causal_lm(
         options: entries of its configuration (llama's defaults are those of the 7-billion model).
 
     Raises:
-        UserError: if there is no such model or option, or the data has tokens it does not know.
+        UserError: if the model or option is unknown, or the data has tokens it does not know.
     """
     text = _text(data)
     declare_missing_operators()
@@ -325,7 +325,7 @@ def _model_errors_named(setting: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{setting} is not a causal language model of transformers that can be had here:"
+            f"{setting} is not a causal language model of transformers that could be loaded:"
             f" {str(error).strip().splitlines()[0]}"
         ) from error
 
@@ -344,4 +344,4 @@ def _text(data: Data | Shape) -> Text | TextShape:
 
 def _check_heads(dim: int, heads: int) -> None:
     if dim % heads:
-        raise UserError(f"a width of {dim} cannot be split over {heads} heads: give a multiple")
+        raise UserError(f"a width of {dim} is not divisible by {heads} heads: give a multiple")

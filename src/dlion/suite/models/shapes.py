@@ -1,4 +1,4 @@
-"""What a model takes from its data set: all that is needed to build it again without the data."""
+"""Facts of a data set that suffice to build its model again without the data."""
 
 from dataclasses import dataclass
 from typing import Any

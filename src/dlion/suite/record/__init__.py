@@ -1,1 +1,1 @@
-"""What a run leaves behind: its files, its logger, and where it came from."""
+"""Records of a run: its files, its logger and its provenance."""

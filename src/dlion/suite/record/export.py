@@ -1,4 +1,4 @@
-"""Copy the trained model of a finished run into a folder, to take it away.
+"""Copy the trained model of a finished run into a folder.
 
 FOLDER then has model.safetensors, parameters and buffers by name, or what from_pretrained reads of
 a model of transformers, and config.yaml and summary.json, which say what the model is and how good.

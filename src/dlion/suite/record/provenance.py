@@ -1,4 +1,4 @@
-"""Where a run's figures come from: commit, machine, versions and day."""
+"""Provenance of a run's figures: commit, machine, versions and day."""
 
 import platform
 import shutil

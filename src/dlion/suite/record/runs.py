@@ -1,4 +1,4 @@
-"""The record of a run: how it is written while the run goes on, and how it is read again.
+"""The record of a run: how it is written during the run, and how it is read again.
 
 A run has a directory. ``metrics.jsonl`` has a line per measurement, ``summary.json`` is written at
 the end, beside the trained model; if the run fails instead, ``failure.txt`` says why. ``.hydra``
@@ -49,7 +49,7 @@ class RunRecord:
 
         Args:
             directory: of the run; it is made if it does not exist.
-            resumed_at: the step at which the run goes on. Rows of later steps, which are about to
+            resumed_at: the step at which the run resumes. Rows of later steps, which are about to
                 be measured again, are dropped; damaged lines are set aside and named.
 
         Raises:
@@ -114,8 +114,8 @@ def _written(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingFailed(
-            f"{error.filename or file} could not be written ({error.strerror}): mend that, and the"
-            " same command with resume=auto goes on"
+            f"{error.filename or file} could not be written ({error.strerror}): fix this; the"
+            " same command with resume=auto resumes"
         ) from error
 
 

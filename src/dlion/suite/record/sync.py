@@ -29,7 +29,7 @@ def offline_runs(paths: list[Path]) -> list[Path]:
         found |= {folder.resolve() for folder in folders if any(folder.glob("*.wandb"))}
     if not found:
         where = ", ".join(map(str, paths))
-        raise UserError(f"{where} holds no run that was recorded offline: give what is above one")
+        raise UserError(f"{where} holds no run recorded offline: give a directory above one")
     return sorted(found, key=lambda folder: folder.name)  # which has the date
 
 

@@ -1,4 +1,4 @@
-"""Training on n workers: the loop, and what it needs besides a model, data and an optimizer.
+"""Training on n workers: the loop and its parts besides model, data and optimizer.
 
 ``Job`` and ``train`` are imported on first use: they need the packages of ``dlion[suite]``, which
 other modules of this package do not.

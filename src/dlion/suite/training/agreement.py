@@ -1,4 +1,4 @@
-"""What a vote keeps of the workers' mean, and how far their momenta are apart."""
+"""Agreement of a vote with the workers' mean, and the distance of their momenta."""
 
 from collections import defaultdict
 
@@ -15,7 +15,7 @@ VOTES = (SignedDescent, DLionADM)  # who keep a momentum each, and are answered 
 
 
 class Agreement:
-    """Compares the answer of single steps with what float32 messages would have said.
+    """Compares the answer of single steps with that of float32 messages.
 
     These are the arguments of Ishikawa et al. 2024 (arXiv 2411.16462) for more than one bit, and
     for averaging the momenta of some layers only. What is compared travels over a channel of its

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on to the bit, on any spread of its workers.
+"""Checkpoints: all that a run needs to resume bit for bit, on any spread of its workers.
 
     checkpoint/step-00000400/
         state.json                the run's identity, steps, samples and progress, size and
@@ -7,7 +7,7 @@
         worker-00000.safetensors  a worker's momentum or residuals, its part of the exchange, its
                                   BatchNorm statistics and its losses since the latest metrics
 
-State is copied, which takes as much memory again, and written while training goes on. A directory
+State is copied, which takes as much memory again, and written while training continues. A directory
 gets its name when all is in it and on the disk. Each file names itself and its step. Files are read
 as tensors and JSON: no content is ever executed. What is called ``step-`` and digits is a
 checkpoint, with ``.part`` behind it one that was being written, and nothing else is read or removed
@@ -44,7 +44,7 @@ FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
 
 @dataclass
 class Progress:
-    """How far a run is: totals over all workers, since its first step.
+    """Progress of a run: totals over all workers, since its first step.
 
     Attributes:
         step: number of steps done.
@@ -82,7 +82,7 @@ class Checkpoint:
 
 
 def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal for a run to go on to the bit, as JSON keeps them."""
+    """Return the settings that must be equal to resume a run bit for bit, as JSON keeps them."""
     if isinstance(config, DictConfig):
         config = OmegaConf.to_container(config, resolve=True)
     config = unrecorded(_DECISIVE) | with_present_names(config)
@@ -178,7 +178,7 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
             raise TrainingFailed(
                 f"the checkpoint of step {progress.step} could not be written ({error}); those"
-                " before it are whole: mend that, and the same command with resume=auto goes on"
+                " before it are whole: fix this; the same command with resume=auto resumes"
             ) from error
 
     def _complete(self, part: Path, final: Path, progress: Progress) -> None:
@@ -248,7 +248,7 @@ def find(
     if complaints:
         raise UserError(
             f"no checkpoint can be used ({'; '.join(complaints)}): give another with resume=PATH,"
-            " or another output_dir to start anew"
+            " or another output_dir to start again"
         )
     return None, complaints
 
@@ -328,7 +328,7 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{STATE} is damaged") from error
     if _step_of(directory) not in (None, progress.step):
-        raise ValueError(f"it is of step {progress.step}, and not what its name says")
+        raise ValueError(f"it is of step {progress.step}, unlike its name")
     run.pop("local_betas", None)  # earlier settings, which sgd does not have
     if (inner := run.pop("local_optimizer", "sgd")) != "sgd":
         raise ValueError(f"local steps of {inner} are those of optimizer=diloco today")

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one table, one live line, one result."""
+"""Console output of a run: one table, one live line, one result."""
 
 import time
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What is measured between steps: the test set's results, and how far Lion's theory is along."""
+"""Measurements between steps: results on the test set, and the progress of Lion's theory."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,9 +22,9 @@ def evaluate(
     limit: int | None = None,
     watch: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, count: batches,
 ) -> dict[str, float]:
-    """Return the test set's results, the same to the bit however workers are spread.
+    """Return the test set's results, bit-identical however workers are spread.
 
-    Test batches are dealt out to the workers, and their sums are added in the order of batches.
+    Test batches are distributed over the workers, and their sums are added in the order of batches.
 
     Args:
         model: what is tested.

@@ -18,7 +18,7 @@ class Participation:
 
     Args:
         workers: n.
-        participation: share of the workers, at least one, drawn anew for each step.
+        participation: share of the workers, at least one, drawn again for each step.
         drop: probability of each of those to be absent from the step nevertheless. If that leaves
             none, the first of them stays.
         seed: of the draws.

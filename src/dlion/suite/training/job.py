@@ -1,4 +1,4 @@
-"""What the training loop is handed: a checked configuration and loaded data."""
+"""Input of the training loop: a checked configuration and loaded data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from dlion.workers import Workers
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked run: what to train, where, and on what.
+    """A checked run: its model, data and workers.
 
     Attributes:
         config: the resolved configuration.
@@ -25,7 +25,7 @@ class Job:
         sharding: which samples each worker trains on.
         output_dir: directory in which the run is recorded.
         rate: bits per second of emulated links; None on the machine's own network.
-        resume: checkpoint to go on from; None: begin anew.
+        resume: checkpoint to resume from; None: start at step 0.
     """
 
     config: DictConfig

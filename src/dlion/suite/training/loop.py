@@ -36,7 +36,7 @@ def train(job: Job) -> float | None:
 
     Raises:
         Stopped: with a checkpoint, after ``stop_after`` steps or when a signal asked for it.
-        TrainingFailed: with one sentence about why it cannot go on.
+        TrainingFailed: with one sentence about why it cannot continue.
     """
     with SignalNotice() as notice:
         trainer = Trainer(job, notice)

@@ -1,4 +1,4 @@
-"""What training costs: seconds, and bytes at the network interface."""
+"""Costs of training: seconds, and bytes at the network interface."""
 
 import time
 from collections.abc import Iterator

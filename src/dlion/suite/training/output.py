@@ -1,4 +1,4 @@
-"""Where a run goes: terminal, records and the logger; only the first process writes."""
+"""Output of a run: terminal, records and the logger; only the first process writes."""
 
 import json
 import shlex

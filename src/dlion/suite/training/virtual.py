@@ -1,4 +1,4 @@
-"""What workers must not share although they share a process and a model."""
+"""State that workers keep apart although they share a process and a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A model's weights: what a finished run leaves behind, and what another may begin with.
+"""A model's weights: the result of a finished run, and the start of another.
 
     RUN/model.safetensors   parameters and buffers, under the names of the model's state_dict
     RUN/model/              instead of it, of a model of transformers: what save_pretrained writes
@@ -67,8 +67,8 @@ def save_model(model: nn.Module, data: Data, directory: Path) -> None:
             _save_file(tensors, tied, data, directory)
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
-            f"the model could not be written ({error}): mend that, and the same command with"
-            " resume=auto goes on"
+            f"the model could not be written ({error}): fix this; the same command with"
+            " resume=auto resumes"
         ) from error
 
 
@@ -382,7 +382,7 @@ def _recorded_shape(file: Path) -> models.Shape:
         return models.shape_from(json.loads(metadata["data"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{file} does not say what data its model takes: load the data set, and give data="
+            f"{file} does not name the data of its model: load the data set, and give data="
         ) from error
 
 

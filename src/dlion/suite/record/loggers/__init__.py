@@ -1,4 +1,4 @@
-"""Loggers show a run while it goes on. A logger may break; the run goes on without it."""
+"""Loggers show a run while it trains. A logger may break; the run continues without it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a logger is, what it is told of a run, and why none can end one."""
+"""Base class of loggers, their view of a run, and the guard that contains their errors."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ _SECRET = re.compile(r"(^|_)(key|token|password|secret)s?($|_)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Recording:
-    """What a logger is told of the run that it shows.
+    """Facts of a run for the logger that shows it.
 
     Attributes:
         config: the resolved configuration.

@@ -16,7 +16,7 @@ class CsvLogger(Logger):
 
     A column has the name of its key; its cells are empty in rows that lack it. A row is appended;
     where it brings new columns (a test accuracy comes with evaluations alone), and where a run is
-    resumed, the table is written anew, whole or not at all.
+    resumed, the table is written again, whole or not at all.
     """
 
     def __init__(self, recording: Recording, /):

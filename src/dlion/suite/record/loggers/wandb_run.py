@@ -26,7 +26,7 @@ _PATIENCE_AT_START, _PATIENCE_AT_END = 4, 10
 
 
 class WandbLogger(Logger):
-    """Logs loss, accuracy and what they cost, against steps and against bits sent.
+    """Logs loss, accuracy and their costs, against steps and against bits sent.
 
     The dashboard draws ``test_vs_bits/*`` over ``sent_bits_per_parameter`` by itself. Bits are
     those a worker sent so far, divided by the number of parameters, so that models of different
