@@ -517,3 +517,12 @@ def test_shards_of_fsdp1_are_refused():
     shard._fsdp_flattened = True
     with pytest.raises(ValueError, match="use fully_shard"):
         DLion([shard])
+
+
+def test_a_process_that_torchrun_has_started_does_not_train_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = DLion([param], lr=0.1)
+    param.grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        optimizer.step()

@@ -195,7 +195,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         given = voters(workers, process_group, mesh)
         if manager is not None:
             given = self._alone(given, workers or process_group or mesh or dense_group)
-        self._met_nobody = not (dist.is_initialized() or workers or process_group or mesh)
+        self._met_nobody = not (
+            dist.is_initialized() or workers or process_group or mesh or manager
+        )
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_spread(given)
@@ -546,7 +548,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_first_step(self) -> None:
         check_bare(self.params)
-        if self._met_nobody and dist.is_initialized() and dist.get_world_size() > 1:
+        if not self._met_nobody:
+            return
+        started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
+        if dist.get_world_size() > 1 if dist.is_initialized() else started not in ("", "1"):
             raise RuntimeError(
                 "the optimizer was made before the process group, so each process would train"
                 " alone: call init_process_group() first"
