@@ -24,6 +24,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "end_to_end": {"end_to_end.json", "end_to_end.png"},
     "workers": {"workers.json", "workers.png"},
     "buckets": {"buckets.json", "buckets.png"},
+    "groups": {"groups.json"},
     "time_to_accuracy": {"time_to_accuracy.json", "time_to_accuracy.png"},
     "--search": {"time_to_accuracy_search.json"},
     "soak": {"soak.json", "soak.png"},

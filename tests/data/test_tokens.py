@@ -1,6 +1,11 @@
 """Text that is prepared once: every document arrives, whatever interrupts."""
 
+import bz2
+import csv
+import gzip
+import io
 import json
+import lzma
 import shutil
 import signal
 import time
@@ -243,3 +248,26 @@ def test_files_that_do_not_fit_are_named(tmp_path, tokenizer):
     whole[:-3].tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match=r"but tokens.json says .*: copy it again"):
         prepared_text(str(tmp_path), context=16)
+
+
+def test_compressed_files_and_tables_hold_the_same_documents(tmp_path, tokenizer):
+    texts = [f"document {i}, with a comma" for i in range(20)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    table = io.StringIO()
+    csv.writer(table).writerows([["text"], *([text] for text in texts)])
+    content = {
+        "a.jsonl": rows.encode(),
+        "b.ndjson": rows.encode(),
+        "c.jsonl.gz": gzip.compress(rows.encode()),
+        "d.jsonl.bz2": bz2.compress(rows.encode()),
+        "e.jsonl.xz": lzma.compress(rows.encode()),
+        "f.csv": table.getvalue().encode(),
+        "g.tsv": ("text\n" + "".join(text + "\n" for text in texts)).encode(),
+    }
+    prepared = set()
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+        out = tmp_path / f"{name}.out"
+        main([str(tmp_path / name), "-o", str(out), "--tokenizer", str(tmp_path / "tokenizer")])
+        prepared.add(tuple((out / part).read_bytes() for part in ("train.bin", "val.bin")))
+    assert len(prepared) == 1

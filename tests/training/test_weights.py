@@ -1,13 +1,16 @@
 """A finished run leaves a model: it is loaded, measured again, and trained on from."""
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import dlion
@@ -21,7 +24,7 @@ from dlion.suite.training.evaluation import evaluate
 from dlion.suite.training.weights import check_pretrained, check_weights, load_weights, save_model
 from dlion.workers import Workers
 from tests.conftest import ROOT
-from tests.data.formats import write_llama, write_tasks, write_tokenizer
+from tests.data.formats import write_classes, write_llama, write_tasks, write_tokenizer
 from tests.runs import record, train
 from tests.training.test_spread import net
 
@@ -280,3 +283,34 @@ def test_settings_of_groups_reach_the_recorded_ones():
     words = ["evaluate=RUN", "dataset.path=a=b", "hydra.x=2", "+dataset.loaders=1"]
     assert Arguments(words).ordered() == [words[0], "++dataset.path=a=b", *words[2:]]
     assert Arguments(words[1:]).ordered() == words[1:]
+
+
+def test_a_trained_model_names_what_is_on_a_picture_and_keeps_its_own_normalisation(tmp_path):
+    write_classes(tmp_path / "pets")
+    settings = ["dataset=images", "logger=none", "workers=2", "batch_size=4", "steps=30"]
+    settings += ["optimizer=g_adamw", "optimizer.lr=3e-3", "dataset.augment=false"]
+    umask = os.umask(0o022)
+    try:
+        trained = train(
+            *settings, f"dataset.path={tmp_path / 'pets'}", f"output_dir={tmp_path / 'run'}", code=0
+        )
+    finally:
+        os.umask(umask)
+    assert "16 pictures to train on, 16 to test on" in trained.stdout
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o644}
+    model = dlion.load_model(tmp_path / "run")
+    assert list(model.input.names) == ["cats", "dogs"]
+    for name in ("cats", "dogs"):
+        logits = model(model.input(str(tmp_path / "pets" / "test" / name / "0.PNG")))
+        assert model.input.names[logits.argmax()] == name
+    # the training pictures decide the normalisation of a run: others do not change what it measures
+    shutil.copytree(tmp_path / "pets" / "test", tmp_path / "others" / "test")
+    for path in (tmp_path / "pets" / "test").rglob("*.PNG"):
+        darker = Image.open(path).point(lambda value: value // 3)
+        new = tmp_path / "others" / "train" / path.parent.name / path.name
+        new.parent.mkdir(parents=True, exist_ok=True)
+        darker.save(new)
+    again = train(f"evaluate={tmp_path / 'run'}", f"dataset.path={tmp_path / 'others'}", code=0)
+    recorded = json.loads((tmp_path / "run" / "summary.json").read_text())["test_loss"]
+    assert f"test_loss {recorded} (recorded {recorded})" in again.stdout
