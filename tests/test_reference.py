@@ -24,7 +24,11 @@ def examples() -> Iterator[tuple[str, str]]:
     Those that need a framework, a lighthouse or a run are in examples/, which test_example.py runs.
     """
     for path in sorted((ROOT / "src").rglob("*.py")):
-        if path.parent.name == "frameworks" or path.name in ("elastic.py", "inputs.py"):
+        if path.parent.name == "frameworks" or path.name in (
+            "elastic.py",
+            "inputs.py",
+            "weights.py",
+        ):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None

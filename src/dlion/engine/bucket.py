@@ -190,7 +190,7 @@ class Bucket:
         """Return parameters side by side whose groups agree in hyperparameters of these names.
 
         Together the runs are all of the bucket, padding included. An update loops over them, as
-        :func:`dlion.methods.updates.descent` does.
+        ``descent`` of ``dlion.methods.updates`` does.
 
         Args:
             within: slots; only what is of these.
