@@ -12,7 +12,8 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -372,17 +373,9 @@ def join(
     Raises:
         UserError: if torchft is not installed, or there is no lighthouse.
     """
-    os.environ.setdefault("RUST_LOG", "error")  # torchft writes ten lines a step otherwise
-    try:
+    with importing_torchft("elastic workers need"):
         from torchft import Manager, ProcessGroupGloo
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"elastic workers need {error.name}, which is not installed: type pip install"
-            " 'dlion[elastic]'"
-        ) from error
-    host, _, port = lighthouse.removeprefix("http://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"lighthouse={lighthouse} is not an address: give HOST:PORT")
+    host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
     logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # what matters is raised
@@ -423,6 +416,26 @@ def join(
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
     group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
     return manager
+
+
+@contextmanager
+def importing_torchft(who: str) -> Iterator[None]:
+    """Turn a package that an import inside lacks into a sentence that begins with ``who``."""
+    os.environ.setdefault("RUST_LOG", "error")  # torchft writes ten lines a step otherwise
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{who} {error.name}, which is not installed: type pip install 'dlion[elastic]'"
+        ) from error
+
+
+def split_address(address: str, typed: str) -> tuple[str, str]:
+    """Return host and port of ``HOST:PORT``; ``typed`` is what an error names."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"{typed} is not an address: give HOST:PORT")
+    return host, port
 
 
 _START = "start one with `dlion lighthouse`, or correct the address"

@@ -4,9 +4,9 @@ Whoever reaches it can join the run, see its page in a browser and end its worke
 address that only they reach, of a VPN say. Ctrl-C ends it.
 """
 
-import os
 import signal
 
+from dlion.engine.elastic import importing_torchft, split_address
 from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 
@@ -32,17 +32,9 @@ def main(arguments: list[str]) -> None:
         help="workers without which no step begins; default: 1",
     )
     options = parser.parse_args(arguments)
-    host, _, port = options.bind.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"--bind {options.bind} is not an address: give HOST:PORT")
-    os.environ.setdefault("RUST_LOG", "error")  # torchft writes ten lines a step otherwise
-    try:
+    host, _ = split_address(options.bind, f"--bind {options.bind}")
+    with importing_torchft("a lighthouse needs"):
         from torchft.coordination import LighthouseServer
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"a lighthouse needs {error.name}, which is not installed: type pip install"
-            " 'dlion[elastic]'"
-        ) from error
     try:
         lighthouse = LighthouseServer(
             bind=options.bind,
