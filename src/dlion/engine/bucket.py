@@ -126,21 +126,15 @@ class Bucket:
         """Make the buffers that go with an exchange and move the parameters in."""
         local, padded = exchange.channel.workers.local, exchange.numel
         self.exchange = exchange
-        self.allocate_own(names.own_state, names.own_counters, local, padded)
         zeros = partial(torch.zeros, dtype=torch.float32)
+        self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
+        self.own = {name: zeros(local, padded, device=self.device) for name in names.own_state}
+        counters = names.own_counters
+        self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
         self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
         self.counters = {name: zeros(len(self.slots), device="cpu") for name in names.counters}
         self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
         self.adopt()
-
-    def allocate_own(
-        self, state: Sequence[str], counters: Sequence[str], local: int, padded: int
-    ) -> None:
-        """Make ``params`` and the state of each local worker."""
-        zeros = partial(torch.zeros, dtype=torch.float32)
-        self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
-        self.own = {name: zeros(local, padded, device=self.device) for name in state}
-        self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
 
     @torch.no_grad()
     def renew(self, exchange: Exchange) -> None:
