@@ -295,7 +295,7 @@ class Channel:
     def _travel(self, size: int) -> Iterator[None]:
         """Time messages, of so many bytes in all, that leave this process."""
         start = time.perf_counter()
-        with self.timer("travel", beside=True):
+        with self.timer.travel:
             yield
         if size >= TELLING:  # waiting for others slows messages too, so the fastest ones tell
             # (of NCCL, which returns before anything has travelled, all look fast)

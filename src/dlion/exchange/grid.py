@@ -83,7 +83,7 @@ class Grid:
             senders = Counter(worker // line.stride for worker in participants)
             below, highest = highest, self.largest * max(senders.values())
             if line.stride > 1:
-                with self.channel.timer("vote", beside=True):
+                with self.channel.timer.vote:
                     held = _add(rows, below, highest).unflatten(2, (-1, messages.shape[3]))
             all_send = len(senders) == self.channel.workers.count // line.stride
             who = None if all_send else set(senders)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.step import rehearse
 from dlion.exchange import (
     Costs,
     LevelMean,
@@ -109,7 +110,7 @@ class SignedDescent(DistributedOptimizer):
             self._costs = measure_costs(self.workers, bucket.device)
         return self._costs.best(bucket.numel, self.levels - 1)
 
-    def _check_elastic(self) -> None:
+    def check_elastic(self) -> None:
         if self.exchange not in ("direct", "grid"):
             raise ValueError(
                 f"exchange={self.exchange} is for one number of workers: with manager= give direct"
@@ -165,7 +166,7 @@ class SignedDescent(DistributedOptimizer):
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:
-        self._rehearse()
+        rehearse(self)
 
 
 class DLion(SignedDescent):
