@@ -21,7 +21,7 @@ from dlion.transfer import upload
 from dlion.wire import Header, Headers
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
 
     slot: Slot
@@ -117,7 +117,7 @@ class Bucket:
         self.flight = InFlight()
         self.published: list[tuple[Tensor, str, Tensor]] = []
         self._places = {(None, None): self.places}
-        self._pieces: dict[int, list[Piece]] = {}
+        self._fragments: dict[int, list[Fragment]] = {}
         self._row: Tensor | None = None
 
     def allocate(self, exchange: Exchange, names: StateNames) -> None:
@@ -138,7 +138,7 @@ class Bucket:
     def renew(self, exchange: Exchange) -> None:
         """Continue with an exchange for another number of workers, whose padding may differ."""
         self.exchange = exchange
-        self._pieces.clear()
+        self._fragments.clear()
         self._row = None
         if exchange.numel != len(self.params):
             self.params = self._resized(self.params)
@@ -264,11 +264,11 @@ class Bucket:
 
     def copy_gradients(self, rows: Tensor) -> None:
         """Copy the latest gradients into a message, float32 ``[n, slice]``; zero without one."""
-        pieces = self._pieces.get(rows.data_ptr())
-        if pieces is None:
-            pieces = self._pieces[rows.data_ptr()] = list(self._cut(rows))
+        fragments = self._fragments.get(rows.data_ptr())
+        if fragments is None:
+            fragments = self._fragments[rows.data_ptr()] = list(self._cut(rows))
         views, parts = [], []
-        for slot, start, stop, view in pieces:
+        for slot, start, stop, view in fragments:
             grad = slot.gradient()
             if grad is None:
                 view.zero_()
@@ -417,7 +417,7 @@ class Bucket:
         for part, old in zip(parts, before, strict=True):
             part.copy_(old)
 
-    def _cut(self, rows: Tensor) -> Iterator[Piece]:
+    def _cut(self, rows: Tensor) -> Iterator[Fragment]:
         """Yield the parameters' parts of ``rows``, ``[n, slice]``, a flat buffer in slices."""
         size = rows.shape[1]
         for slot in self.slots:
@@ -426,5 +426,5 @@ class Bucket:
                 row, column = divmod(at, size)
                 end = min(slot.stop, at + size - column)
                 view = rows[row, column : column + end - at]
-                yield Piece(slot, at - slot.start, end - slot.start, view)
+                yield Fragment(slot, at - slot.start, end - slot.start, view)
                 at = end

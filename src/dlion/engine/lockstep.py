@@ -44,7 +44,7 @@ def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
+def check_equal(workers: Workers, facts: dict[str, Any]) -> None:
     """Compare the arguments of all processes of the workers by hash.
 
     Args:
@@ -68,7 +68,7 @@ def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
             )
 
 
-def check_spread(workers: Workers) -> None:
+def check_local_workers(workers: Workers) -> None:
     """Compare how many workers the processes host.
 
     Raises:

@@ -25,7 +25,7 @@ from dlion.engine.checks import (
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt
 from dlion.engine.layout import Member, Members
-from dlion.engine.lockstep import check_alike, check_spread, facts_about, plain_values
+from dlion.engine.lockstep import check_equal, check_local_workers, facts_about, plain_values
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap
 from dlion.engine.shards import check_sharding, local_part
@@ -206,20 +206,20 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         )
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
-        check_spread(given)
+        check_local_workers(given)
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
         settings = self._settings()
-        check_alike(given, {"settings": settings})
+        check_equal(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
         self.channel, self.node = Channel(self.workers), None
         if dense_group is not None:
             check_gpus(Workers.current(group=dense_group), _device_of(params))
             self.node = Node(dense_group, dense_wire, given, overlap)
-            self.node.check_alike({"settings": settings})
+            self.node.check_equal({"settings": settings})
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
@@ -356,9 +356,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Check that all processes were given the same parameters, and give them process 0's."""
         params = [tensor for group in groups for tensor in group["params"]]
         facts = facts_about(groups)
-        check_alike(self.workers, facts)
+        check_equal(self.workers, facts)
         if self.node is not None:
-            self.node.check_alike(facts)
+            self.node.check_equal(facts)
         check_bare(params)
         for bucket in buckets:
             self._give(bucket.params)

@@ -21,7 +21,7 @@ APART = "workers_apart"  # the entry of a state without each worker's own: which
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
-class Spread:
+class Placements:
     """Placement of state: per-worker state on the workers' processes, all of it on shards.
 
     Attributes:
@@ -150,7 +150,7 @@ def adopt(bucket: Bucket, state: dict[Tensor, Any]) -> None:
 
 
 @torch.no_grad()
-def spread_state(
+def distributed_state(
     state: dict[Tensor, Any],
     params: Sequence[torch.nn.Parameter],
     buckets: Sequence[Bucket],
@@ -164,7 +164,7 @@ def spread_state(
     Args:
         own_state: names of per-worker state, for parameters of which this process has nothing.
     """
-    spread = Spread(workers, params[0])
+    placements = Placements(workers, params[0])
     found: States = {}
     flats: Elementwise = []
     for bucket in buckets:
@@ -175,28 +175,28 @@ def spread_state(
                 if name not in known and not name.startswith(EXCHANGE):
                     continue
                 if name in bucket.shared:
-                    kept = spread.shared(value, param)
+                    kept = placements.shared(value, param)
                 elif name in bucket.counters:
                     kept = value
                 else:
-                    kept = spread.own(value, param if name in bucket.own else None)
+                    kept = placements.own(value, param if name in bucket.own else None)
                 found.setdefault(param, {})[name] = kept
-        if spread.shards is not None:
+        if placements.shards is not None:
             exchange, first = bucket.exchange, found[bucket.slots[0].tensor]
             flats.append(exchange.elementwise())
             for name, flat in flats[-1].items():
                 for slot in bucket.slots:
-                    kept = spread.shared(slot.view(flat), slot.tensor)
+                    kept = placements.shared(slot.view(flat), slot.tensor)
                     found[slot.tensor][EXCHANGE + name] = kept
-            at = "x".join(map(str, spread.shards.get_coordinate() or ()))
+            at = "x".join(map(str, placements.shards.get_coordinate() or ()))
             for name, rows in exchange.state.items():
                 if name not in flats[-1]:
-                    first[f"{EXCHANGE}{name}.{at}"] = spread.of_shard(rows)
+                    first[f"{EXCHANGE}{name}.{at}"] = placements.of_shard(rows)
     for param in params:  # of some parameters this process has an empty shard
         if isinstance(param, DTensor) and param.requires_grad and param not in found:
             here, k = local_part(param), workers.local
             found[param] = {
-                name: spread.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
+                name: placements.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
                 for name in own_state
             }
     return found, flats
@@ -221,7 +221,7 @@ def mark(optimizer: Any) -> list[int]:
 
 @torch.no_grad()
 def put_back(buckets: Sequence[Bucket], here: States, flats: Elementwise, saved: States) -> None:
-    """Copy saved state into an optimizer; what :func:`spread_state` returned leads to its own."""
+    """Copy saved state into an optimizer; :func:`distributed_state` leads to its own."""
     for param, tensors in saved.items():
         for name, value in tensors.items():
             local_part(here[param][name]).copy_(local_part(value))

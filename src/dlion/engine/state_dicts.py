@@ -15,7 +15,7 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Put the state of all buckets into what torch has packed, before others' hooks see it."""
     for bucket in optimizer.buckets:
         saving.adopt(bucket, optimizer.state)
-    found, params = _spread(optimizer)[0], optimizer.params
+    found, params = _distributed(optimizer)[0], optimizer.params
     state = {
         key: {**value} if isinstance(key, int) else value
         for key, value in state_dict["state"].items()
@@ -36,7 +36,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._members.check_sizes([len(group["params"]) for group in groups])
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
-    here, flats = _spread(optimizer)
+    here, flats = _distributed(optimizer)
     saved, foreign = _sort_out(state_dict["state"], param_of, here, apart is not None)
     _check_groups(groups, {*optimizer._hyperparameters})
     worker = saving.of_workers(optimizer.saved_workers)
@@ -62,9 +62,11 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
             optimizer.state[key] = value
 
 
-def _spread(optimizer: Any) -> tuple[States, saving.Elementwise]:
+def _distributed(optimizer: Any) -> tuple[States, saving.Elementwise]:
     state, params, buckets = optimizer.state, optimizer.params, optimizer.buckets
-    return saving.spread_state(state, params, buckets, optimizer.saved_workers, optimizer.own_state)
+    return saving.distributed_state(
+        state, params, buckets, optimizer.saved_workers, optimizer.own_state
+    )
 
 
 def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Step:
             travelled, slow = travelled or any(flight.present), slow or flight.slow
             method.flagged = method.flagged or flight.flag
         if travelled:
-            method.channel.settle(slow)
+            method.channel.adapt(slow)
         method.skipped += len(self._skipping)
         self.taken = True
         for group in method.param_groups:

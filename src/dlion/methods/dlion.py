@@ -13,8 +13,8 @@ from dlion.exchange import (
     LevelMean,
     Shape,
     Ties,
+    Topology,
     Vote,
-    Way,
     WeightedVote,
     grid_shape,
     measure_costs,
@@ -51,7 +51,7 @@ class SignedDescent(DistributedOptimizer):
         aggregation: Aggregation,
         ties: Ties,
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         if weighted and (aggregation != "mavo" or ties == "zero"):
@@ -215,7 +215,7 @@ class DLion(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
@@ -249,7 +249,7 @@ class Signum(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
