@@ -195,7 +195,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
     ):
-        check_hyperparameters(type(self), defaults)
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
         given = voters(workers, process_group, mesh)

@@ -1,5 +1,6 @@
 """One step: encode the messages of local workers, exchange them, apply the answers."""
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,7 +41,8 @@ class Step:
     """
 
     def __init__(self, method: "DistributedOptimizer", overlap: bool) -> None:
-        self._method = method
+        # an optimizer that nobody uses ends at once, and not when garbage is collected
+        self._method: DistributedOptimizer = weakref.proxy(method)
         self.collected: set[int] = set()
         self.taken = self.failed = False
         self.overlap: Overlap | None = None
