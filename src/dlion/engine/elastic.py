@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,10 @@ from torch import Tensor
 from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
+from dlion.engine.method import Method
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
-
-if TYPE_CHECKING:
-    from dlion.engine.optimizer import DistributedOptimizer
 
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
 # owner has learnt about workers, which it takes along to its next slice
@@ -55,7 +53,7 @@ class Elastic:
         ValueError: for a manager or a method that will not do.
     """
 
-    def __init__(self, manager: Any, optimizer: "DistributedOptimizer", facts: dict[str, Any]):
+    def __init__(self, manager: Any, optimizer: Method, facts: dict[str, Any]):
         if manager._use_async_quorum:
             raise ValueError("the manager must have use_async_quorum=False: make it with join()")
         if "gloo" not in manager._pg.getBackendName():

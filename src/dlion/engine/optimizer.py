@@ -1,4 +1,4 @@
-"""The step that every method shares: collect gradients, encode, exchange, update."""
+"""The optimizer that users see and methods fill in; :mod:`dlion.engine.step` is its step."""
 
 import copy
 import os
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self._members = Members(bucket_cap_mb, self.kind)
+        self.members = Members(bucket_cap_mb, self.kind)
         self._step = Step(self, overlap)
         self._constructed = False
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
@@ -310,17 +310,17 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self._members)
+        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
         try:
             check_hyperparameters(type(self), group)
             check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
-            self._members.add(group)
+            self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
                 self._add_buckets([group])
         except Exception:
             self.param_groups.pop()
-            self._members = before
+            self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
             del self.buckets[first:]
@@ -330,7 +330,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
-        for members in self._members.buckets(groups):
+        for members in self.members.buckets(groups):
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[Member]) -> None:
@@ -348,7 +348,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def include_unfrozen(self) -> None:
         """Make buckets for parameters that were unfrozen since the last step."""
-        for members in self._members.unfrozen(self.param_groups):
+        for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
@@ -515,7 +515,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 " checkpoint: call load_workers(FOLDER) on every process, or use the integration of"
                 " dlion.frameworks that saved it"
             )
-        self._members.check_unedited(self.param_groups)
+        self.members.check_unedited(self.param_groups)
         for bucket in self.buckets:
             saving.adopt(bucket, self.state)
 

@@ -33,7 +33,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Copy a saved state in; nothing is changed before all of it is known to fit."""
     groups, apart = state_dict["param_groups"], state_dict.get(APART)
     optimizer.include_unfrozen()
-    optimizer._members.check_sizes([len(group["params"]) for group in groups])
+    optimizer.members.check_sizes([len(group["params"]) for group in groups])
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, flats = _distributed(optimizer)

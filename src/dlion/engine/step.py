@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,10 @@ from dlion.engine import nonfinite
 from dlion.engine.bucket import Bucket, InFlight
 from dlion.engine.elastic import Elastic
 from dlion.engine.layout import Member
+from dlion.engine.method import Method
 from dlion.engine.overlap import Overlap, Work
 from dlion.exchange import run_together
 from dlion.transfer import download
-
-if TYPE_CHECKING:
-    from dlion.engine.optimizer import DistributedOptimizer
 
 _HALF_WAY = (
     "an earlier step failed half-way, when state had moved: give this optimizer a checkpoint"
@@ -40,9 +37,9 @@ class Step:
         elastic: the workers that a manager names, or None.
     """
 
-    def __init__(self, method: "DistributedOptimizer", overlap: bool) -> None:
+    def __init__(self, method: Method, overlap: bool) -> None:
         # an optimizer that nobody uses ends at once, and not when garbage is collected
-        self._method: DistributedOptimizer = weakref.proxy(method)
+        self._method: Method = weakref.proxy(method)
         self.collected: set[int] = set()
         self.taken = self.failed = False
         self.overlap: Overlap | None = None
@@ -61,7 +58,7 @@ class Step:
 
     def collect(self, local: int) -> None:
         """Encode a local worker's messages of all buckets that have not left yet."""
-        if self._method._members.frozen and not self.collected:
+        if self._method.members.frozen and not self.collected:
             self._method.include_unfrozen()
         buckets = self._method.buckets
         if self.overlap is not None:
@@ -114,7 +111,7 @@ class Step:
         """Let the node average its gradients, and write the message about their mean."""
         method = self._method
         assert method.node is not None
-        header = bucket.make_header(bucket.present(), method._members.trained, flag)
+        header = bucket.make_header(bucket.present(), method.members.trained, flag)
         self._write_message(bucket, local, method.node.average(bucket, header))
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
@@ -130,7 +127,7 @@ class Step:
         own = (rows[local] for rows in bucket.own.values())
         with method.channel.timer.encode, bucket.untouched(present, own):
             method.encode(bucket, local)
-        bucket.write_header(local, bucket.make_header(present, method._members.trained, flag))
+        bucket.write_header(local, bucket.make_header(present, method.members.trained, flag))
 
     # ------------------------------------------------------------------ messages -> parameters
 
@@ -236,7 +233,7 @@ class Step:
             bucket.flight = InFlight()
 
 
-def rehearse(method: "DistributedOptimizer") -> None:
+def rehearse(method: Method) -> None:
     """Take a step with a parameter of its own, which compiles the kernels of a method."""
     values = torch.nn.Parameter(torch.zeros(8, 8))
     bucket = Bucket(0, [Member(values, "", method.param_groups[0])])
