@@ -219,6 +219,32 @@ def powersgd(rank: int):
     return step
 
 
+def dion(fraction: float, adjust: str):
+    """The second tensor is the one matrix."""
+    scales = {
+        "original": lambda rows, columns: math.sqrt(rows / columns),
+        "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    }
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    fixed = (LR, 0.95, (0.9, 0.95), 1e-8, WD, scales[adjust], matrices, others)
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        if t == 0:
+            seed, rank = stream_seed(SEED, "dion", 0), math.ceil(20 * fraction)
+            s.queries = [torch.randn(20, rank, generator=stream(seed, "query"))]
+        simple.dion(x, s.b, s.b2, s.u, s.queries, g, t, *fixed)
+
+    return step
+
+
+def ef21_muon(density: float, bits: int):
+    """The second tensor is the one matrix."""
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    newton_schulz = 5, torch.bfloat16
+    fixed = LR, 0.95, (0.9, 0.95), 1e-8, WD, density, bits, newton_schulz, matrices, others
+    return lambda s, x, g, t: simple.ef21_muon(x, s.b, s.b2, s.u, s.m, s.v[0], g, t, *fixed)
+
+
 def diloco(inner: str = "adamw", wire: str = "float32"):
     rates = LR, (0.9, 0.99), WD
     means = {
@@ -331,6 +357,14 @@ ROWS = {
         sign_muon(averaged, "lion", False),
         0,
     ),
+    "dion": ({}, dion(0.25, "match_rms_adamw"), 0),
+    "dion original": (
+        {"rank_fraction": 1 / 16, "adjust_lr": "original"},
+        dion(1 / 16, "original"),
+        0,
+    ),
+    "ef21_muon": ({}, ef21_muon(0.15, 16), 0),
+    "ef21_muon 32": ({"density": 0.05, "value_bits": 32}, ef21_muon(0.05, 32), 0),
     **{f"powersgd {r}": ({"rank": r}, powersgd(r), 0) for r in (1, 2, 4, 13)},
     "onebit_adam": ({"warmup_steps": 3}, onebit_adam, 0),
     **{

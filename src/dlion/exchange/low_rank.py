@@ -11,6 +11,8 @@ from dlion.exchange.direct_send import Buffers, DenseMean, Exchange
 from dlion.streams import stream
 from dlion.transfer import keep_for_this_stream
 
+SMALLEST_NORM = 1e-8  # added to those of columns
+
 
 class Matrix(NamedTuple):
     """A matrix of so many rows, elements ``start`` to ``stop`` of a flat buffer, row by row."""
@@ -41,8 +43,9 @@ class LowRankMean(Exchange):
 
     Args:
         tensors: in ``numel``, a vector is one row; what lies between them is 0.
-        rank: columns of P and Q.
+        ranks: columns of P and Q, for each of ``tensors``.
         seed: of the first Q.
+        unit: compress all, and answer ``P^ Q^T`` whose Q has columns of norm 1.
 
     Attributes:
         matrices: those that are compressed.
@@ -54,17 +57,23 @@ class LowRankMean(Exchange):
         channel: Channel,
         numel: int,
         tensors: list[Matrix],
-        rank: int,
+        ranks: Sequence[int],
         seed: int = 0,
+        unit: bool = False,
         **buffers: Unpack[Buffers],
     ) -> None:
         super().__init__(channel, numel, **buffers)
-        self.rank = rank
-        self.matrices = [t for t in tensors if rank * (t.rows + t.columns) < t.rows * t.columns]
-        self._vectors = [tensor for tensor in tensors if tensor not in self.matrices]
-        self._first_sizes = [rank * matrix.rows for matrix in self.matrices]
+        rank_of = {
+            t: rank
+            for t, rank in zip(tensors, ranks, strict=True)
+            if unit or rank * (t.rows + t.columns) < t.rows * t.columns
+        }
+        self.matrices, self._ranks = [*rank_of], [*rank_of.values()]
+        self._unit = unit
+        self._vectors = [tensor for tensor in tensors if tensor not in rank_of]
+        self._first_sizes = [rank * matrix.rows for matrix, rank in rank_of.items()]
         self._first_sizes += [vector.stop - vector.start for vector in self._vectors]
-        self._query_sizes = [rank * matrix.columns for matrix in self.matrices]
+        self._query_sizes = [rank * matrix.columns for matrix, rank in rank_of.items()]
         queries = sum(self._query_sizes)
         self.values = sum(self._first_sizes) + queries
         self._first = DenseMean(channel, sum(self._first_sizes), **buffers)
@@ -105,16 +114,26 @@ class LowRankMean(Exchange):
         self.headers = self._first.headers
         products, _ = self._parts(self._first.decode())
         # orthonormal for any P; of zeros, too, which have left a zero Q and must not stay there
-        self._bases = [torch.linalg.qr(p.view(-1, self.rank)).Q for p in products]
+        pairs = zip(products, self._ranks, strict=True)
+        self._bases = [torch.linalg.qr(p.view(-1, rank)).Q for p, rank in pairs]
         for local in self.channel.local_participants:
             self._write_second(local)
         if self.matrices:
             self._second.run(step)
             self._query.copy_(self._second.decode()[: self._query.shape[1]])
+        if self._unit:
+            self._product = self._query[0].clone()
+            for query in self._split(self._query[0]):
+                query /= query.norm(dim=0) + SMALLEST_NORM
+            self._query[1:] = self._query[0]
         self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
 
     def decode(self) -> Tensor:
         return self._expand(self._query[0], self._first.decode())
+
+    def product(self) -> Tensor:
+        """Return ``P^ Q^T`` as it was before Q's columns got a norm of 1: float32 ``[numel]``."""
+        return self._expand(self._product, self._first.decode())
 
     def _write_second(self, local: int) -> None:
         """Write the second message of a local worker: ``M_i^T P^``."""
@@ -143,10 +162,11 @@ class LowRankMean(Exchange):
     def _split(self, second: Tensor) -> list[Tensor]:
         """Cut a message or the answer of the second round: Q of each matrix."""
         parts = second.flatten()[: sum(self._query_sizes)].split(self._query_sizes)
-        return [part.view(-1, self.rank) for part in parts]
+        pairs = zip(parts, self._ranks, strict=True)
+        return [part.view(-1, rank) for part, rank in pairs]
 
 
 def _encode(exchange: DenseMean, local: int, parts: list[Tensor]) -> None:
-    message = torch.cat([part.flatten() for part in parts])
+    message = torch.cat([torch.zeros(0, device=exchange.device), *(p.flatten() for p in parts)])
     padding = (0, exchange.numel - len(message))
     exchange.encode(local, torch.nn.functional.pad(message, padding))

@@ -6,7 +6,7 @@ what it sends and receives grows with n, and everyone adds all messages by itsel
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple, Unpack
 
@@ -69,7 +69,7 @@ class TopKMean(Exchange):
 
     Args:
         blocks: the chunks of a vector of ``numel`` values; what is in none is not sent.
-        k: entries of each chunk, or all of a smaller one.
+        k: entries of each chunk, or all of a smaller one; or a function of a chunk's size.
         value_bits: of a value on the wire, see :class:`dlion.wire.TopK`.
     """
 
@@ -78,14 +78,15 @@ class TopKMean(Exchange):
         channel: Channel,
         numel: int,
         blocks: Iterable[Block],
-        k: int,
+        k: int | Callable[[int], int],
         value_bits: ValueBits,
         **buffers: Unpack[Buffers],
     ) -> None:
         by_size = defaultdict(list)
         for block in blocks:
             by_size[block.size].append(block)
-        wires = {size: TopK(size, min(k, size), value_bits) for size in by_size}
+        counts = {size: k(size) if callable(k) else min(k, size) for size in by_size}
+        wires = {size: TopK(size, count, value_bits) for size, count in counts.items()}
         super().__init__(channel, numel, **buffers)
         self._groups: list[Group] = []
         end = 0

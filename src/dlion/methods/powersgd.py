@@ -53,6 +53,7 @@ class PowerSGD(DistributedOptimizer):
     own_state = ["residual"]
     shared_state = ["momentum_buffer"]
     skips_missing = False
+    whole_matrices = True
 
     def __init__(
         self,
@@ -70,23 +71,26 @@ class PowerSGD(DistributedOptimizer):
     @property
     def paper_bits(self) -> tuple[float, float]:
         """The values of both rounds in float32, by the shapes of the parameters."""
-        parameters = sum(stop - start for bucket in self.buckets for start, stop in bucket.spans)
+        slots = (slot for bucket in self.buckets for slot in bucket.whole.slots)
+        parameters = max(1, sum(slot.stop - slot.start for slot in slots))
         bits = 32 * sum(bucket.exchange.values for bucket in self.buckets) / parameters
         return bits, bits
 
     def make_exchange(self, bucket: Bucket) -> LowRankMean:
-        tensors = [Matrix(slot.start, slot.stop, slot.rows) for slot in bucket.slots]
+        whole = bucket.whole
+        tensors = [Matrix(slot.start, slot.stop, slot.rows) for slot in whole.slots]
         seed = stream_seed(self.seed, "powersgd", bucket.index)
-        return LowRankMean(self.channel, bucket.numel, tensors, self.rank, seed, **bucket.buffers)
+        ranks = [self.rank] * len(tensors)
+        return LowRankMean(self.channel, whole.numel, tensors, ranks, seed, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local]
         residual += bucket.gradients()
-        bucket.exchange.encode(local, residual)
+        bucket.exchange.encode(local, bucket.to_whole(residual))
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
         with bucket.untouched(bucket.flight.present, *residuals):
             for local in self.channel.local_participants:
-                residuals[local] -= bucket.exchange.sent(local)
-        momentum_descent(bucket, bucket.exchange.decode())
+                residuals[local] -= bucket.to_shards(bucket.exchange.sent(local))
+        momentum_descent(bucket, bucket.to_shards(bucket.exchange.decode()))
