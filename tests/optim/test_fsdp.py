@@ -14,7 +14,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 
 from dlion.methods import simple
-from dlion.optim import DGC, DeMo, DiLoCo, DLion, GAdamW, GMuon, LionCub, PowerSGD, SignMuon
+from dlion.optim import (
+    DGC,
+    DeMo,
+    DiLoCo,
+    Dion,
+    DLion,
+    EF21Muon,
+    GAdamW,
+    GMuon,
+    LionCub,
+    PowerSGD,
+    SignMuon,
+)
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
@@ -125,7 +137,9 @@ OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
         SignMuon,
         {**FLOAT32, "aggregation": "avg", "local_polar": True, "rest": "adamw"},
     ),
-    "PowerSGD": (PowerSGD, {"rank": 2}),
+    "PowerSGD": (PowerSGD, {"rank": 1}),
+    "Dion": (Dion, {"lr": LR, "rank_fraction": 0.4}),
+    "EF21Muon": (EF21Muon, {**FLOAT32, "density": 0.3}),
     "DeMo": (DeMo, {"chunk": 4, "topk": 3, "value_bits": 16}),
     "DiLoCo, Muon": (DiLoCo, {"inner": "muon", "local_steps": 2}),
 }

@@ -23,25 +23,30 @@ class Whole:
         numel: elements of the bucket, gaps included.
 
     Attributes:
-        slots: the tensors that are whole here, in a flat buffer as :meth:`gather` returns it.
+        shapes: of all tensors, wherever they are whole, in the order of memory.
+        mine: which of them are whole here.
+        slots: these, in a flat buffer as :meth:`gather` returns it.
         numel: elements of that buffer, gaps included.
     """
 
     def __init__(self, slots: Sequence[Slot], numel: int):
         self.slots, self.numel, self._shards = [*slots], numel, [*slots]
+        self.shapes = [_in_memory(slot) for slot in slots]
+        self.mine = [*range(len(slots))]
         first = slots[0].tensor
         self._mesh = first.device_mesh if isinstance(first, DTensor) else None
         if self._mesh is None:
             return
         rank, count = self._mesh.get_local_rank(), self._mesh.size()
+        self.shapes = [slot.tensor.shape for slot in slots]
         self._shapes = [_shapes(slot.tensor, count) for slot in slots]
         self._dealt = deal([slot.tensor.numel() for slot in slots], count)
-        self._mine = self._dealt[rank]
+        self.mine = self._dealt[rank]
         sizes = [[shape.numel() for shape in shapes] for shapes in self._shapes]
         self._out = [sum(sizes[index][rank] for index in part) for part in self._dealt]
-        self._in = [sum(sizes[index][process] for index in self._mine) for process in range(count)]
+        self._in = [sum(sizes[index][process] for index in self.mine) for process in range(count)]
         self.slots, self.numel = [], 0
-        for index in self._mine:
+        for index in self.mine:
             tensor, name = slots[index].tensor, slots[index].name
             stop = self.numel + tensor.numel()
             self.slots.append(Slot(tensor, name, tensor.shape, self.numel, stop, None))
@@ -54,9 +59,9 @@ class Whole:
             return flat
         parts = [self._shards[index].view(flat) for part in self._dealt for index in part]
         arrived = self._swap(parts, self._out, self._in)
-        pieces: dict[int, list[Tensor]] = {index: [] for index in self._mine}
+        pieces: dict[int, list[Tensor]] = {index: [] for index in self.mine}
         for process, part in enumerate(arrived.split(self._in)):
-            shapes = {index: self._shapes[index][process] for index in self._mine}
+            shapes = {index: self._shapes[index][process] for index in self.mine}
             cut = part.split([shape.numel() for shape in shapes.values()])
             for (index, shape), piece in zip(shapes.items(), cut, strict=True):
                 pieces[index].append(piece.view(shape))
@@ -73,7 +78,7 @@ class Whole:
             slot.view(whole).split(
                 [shape[_dim(slot.tensor)] for shape in self._shapes[index]], _dim(slot.tensor)
             )
-            for index, slot in zip(self._mine, self.slots, strict=True)
+            for index, slot in zip(self.mine, self.slots, strict=True)
         ]
         by_process = [piece for pieces in zip(*parts, strict=True) for piece in pieces]
         arrived = self._swap([whole[:0], *by_process], self._in, self._out)
@@ -101,6 +106,10 @@ def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
         dealt[lightest].append(index)
         loads[lightest] += sizes[index]
     return [sorted(part) for part in dealt]
+
+
+def _in_memory(slot: Slot) -> torch.Size:
+    return torch.Size(slot.shape[dim] for dim in slot.order or range(len(slot.shape)))
 
 
 def _dim(tensor: Tensor) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DenseMean, Exchange
-from dlion.streams import stream
 from dlion.transfer import keep_for_this_stream
 
 SMALLEST_NORM = 1e-8  # added to those of columns
@@ -29,6 +28,11 @@ class Matrix(NamedTuple):
         return flat[self.start : self.stop].view(self.rows, -1)
 
 
+def is_smaller(rank: int, rows: int, columns: int) -> bool:
+    """Whether P and Q of a matrix have fewer values than the matrix."""
+    return rank * (rows + columns) < rows * columns
+
+
 class LowRankMean(Exchange):
     """The mean of matrices by a step of power iteration; other tensors are averaged in full.
 
@@ -44,7 +48,7 @@ class LowRankMean(Exchange):
     Args:
         tensors: in ``numel``, a vector is one row; what lies between them is 0.
         ranks: columns of P and Q, for each of ``tensors``.
-        seed: of the first Q.
+        draws: normal random numbers, the first Q of all ``tensors`` that are compressed.
         unit: compress all, and answer ``P^ Q^T`` whose Q has columns of norm 1.
 
     Attributes:
@@ -58,7 +62,7 @@ class LowRankMean(Exchange):
         numel: int,
         tensors: list[Matrix],
         ranks: Sequence[int],
-        seed: int = 0,
+        draws: Tensor,
         unit: bool = False,
         **buffers: Unpack[Buffers],
     ) -> None:
@@ -66,7 +70,7 @@ class LowRankMean(Exchange):
         rank_of = {
             t: rank
             for t, rank in zip(tensors, ranks, strict=True)
-            if unit or rank * (t.rows + t.columns) < t.rows * t.columns
+            if unit or is_smaller(rank, t.rows, t.columns)
         }
         self.matrices, self._ranks = [*rank_of], [*rank_of.values()]
         self._unit = unit
@@ -80,10 +84,6 @@ class LowRankMean(Exchange):
         self._second = DenseMean(channel, queries, device=self.device)
         self._values: dict[int, Tensor] = {}  # of local workers, between the rounds
         self._bases: list[Tensor] = []
-        # made in main memory: the same on every kind of device
-        draws = torch.randn(
-            queries, generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
-        )
         self._query = draws.to(self.device).repeat(channel.workers.local, 1)
         if queries:
             self.state["query"] = self._query
@@ -167,6 +167,7 @@ class LowRankMean(Exchange):
 
 
 def _encode(exchange: DenseMean, local: int, parts: list[Tensor]) -> None:
-    message = torch.cat([torch.zeros(0, device=exchange.device), *(p.flatten() for p in parts)])
+    none = torch.zeros(0, dtype=torch.float32, device=exchange.device)
+    message = torch.cat([none, *(part.flatten() for part in parts)])
     padding = (0, exchange.numel - len(message))
     exchange.encode(local, torch.nn.functional.pad(message, padding))

@@ -102,13 +102,18 @@ class TopKMean(Exchange):
 
     def encode(self, local: int, values: Tensor) -> Tensor:
         """Write the message of a local worker; return its decoded value: float32 ``[numel]``."""
-        said = torch.zeros_like(values)
         for group in self._groups:
             chunks = torch.cat([block.of(values) for block in group.blocks])
             largest = chunks.abs().topk(group.wire.k, sorted=False).indices.sort().values
             message = self._messages[local, group.part]
             message.copy_(group.wire.encode((largest, chunks.gather(1, largest))))
-            places, sent = self._entries(message, group)
+        return self.sent(local)
+
+    def sent(self, local: int) -> Tensor:
+        """Return the decoded latest message of a local worker: float32 ``[numel]``."""
+        said = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        for group in self._groups:
+            places, sent = self._entries(self._messages[local, group.part], group)
             said[places] = sent
         return said
 

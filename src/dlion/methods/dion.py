@@ -7,8 +7,9 @@ from typing import Any, Literal, Unpack
 from dlion.engine.bucket import Bucket, Names
 from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
-from dlion.exchange import Exchange, LowRankMean, Matrix
+from dlion.exchange import Exchange
 from dlion.methods.muon import BesideAdamW, matrix_descent, rms_scale
+from dlion.methods.powersgd import low_rank_mean
 from dlion.streams import stream_seed
 from dlion.values import Betas, Name, NotNegative, PositiveShare, Probability
 
@@ -51,7 +52,6 @@ class Dion(BesideAdamW):
         seed: of the first Q, which is the same on all workers.
     """
 
-    skips_missing = False
     matrix_state = Names(own_state=["momentum"])
 
     def __init__(
@@ -94,15 +94,11 @@ class Dion(BesideAdamW):
         return sum(slot.stop - slot.start for slot in bucket.whole.slots)
 
     def matrix_exchange(self, bucket: Bucket) -> Exchange:
-        whole = bucket.whole
-        tensors = [Matrix(slot.start, slot.stop, slot.rows) for slot in whole.slots]
-        ranks = [self._rank(matrix) for matrix in tensors]
         seed = stream_seed(self.seed, "dion", bucket.index)
-        buffers = bucket.buffers
-        return LowRankMean(self.channel, whole.numel, tensors, ranks, seed, True, **buffers)
+        return low_rank_mean(self.channel, bucket, self._rank, seed, unit=True)
 
-    def _rank(self, matrix: Matrix) -> int:
-        return math.ceil(self.rank_fraction * min(matrix.rows, matrix.columns))
+    def _rank(self, rows: int, columns: int) -> int:
+        return math.ceil(self.rank_fraction * min(rows, columns))
 
     def encode_matrices(self, bucket: Bucket, local: int) -> None:
         momentum = bucket.own["momentum"][local]

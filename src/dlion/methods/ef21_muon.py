@@ -59,7 +59,6 @@ class EF21Muon(BesideAdamW):
             embeddings and heads by their usual names.
     """
 
-    skips_missing = False
     matrix_state = Names(own_state=["momentum", "estimate"], shared_state=["tracked"])
 
     def __init__(
@@ -117,14 +116,18 @@ class EF21Muon(BesideAdamW):
         momentum, gradients = bucket.own["momentum"][local], bucket.gradients()
         for run in bucket.runs("momentum"):
             momentum[run.part].lerp_(gradients[run.part], 1 - run.values[0])
-        estimate = bucket.own["estimate"][local]
-        change = bucket.to_whole(momentum - estimate)
-        estimate += bucket.to_shards(bucket.exchange.encode(local, change))
+        change = momentum - bucket.own["estimate"][local]
+        bucket.exchange.encode(local, bucket.to_whole(change))
 
     def update_matrices(self, bucket: Bucket) -> None:
-        tracked, exchange = bucket.shared["tracked"], bucket.exchange
+        exchange, estimates = bucket.exchange, bucket.own["estimate"]
+        answer = exchange.decode()
+        # also where this worker had no gradient: what was sent counts
+        with bucket.untouched(bucket.flight.present, *estimates):
+            for local in self.channel.local_participants:
+                estimates[local] += bucket.to_shards(exchange.sent(local))
         # the mean of all estimates: those of absent workers stay
-        share = exchange.senders / self.workers.count
-        tracked += bucket.to_shards(exchange.decode() * share)
+        tracked = bucket.shared["tracked"]
+        tracked += bucket.to_shards(answer * (exchange.senders / self.workers.count))
         polar = bucket_orthogonalise(bucket, tracked, self.ns_steps, self.ns_precision)
         matrix_descent(bucket, polar, rms_scale)

@@ -1,13 +1,16 @@
 """PowerSGD: gradients as matrices of low rank, with error feedback."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack
+
+import torch
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
-from dlion.exchange import LowRankMean, Matrix
+from dlion.exchange import Channel, LowRankMean, Matrix
+from dlion.exchange.low_rank import is_smaller
 from dlion.methods.updates import momentum_descent
-from dlion.streams import stream_seed
+from dlion.streams import stream, stream_seed
 from dlion.values import Count, NotNegative, Probability
 
 
@@ -77,11 +80,8 @@ class PowerSGD(DistributedOptimizer):
         return bits, bits
 
     def make_exchange(self, bucket: Bucket) -> LowRankMean:
-        whole = bucket.whole
-        tensors = [Matrix(slot.start, slot.stop, slot.rows) for slot in whole.slots]
         seed = stream_seed(self.seed, "powersgd", bucket.index)
-        ranks = [self.rank] * len(tensors)
-        return LowRankMean(self.channel, whole.numel, tensors, ranks, seed, **bucket.buffers)
+        return low_rank_mean(self.channel, bucket, lambda rows, columns: self.rank, seed)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local]
@@ -94,3 +94,46 @@ class PowerSGD(DistributedOptimizer):
             for local in self.channel.local_participants:
                 residuals[local] -= bucket.to_shards(bucket.exchange.sent(local))
         momentum_descent(bucket, bucket.to_shards(bucket.exchange.decode()))
+
+
+def low_rank_mean(
+    channel: Channel,
+    bucket: Bucket,
+    rank: Callable[[int, int], int],
+    seed: int,
+    unit: bool = False,
+) -> LowRankMean:
+    """Make the exchange for the tensors of a bucket that are whole here.
+
+    All processes draw the first Q of all matrices, so that it is the same wherever a matrix is.
+
+    Args:
+        rank: of a matrix of so many rows and columns.
+        seed, unit: of the first Q, and as for :class:`dlion.exchange.LowRankMean`.
+    """
+    shapes = [_as_matrix(shape) for shape in bucket.whole.shapes]
+    ranks = [rank(*shape) for shape in shapes]
+    sizes = [
+        columns * r if unit or is_smaller(r, rows, columns) else 0
+        for (rows, columns), r in zip(shapes, ranks, strict=True)
+    ]
+    # made in main memory: the same on every kind of device
+    draws = torch.randn(
+        sum(sizes), generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
+    ).split(sizes)
+    mine, slots = bucket.whole.mine, bucket.whole.slots
+    return LowRankMean(
+        channel,
+        bucket.whole.numel,
+        [Matrix(slot.start, slot.stop, slot.rows) for slot in slots],
+        [ranks[index] for index in mine],
+        torch.cat([torch.zeros(0, dtype=torch.float32), *(draws[index] for index in mine)]),
+        unit,
+        **bucket.buffers,
+    )
+
+
+def _as_matrix(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns of [outermost in memory, rest]; a vector is one row."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, shape.numel() // rows
