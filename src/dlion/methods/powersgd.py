@@ -90,7 +90,7 @@ class PowerSGD(DistributedOptimizer):
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
-        with bucket.untouched(bucket.flight.present, *residuals):
+        with bucket.untouched(bucket.flight.present, residuals):
             for local in self.channel.local_participants:
                 residuals[local] -= bucket.to_shards(bucket.exchange.sent(local))
         momentum_descent(bucket, bucket.to_shards(bucket.exchange.decode()))
