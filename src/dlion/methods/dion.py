@@ -107,7 +107,7 @@ class Dion(BesideAdamW):
 
     def update_matrices(self, bucket: Bucket) -> None:
         sent, momenta = bucket.to_shards(bucket.exchange.product()), bucket.own["momentum"]
-        with bucket.untouched(bucket.flight.present, *momenta):
+        with bucket.untouched(bucket.flight.present, momenta):
             for local in self.channel.local_participants:
                 for run in bucket.runs("momentum"):
                     momenta[local, run.part].sub_(sent[run.part], alpha=1 - run.values[0])

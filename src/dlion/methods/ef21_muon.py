@@ -123,7 +123,7 @@ class EF21Muon(BesideAdamW):
         exchange, estimates = bucket.exchange, bucket.own["estimate"]
         answer = exchange.decode()
         # also where this worker had no gradient: what was sent counts
-        with bucket.untouched(bucket.flight.present, *estimates):
+        with bucket.untouched(bucket.flight.present, estimates):
             for local in self.channel.local_participants:
                 estimates[local] += bucket.to_shards(exchange.sent(local))
         # the mean of all estimates: those of absent workers stay
