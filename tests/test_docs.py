@@ -1,10 +1,12 @@
 """The site is built without a warning, tutorials work word for word, pages keep to a form."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from dlion.methods import METHODS
 from tests.conftest import ROOT
 from tests.form import Form, form_of
 from tests.readmes import commands, words
+from tests.runs import train
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 MARKED = re.compile(r"<!-- (test|prints|file: \S+) -->\n```\w+\n(.*?)^```", re.M | re.S)
@@ -79,6 +82,29 @@ def test_a_tutorial_works_word_for_word(tmp_path, page):
             assert re.search(pattern, printed, re.S), printed
         else:
             (tmp_path / mark.removeprefix("file: ")).write_text(block)
+
+
+@pytest.mark.slow
+def test_the_page_of_files_names_what_a_run_leaves(tmp_path):
+    typed = ["dataset=digits", "model=linear", "workers=2", "steps=2", "eval_every=2"]
+    typed += ["logger=none", "box=true", "agreement=true", "profile=true", "nonfinite=skip"]
+    train(*typed, f"output_dir={tmp_path / 'run'}", code=0)
+    page = (ROOT / "docs/reference/files.md").read_text()
+    files, fields, keys = (
+        re.findall(r"^\| (`.*?`) \| [^|]* \|(?: (.*?) \|)?$", part, re.M)
+        for part in page.split("\n## ")
+    )
+    allowed, always = names(files), names(row for row in files if "always" in row[1])
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert always | {"profile.json"} == left <= allowed
+    assert names(keys) == {*json.loads((tmp_path / "run" / "summary.json").read_text())}
+    *_, last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert names(fields) == {*json.loads(last)}
+
+
+def names(rows: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the names in the first cells of a table."""
+    return {name for cell, _ in rows for name in re.findall(r"`(.*?)`", cell)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

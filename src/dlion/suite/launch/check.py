@@ -62,6 +62,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
     data = _for_its_model(load_data(config.dataset), config)
+    data.label_smoothing = config.label_smoothing
     sharding = Sharding(
         data.train_size,
         config.workers,

@@ -22,7 +22,7 @@ from dlion.suite.launch.arguments import Arguments
 from dlion.suite.launch.environment import among_others, is_first
 from dlion.suite.launch.help import help_text
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
-from dlion.suite.settings import check_values
+from dlion.suite.settings import check_effects, check_values
 from dlion.suite.terminal import end_now, raise_interrupts
 
 _EXIT_CODES = {
@@ -82,6 +82,8 @@ def guarded(config: DictConfig) -> Any:
             _check_single(hydra)
         settings = settle(config, hydra)
         check_values(settings)
+        if not multirun:  # the sweeper has checked it
+            check_effects(settings, hydra.overrides.task)
         _announce(settings, unlisted_method(config, hydra))
         from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
         from dlion.suite.launch.runner import launch
