@@ -83,7 +83,8 @@ def add_entrance(app: Sphinx, failed: Exception | None) -> None:
 def write_mathml(translator: Any, node: Any) -> None:
     """Write a formula as MathML, which browsers draw without a script or a font of ours."""
     block = node.tagname == "math_block"
-    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    formula = tex2mathml(node.astext(), as_block=block)
+    translator.body.append(f'<div class="formula">{formula}</div>' if block else formula)
     raise SkipNode
 
 

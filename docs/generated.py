@@ -63,7 +63,7 @@ class Methods(Written):
             yield from heading(f"{cls}: {', '.join(names)}", "-")
             costs = [costs_of(name, method) for name, method in names.items()]
             yield from rows([["optimizer=", "bits up", "bits down", "state", "method"], *costs])
-            yield from ("", f".. autoclass:: dlion.{cls}", "")
+            yield from ("", f".. autoclass:: dlion.{cls}", "   :no-members:", "")
             for name in names:
                 title = f"Settings of {name}" if len(names) > 1 else "Settings"
                 yield from ("", f".. rubric:: {title}", "")
@@ -111,12 +111,21 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 
 def specification(cls: str, names: list[str]) -> Iterator[str]:
     """Yield the function of the specification, without what type checkers need alone."""
-    known = [name for name in (*names, cls.lower()) if hasattr(simple, name)]
-    for name in known[:1]:
-        source = inspect.getsource(getattr(simple, name)).rstrip()
-        yield from ("", ".. rubric:: Specification", "")
-        yield from ("It is tested against this function of ``dlion.methods.simple``:", "")
-        yield from (".. code-block:: python", "", textwrap.indent(source, "   "), "")
+    (name,) = {n for n in vars(simple) if n in names or n.replace("_", "") == cls.lower()}
+    function = getattr(simple, name)
+    _, _, body = inspect.getsource(function).partition(":\n")
+    parameters = ", ".join(inspect.signature(function).parameters)
+    first = textwrap.fill(f"def {name}({parameters}):", 80, subsequent_indent=" " * 8)
+    yield from ("", ".. rubric:: Specification", "")
+    yield from ("It is tested against this function of ``dlion.methods.simple``:", "")
+    yield from code("python", f"{first}\n{body}")
+
+
+def code(language: str, text: str) -> Iterator[str]:
+    """Yield a block of code."""
+    yield from ("", f".. code-block:: {language}", "")
+    yield from (f"   {line}" for line in text.rstrip().splitlines())
+    yield ""
 
 
 class Choices(Written):
@@ -146,14 +155,13 @@ class Commands(Written):
 
     def lines(self) -> Iterator[str]:
         yield from heading("python train.py", "-")
-        yield from ("", ".. code-block:: text", "", textwrap.indent(USAGE.rstrip(), "   "), "")
+        yield from code("text", USAGE)
         for name, (module, _) in COMMANDS.items():
             yield from heading(f"dlion {name}", "-")
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
                 importlib.import_module(f"dlion.suite.{module}").main(["--help"])
-            text = textwrap.indent(printed.getvalue().rstrip(), "   ")
-            yield from ("", ".. code-block:: text", "", text, "")
+            yield from code("text", printed.getvalue())
 
 
 class ExitCodes(Written):
@@ -186,7 +194,7 @@ def table(entries: Iterable[Entry]) -> Iterator[str]:
 
 def rows(cells: list[list[str]]) -> Iterator[str]:
     """Yield a table whose first row is its heading."""
-    yield from ("", ".. list-table::", "   :header-rows: 1", "")
+    yield from ("", ".. list-table::", "   :header-rows: 1", f"   :class: of-{len(cells[0])}", "")
     for row in cells:
         for number, cell in enumerate(row):
             yield f"   {'  ' if number else '* '}- {cell}"

@@ -49,6 +49,16 @@ def test_the_site_has_every_public_name_and_method_and_setting(site):
 
 
 @pytest.mark.slow
+def test_the_site_has_all_of_each_method(site):
+    _, *methods = (site / "docs/reference/methods.html").read_text().split("<section id=")[1:]
+    assert len(methods) == len({method.cls for method in METHODS.values()})
+    parts = "bits up", "bits down", "state", "Equations", "Source", "When not to use it", "Settings"
+    for text in methods:
+        lacks = [part for part in (*parts, "Specification") if part not in text]
+        assert not lacks, f"{text[:60]} lacks {lacks}"
+
+
+@pytest.mark.slow
 def test_the_site_is_searched_without_a_network(site):
     page = (site / "search.html").read_text()
     loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="([^"]+)"', page)

@@ -188,8 +188,9 @@ class Place:
         """Leave a trained model, and a picture that it has not seen."""
         pictures = self.data("images")
         shutil.copy(next(Path(pictures).rglob("*.PNG")), self.root / PHOTO)
-        few = (*_overrides(FEW_STEPS), "batch_size=2", "workers=2", "model=linear")
-        self.run("train.py", "dataset=images", f"dataset.path={pictures}", *few, f"output_dir={TRAINED}")
+        small = ("dataset=images", f"dataset.path={pictures}", "model=linear", "workers=2")
+        few = (*_overrides(FEW_STEPS), "batch_size=2", f"output_dir={TRAINED}")
+        self.run("train.py", *small, *few)
 
     def runs(self) -> str:
         """Return a folder of recorded runs that every figure can be drawn of."""

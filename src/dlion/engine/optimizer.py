@@ -277,7 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
     def after_step(self, bucket: Bucket) -> None:
-        """Run the collective work after all updates (averaging momenta, say)."""
+        """Run the collective work after all updates, such as averaging momenta."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
         """Return the names of the state of a bucket's parameters."""
@@ -763,7 +763,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         return super().state_dict()
 
     def _put_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Put the state of all buckets into what torch has packed, before others' hooks see it."""
+        """Put the state of all buckets into torch's packed state, before others' hooks see it."""
         for bucket in self.buckets:
             saving.adopt(bucket, self.state)
         found, params = self._spread_state()[0], self.params
@@ -835,7 +835,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._elastic.resume(self.param_groups[0]["steps"])
 
     def _take_own(self, inner: list[Any]) -> None:
-        """Go on from each worker's own state, which was just read."""
+        """Continue from each worker's own state, which was just read."""
 
     @property
     def own_state_is_apart(self) -> bool:
@@ -894,7 +894,7 @@ def _listed(given: Any) -> Any:
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:
-    """Return the device of the first parameter, in whatever form parameters are given."""
+    """Return the device of the first parameter, for any form of ``params``."""
     for given in [params] if isinstance(params, Tensor) else params:
         if isinstance(given, Tensor):
             return given.device

@@ -87,7 +87,7 @@ def _dtensor(
 
 
 def of_workers(workers: Workers) -> Tensor:
-    """Say whose per-worker state is: ids and the number of workers, int64 ``[k, 2]``."""
+    """Return the owners of per-worker state: ids and number of workers, int64 ``[k, 2]``."""
     rows = [[worker, workers.count] for worker in workers.ids]
     return torch.tensor(rows, device="cpu")
 
@@ -213,7 +213,7 @@ def own_names(bucket: Bucket, names: Iterable[str]) -> list[str]:
 
 
 def without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Leave out what differs from worker to worker, and say of which save the rest is."""
+    """Leave out per-worker state, and name the save that the rest belongs to."""
     if not optimizer.own_state_is_apart:
         return packed
     index_of = {param: index for index, param in enumerate(optimizer.params)}
@@ -229,7 +229,7 @@ def without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def mark(optimizer: Any) -> list[int]:
-    """Return numbers that tell a save from others: equal on all processes."""
+    """Return numbers that identify a save: equal on all processes."""
     first = [view.flatten()[:64].cpu() for view in optimizer.common_state().values()]
     content = b"".join(view.view(torch.uint8).numpy().tobytes() for view in first)
     return [optimizer.param_groups[0]["steps"], zlib.crc32(content)]
@@ -266,7 +266,7 @@ def sort_out(
 
 @torch.no_grad()
 def put_back(buckets: Sequence[Bucket], here: States, flats: Elementwise, saved: States) -> None:
-    """Copy saved state into an optimizer; what :func:`spread_state` returned leads to its own."""
+    """Copy saved state into an optimizer, along the map that :func:`spread_state` returned."""
     for param, tensors in saved.items():
         for name, value in tensors.items():
             local_part(here[param][name]).copy_(local_part(value))

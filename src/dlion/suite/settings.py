@@ -330,9 +330,7 @@ def check_values(settings: DictConfig) -> None:
             _check_value(key, plain[key], hint)
 
 
-def check_effects(
-    settings: DictConfig, words: Iterable[str], varied: Collection[str] = ()
-) -> None:
+def check_effects(settings: DictConfig, words: Iterable[str], varied: Collection[str] = ()) -> None:
     """Refuse a typed setting that does nothing, as another one has the wrong value.
 
     Args:
@@ -374,13 +372,13 @@ def is_group(key: str) -> bool:
 
 
 def unrecorded(keys: Iterable[str]) -> dict[str, Any]:
-    """Return what runs did that are older than these settings, of those that came later."""
+    """Return the values of settings in runs that are older than these settings."""
     values = {key: TRAITS[key].unrecorded for key in keys}
     return {key: value for key, value in values.items() if value is not ...}
 
 
 def component_of(hint: Any) -> Component | None:
-    """Return what marks a parameter of :class:`Settings` as a component."""
+    """Return the mark of a component at a parameter of :class:`Settings`."""
     marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((mark for mark in marks if isinstance(mark, Component)), None)
 
@@ -435,7 +433,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def sentences(target: Any) -> dict[str, str]:
-    """Return what the Args of a class's or function's docstring say about each parameter."""
+    """Return the sentence about each parameter in the Args of a docstring."""
     _, _, text = inspect.getdoc(target).partition("\nArgs:\n") if target.__doc__ else ("", "", "")
     found: dict[str, str] = {}
     section = re.split(r"\n(?=\S)", text)[0]

@@ -278,7 +278,7 @@ def _overlaps(settings: Settings) -> bool:
 
 
 def _link_name(rate: float) -> str:
-    """Return what a link of so many bits a second is called; infinite: there is none."""
+    """Return the name of a link of so many bits a second; infinite: no link."""
     return "no link" if rate == math.inf else show_rate(rate)
 
 

@@ -120,13 +120,13 @@ def make_report(entity: str, project: str) -> Any:
 
 
 def specification(entity: str, project: str) -> dict[str, Any]:
-    """Return what would be created, as JSON: arguments of the classes of ``wandb_workspaces``."""
+    """Return the workspace and report as JSON: arguments of ``wandb_workspaces``' classes."""
     workspace, report = make_workspace(entity, project), make_report(entity, project)
     return {"workspace": _plain(workspace), "report": _plain(report)}
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of a page as JSON: the name of its class, and what was given to it."""
+    """Return a part of a page as JSON: the name of its class, and its arguments."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if not dataclasses.is_dataclass(value):

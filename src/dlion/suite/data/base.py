@@ -42,7 +42,7 @@ class Data(ABC):
         return self
 
     def describe(self) -> str:
-        """Say in a line what there is, and what was left out and why."""
+        """Describe the data in a line: size, and what was left out and why."""
         there = f"{self.train_size:,} {self.samples} to train on, {self.test_size:,} to test on"
         return "; ".join(filter(None, [there, describe(self.left_out)]))
 
@@ -169,7 +169,7 @@ class Text(Data):
 
 
 def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; nobody waits while it is copied to a GPU."""
+    """Return a tensor of the CPU on a device; copies to a GPU do not block."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""MNIST's IDX files: an array of bytes behind a header that says its shape."""
+"""MNIST's IDX files: an array of bytes behind a header with its shape."""
 
 import gzip
 import math

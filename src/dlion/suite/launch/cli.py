@@ -69,7 +69,7 @@ def run(main: Callable[[], Any], conf: Path) -> None:
 
 
 def guarded(config: DictConfig) -> Any:
-    """Launch what was configured, from inside Hydra's main function, and end as it ended.
+    """Launch the configured run, from inside Hydra's main function, and end as it ended.
 
     The exception is the outcome: Stopped, RunFailed, UserError; none: the run has finished.
     """
@@ -149,7 +149,7 @@ def _record(error: BaseException, config: DictConfig, output_dir: Path, of_sweep
 
 
 def _check_single(hydra: DictConfig) -> None:
-    """Refuse what only sweeps use.
+    """Refuse settings that only sweeps use.
 
     Raises:
         UserError: what to type instead.
@@ -160,7 +160,7 @@ def _check_single(hydra: DictConfig) -> None:
 
 
 def _announce(settings: DictConfig, method: str | None) -> None:
-    """Print what is about to run, before anything that takes time.
+    """Print a line about the run, before anything that takes time.
 
     Args:
         settings: of the run.
