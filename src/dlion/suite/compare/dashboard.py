@@ -109,7 +109,7 @@ def make_report(entity: str, project: str) -> Any:
     from wandb_workspaces.reports import v2 as wr
 
     blocks: list[Any] = [
-        wr.P("Bits and bytes are what a worker sent, counted where it is handed to the network."),
+        wr.P("Bits and bytes are those a worker sent, counted at the collectives."),
         wr.P("Curves are means of runs of one data set, model, method and number of workers."),
     ]
     for name, panels in make_panels().items():
