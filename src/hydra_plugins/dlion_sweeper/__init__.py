@@ -100,7 +100,7 @@ class QuickSweeper(BasicSweeper):
             varied: settings and groups with several values.
         """
         from dlion.errors import UserError
-        from dlion.suite.config import settle
+        from dlion.suite.config import resolve
         from dlion.suite.launch.check import check_settings, load_data
         from dlion.suite.launch.stored import settings_of_run
         from dlion.suite.settings import check_effects
@@ -132,7 +132,7 @@ class QuickSweeper(BasicSweeper):
             if anew := settings is None or deciding not in composed:
                 composed.add(deciding)
                 config = self._compose(overrides)
-                settings = settle(config, config.hydra)
+                settings = resolve(config, config.hydra)
             for value in values:
                 if value.key_or_group not in groups:
                     OmegaConf.update(settings, value.key_or_group, value.value(), force_add=True)
