@@ -252,9 +252,7 @@ def to_link_table(runs: list[Run]) -> Table:
         name, rate = settings["optimizer.name"], settings.get("network.rate")
         speed = parse_rate(rate) if rate else math.inf
         if speed in steps[name]:
-            raise UserError(
-                f"links/ has two runs of {name} at {_link_name(speed)}: publish one"
-            )
+            raise UserError(f"links/ has two runs of {name} at {_link_name(speed)}: publish one")
         steps[name][speed] = run
     rates = sorted({rate for by_rate in steps.values() for rate in by_rate})
     table = [["ms a step", *map(_link_name, rates)]]
