@@ -109,7 +109,9 @@ def test_the_page_of_files_names_what_a_run_leaves(tmp_path):
     assert always | {"profile.json"} == left <= allowed
     assert names(keys) == {*json.loads((tmp_path / "run" / "summary.json").read_text())}
     *_, last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    parts = {name.replace(".bias", ".KIND").replace(".weight", ".KIND") for name in json.loads(last)}
+    parts = {
+        name.replace(".bias", ".KIND").replace(".weight", ".KIND") for name in json.loads(last)
+    }
     assert names(fields) - {"accuracy_TASK"} == parts
 
 

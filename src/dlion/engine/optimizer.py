@@ -631,7 +631,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def saved_workers(self) -> Workers:
-        """Whose state is saved: with a manager each worker's by itself, as numbers change."""
+        """The workers of a saved state; with a manager each worker by itself, as numbers change."""
         return self.workers if self._step.elastic is None else Workers()
 
     def __getstate__(self) -> NoReturn:
