@@ -62,7 +62,7 @@ class Methods(Written):
             cls = next(iter(names.values())).name
             yield from heading(f"{cls}: {', '.join(names)}", "-")
             costs = [costs_of(name, method) for name, method in names.items()]
-            yield from rows([["optimizer=", "bits up", "bits down", "state", "method"], *costs])
+            yield from rows([["name", "bits up", "bits down", "state", "method"], *costs])
             yield from ("", f".. autoclass:: dlion.{cls}", "   :no-members:", "")
             for name in names:
                 title = f"Settings of {name}" if len(names) > 1 else "Settings"
@@ -77,7 +77,7 @@ def costs_of(name: str, method: Method) -> list[str]:
     optimizer = method.cls(params, workers=Workers(local=8), **method.options)
     up, down = optimizer.paper_bits
     state = f"{optimizer.state_bytes / 512**2:.3g} bytes"
-    return [f"``{name}``", f"{up:.3g}", f"{down:.3g}", state, method.summary]
+    return [f"``optimizer={name}``", f"{up:.3g}", f"{down:.3g}", state, method.summary]
 
 
 def give_headings(
