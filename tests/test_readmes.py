@@ -63,7 +63,8 @@ CHOICES = {
     "[_full]": "_full",
     "[,VALUE...]": "",
 }
-# what a block of Python in a page may take for granted
+# what a block of Python in a page may take for granted: this, a trained model, and a photo
+TRAINED, PHOTO = "outputs/pets", "photo.jpg"
 PRELUDE = """
 import torch
 import torch.distributed as dist
@@ -134,6 +135,8 @@ def try_out(place: "Place", command: Command) -> None:
     if command.python:
         block = place.root / f"block-{len(place.tried)}.py"
         block.write_text(PRELUDE + command.text)
+        if TRAINED in command.text:
+            place.train_on_pictures()
         place.run(block.name)
         return
     text = command.text
@@ -180,6 +183,14 @@ class Place:
         if not (self.root / "data").exists():
             write_data(self.root / "data")
         return str(self.root / "data" / name)
+
+    def train_on_pictures(self) -> None:
+        """Leave a trained model, and a picture that it has not seen."""
+        pictures = self.data("images")
+        shutil.copy(next(Path(pictures).rglob("*.PNG")), self.root / PHOTO)
+        small = ("dataset=images", f"dataset.path={pictures}", "model=linear", "workers=2")
+        few = (*_overrides(FEW_STEPS), "batch_size=2", f"output_dir={TRAINED}")
+        self.run("train.py", *small, *few)
 
     def runs(self) -> str:
         """Return a folder of recorded runs that every figure can be drawn of."""

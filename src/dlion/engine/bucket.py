@@ -422,7 +422,7 @@ class Bucket:
         self.flight.present, self.flight.flag, self.flight.slow = read.present, read.flag, read.slow
 
     def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Compare what senders, a ``kind`` of such numbers, say of themselves."""
+        """Compare the headers of senders, a ``kind`` of such numbers."""
         if headers.agree:
             return
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)
