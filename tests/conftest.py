@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlion.suite.machine import cores
 from tests.support.markers import (  # noqa: F401 - pytest finds them here
     pytest_collection_modifyitems,
     pytest_runtest_makereport,
@@ -24,6 +25,12 @@ for number, handler in (
         signal.signal(number, handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return a process more than there are cores, as some tests wait; each needs a gigabyte."""
+    return min(cores(), 4) + 1
 
 
 @pytest.fixture(scope="session", autouse=True)
