@@ -9,6 +9,7 @@ writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,53
 continues.
 """
 
+import codecs
 import json
 import os
 import shlex
@@ -53,6 +54,11 @@ _TABLES = {  # other files are text
     ".csv": "csv",
     ".tsv": "csv",
 }
+_BINARY = (
+    f"not text, but binary: give text, or {', '.join(_TABLES)}, also compressed"
+    f" ({', '.join(SUFFIXES)})"
+)
+_PRINTED = bytes([*range(7, 14), 27, *range(32, 256)])  # what text has; others are control codes
 
 
 class Texts:
@@ -330,20 +336,27 @@ def _as_text(files: list[Path], suffixes: Collection[str]) -> dict[str, Any]:
 
 
 def _read_text(source: str, separator: str | None) -> list[str]:
-    """Return the documents of a text file as they are, with their newlines."""
+    """Return the documents of a text file as they are, with their newlines.
+
+    UTF-16 is known by its mark.
+
+    Raises:
+        UserError: if the file is not text, or of another encoding.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
+    utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
-        if b"\0" in content[:4096] and not content.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(
-                f"{source} is not text, as it has bytes of 0: give text, or"
-                f" {', '.join(_TABLES)}, also compressed ({', '.join(SUFFIXES)})"
-            )
-        text = content.decode()
+        if b"\0" in content[:4096] and not utf_16:
+            raise UserError(f"{source} is {_BINARY}")
+        text = content.decode("utf-16" if utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
+        control = len(content[:4096].translate(None, _PRINTED))
         raise UserError(
-            f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
-            f" `iconv -f {'utf-16' if error.start == 0 else 'latin1'} -t utf-8` for instance"
+            f"{source} is {_BINARY}"
+            if control
+            else f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with `iconv -f"
+            " latin1 -t utf-8` for instance"
         ) from error
     marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
     documents = text.split(marker) if marker else [text]

@@ -61,7 +61,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    data = _for_its_model(load_data(config.dataset), config)
+    data = _load_for_model(config)
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -117,10 +117,16 @@ def load_data(dataset: DictConfig) -> Data:
         return datasets.load(dataset)
 
 
-def _for_its_model(data: Data, config: DictConfig) -> Data:
-    """Return the data as the model of evaluate or init_from takes it."""
-    source = config.evaluate or config.init_from
-    made = recorded_input(source) if source is not None and isinstance(data, Images) else None
+def _load_for_model(config: DictConfig) -> Data:
+    """Load the data as the model takes it, also that of evaluate or init_from."""
+    source, dataset = config.evaluate or config.init_from, config.dataset
+    levels = dataset.get("levels", ...)
+    made = recorded_input(source) if source is not None and levels is None else None
+    if isinstance(made, PictureInput) and made.levels is not None:
+        dataset = OmegaConf.merge(dataset, {"levels": list(made.levels)})
+    data = load_data(dataset)
+    if made is None and source is not None and isinstance(data, Images):
+        made = recorded_input(source)
     if not isinstance(data, Images) or not isinstance(made, PictureInput):
         return data
     if config.evaluate is not None and made.names and data.names:
@@ -261,7 +267,16 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
     if isinstance(model, models.CausalLM) and path and Path(path).is_dir():
         check_pretrained(model, path)
     if config.init_from is not None:
-        check_weights(model, config.init_from, config.init_from_except)
+        try:
+            check_weights(model, config.init_from, config.init_from_except)
+        except UserError as error:
+            size = getattr(getattr(data, "recorded", None), "image_size", None)
+            if size in (None, getattr(data, "image_size", None)):
+                raise
+            raise UserError(
+                f"{error}; its pictures had {size} pixels: dataset.image_size={size} may be all"
+                " that is missing"
+            ) from error
     try:
         optimizer = instantiate(
             config.optimizer,

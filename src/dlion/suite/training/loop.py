@@ -269,9 +269,10 @@ class Trainer:
         if self.config.profile:
             self.output.profile(self.timer, self.meter.seconds)
         progress = self.progress(self.job.steps)
-        if self.job.workers.rank == 0:
-            save_model(self.model, self.data, self.job.output_dir)  # with the mean buffers still
-        result = self.output.finish(parameters_sha256(self.model))
+        model_sha256 = None
+        if self.job.workers.rank == 0:  # with the mean buffers still
+            model_sha256 = save_model(self.model, self.data, self.job.output_dir)
+        result = self.output.finish(parameters_sha256(self.model), model_sha256)
         self.checkpoints.save(progress)
         self.checkpoints.wait()
         self.control.barrier()

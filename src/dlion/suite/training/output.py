@@ -91,10 +91,14 @@ class Output:
             {phase: f"{ms:.2f} ms a step{notes.get(phase, '')}" for phase, ms in table.items()}
         )
 
-    def finish(self, parameters_sha256: str) -> float | None:
-        """Write the summary; return what a sweep compares, the test accuracy or else the loss."""
+    def finish(self, parameters_sha256: str, model_sha256: str | None) -> float | None:
+        """Write the summary; return what a sweep compares, the test accuracy or else the loss.
+
+        ``model_sha256``: of the files of the model, on the process that has written them.
+        """
         if self.active:
-            summary = finite(self._summary(parameters_sha256))
+            hashes = {"parameters_sha256": parameters_sha256, "model_sha256": model_sha256}
+            summary = finite(self._summary(hashes))
             self.record.finish(summary)
             self.logger.finish(summary)
             directory = shlex.quote(str(self.job.output_dir))
@@ -106,7 +110,7 @@ class Output:
         if self.active:
             self.logger.finish(None)
 
-    def _summary(self, parameters_sha256: str) -> dict[str, Any]:
+    def _summary(self, hashes: dict[str, Any]) -> dict[str, Any]:
         job, row, config = self.job, self.row, self.job.config
         bits_up, bits_down = self.optimizer.paper_bits
         return {
@@ -130,7 +134,7 @@ class Output:
             "seconds": row["seconds"],
             "seconds_per_step": row["seconds"] / job.steps,
             "nic_bytes": row["nic_bytes"],
-            "parameters_sha256": parameters_sha256,
+            **hashes,
             **self.origin,
         }
 
