@@ -172,11 +172,16 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _unknown_choice(error.missing_cfg_file, error.options or ())
+        unknown = _unknown_choice(error.missing_cfg_file, error.options or ())
+        named_by = re.match("In '(.+)': Could not find", reason)
+        inside = named_by and named_by[1] != "config"
+        return f"the defaults of {named_by[1]}.yaml: {unknown}" if inside else unknown
     if isinstance(error, InstantiationException):
         return _first_line(root_cause(error))
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"
+    if elsewhere := re.match("Could not override '(.+)'", reason):
+        return _not_a_setting(elsewhere[1], parameters(Settings))
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
         return _unknown(cause)
@@ -199,7 +204,9 @@ def _unreadable(override: str) -> str:
 
 def _unknown_choice(file: str, options: Collection[str]) -> str:
     """Say that a group has no such file, and which one was probably meant."""
-    group, _, name = file.rpartition("/")
+    if "/" not in file:
+        return f"--config-name {file} is not a file of conf/: leave it out"
+    group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
     if group == "hydra/launcher":
         options = {*options, "basic"}
     beginnings = sorted(option for option in options if option.startswith(name))
@@ -207,8 +214,6 @@ def _unknown_choice(file: str, options: Collection[str]) -> str:
     guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
     if not name:
         return f"{group}= names nothing: type a name behind it, or leave it out"
-    if not group:
-        return f"--config-name {name} is not a file of conf/: leave it out"
     few = 0 < len(options) <= 20
     choices = (
         f"choose one of {', '.join(sorted(options))}" if few else "see `python train.py --help`"

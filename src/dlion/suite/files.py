@@ -100,6 +100,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def as_argument(path: Path) -> str:
+    """Return a path as it is typed behind a command, to which -x would be an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
 def sha256_of(files: Iterable[Path]) -> str:
     """Return the SHA-256 of files, one behind the other."""
     digest = hashlib.sha256()

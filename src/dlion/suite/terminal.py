@@ -13,7 +13,7 @@ def prepare() -> None:
 
     Nothing that is printed ends it, though the terminal, pipe or log may go away: all goes through
     ``sys.stdout`` and ``sys.stderr``, which are replaced. Ctrl-C ends it with one line and exit
-    code 130, until :func:`raise_interrupts` is called.
+    code 130, until :func:`raise_interrupts` is called. Without a folder to be in it ends at once.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # it takes the place of one that was closed, which no other file may get
@@ -23,6 +23,11 @@ def prepare() -> None:
         if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream))
     _at_interrupt(_leave)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("error: the folder you are in was deleted: type cd DIR first", file=sys.stderr)
+        sys.exit(2)
 
 
 def raise_interrupts() -> None:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dlion.optim import DistributedOptimizer
-from dlion.suite.files import write_atomically
+from dlion.suite.files import as_argument, write_atomically
 from dlion.suite.machine import cores
 from dlion.suite.record.loggers import Recording, make_logger
 from dlion.suite.record.provenance import provenance
@@ -101,7 +101,7 @@ class Output:
             summary = finite(self._summary(hashes))
             self.record.finish(summary)
             self.logger.finish(summary)
-            directory = shlex.quote(str(self.job.output_dir))
+            directory = shlex.quote(as_argument(self.job.output_dir))
             self.console.finish(f"after {self.row['seconds']:.1f} s; dlion plot {directory}")
         return self.row.get("test_accuracy", self.row["test_loss"])
 
