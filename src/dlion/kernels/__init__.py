@@ -371,7 +371,7 @@ def _compiled(device: str) -> ModuleType:
     if device == "cpu":
         from numba import config
 
-        if config.DISABLE_JIT:  # for debuggers
+        if getattr(config, "DISABLE_JIT", False):  # for debuggers
             return reference
         from dlion.kernels import numba_cpu
 

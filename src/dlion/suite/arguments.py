@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from dlion.errors import RunFailed, UserError
 from dlion.suite.files import is_stream, whole_file, write_atomically
+from dlion.suite.terminal import in_one_line
 from dlion.suite.units import parse_rate
 
 DEFAULT_RUNS = Path("outputs")  # where train.py writes
@@ -33,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {in_one_line(message)}\n")
 
 
 def make_parser(name: str, description: str | None, example: str) -> Parser:
@@ -70,7 +71,7 @@ def errors_end_the_command() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
-        _leave(f"error: {error}", 2)
+        _leave(f"error: {in_one_line(str(error))}", 2)
     except RunFailed as error:
         _leave(f"error: {error}", 1)
     except ModuleNotFoundError as error:

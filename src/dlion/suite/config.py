@@ -22,6 +22,7 @@ from omegaconf.errors import (
 
 import dlion.suite.search  # noqa: F401 - its resolvers are those of recipes
 from dlion.errors import UserError
+from dlion.suite.lookups import check_size
 from dlion.suite.settings import Settings, check_complete, root_cause, with_present_names
 from dlion.values import did_you_mean, parameters
 
@@ -75,6 +76,10 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         settings = OmegaConf.masked_copy(config, kept)
     except OmegaConfBaseException as error:
         raise UserError(_unresolved(config) or explain(error)) from error
+    try:
+        check_size(OmegaConf.to_container(settings, resolve=False))
+    except ValueError as error:
+        raise UserError(f"{error}: type values, or look up less") from error
     words: Any = OmegaConf.to_container(hydra_node.overrides.task, resolve=False)
     typed = {override.lstrip("+~").partition("=")[0] for override in words}
     check_complete(settings.keys())
@@ -173,7 +178,7 @@ def explain(error: Exception) -> str:
         return _unreadable(error.override)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         unknown = _unknown_choice(error.missing_cfg_file, error.options or ())
-        named_by = re.match("In '(.+)': Could not find", reason)
+        named_by = re.match("In '(.+)': Could not load", reason)
         inside = named_by and named_by[1] != "config"
         return f"the defaults of {named_by[1]}.yaml: {unknown}" if inside else unknown
     if isinstance(error, InstantiationException):

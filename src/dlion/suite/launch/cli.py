@@ -23,7 +23,7 @@ from dlion.suite.launch.environment import among_others, is_first
 from dlion.suite.launch.help import help_text, opened
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
 from dlion.suite.settings import check_values
-from dlion.suite.terminal import end_now, raise_interrupts
+from dlion.suite.terminal import end_now, in_one_line, raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -222,8 +222,9 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return explain(error)
-    return str(error) or type(error).__name__
+        return in_one_line(explain(error))
+    text = str(error) or type(error).__name__
+    return in_one_line(text) if isinstance(error, UserError) else text
 
 
 def _unreadable_file(error: MarkedYAMLError | UnicodeDecodeError) -> str:
