@@ -23,11 +23,21 @@ from omegaconf.errors import (
 import dlion.suite.search  # noqa: F401 - its resolvers are those of recipes
 from dlion.errors import UserError
 from dlion.suite.lookups import check_size
-from dlion.suite.settings import Settings, check_complete, root_cause, with_present_names
+from dlion.suite.settings import (
+    Settings,
+    check_complete,
+    component_of,
+    root_cause,
+    with_present_names,
+)
 from dlion.values import did_you_mean, parameters
 
 _PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
 _OF_A_RESOLVER = "UserError raised while resolving interpolation: "
+_GROUPS = (  # folders of conf/
+    *(key for key, hint in parameters(Settings).items() if component_of(hint) is not None),
+    *("experiment", "search"),
+)
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -209,9 +219,9 @@ def _unreadable(override: str) -> str:
 
 def _unknown_choice(file: str, options: Collection[str]) -> str:
     """Say that a group has no such file, and which one was probably meant."""
-    if "/" not in file:
-        return f"--config-name {file} is not a file of conf/: leave it out"
     group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
+    if group not in _GROUPS and not file.startswith("hydra/"):
+        return f"--config-name {file} is not a file of conf/: leave it out"
     if group == "hydra/launcher":
         options = {*options, "basic"}
     beginnings = sorted(option for option in options if option.startswith(name))

@@ -27,9 +27,7 @@ _GAMMA = 1 / 2.2  # of PNG files that are as screens show them
 Source = Path | bytes | np.ndarray | Image.Image
 """A picture's file, the content of one, its pixels, uint8 ``[H, W]``, or Pillow's."""
 
-Levels = Annotated[
-    tuple[float, float], Called("two numbers, [BLACK, WHITE], of which the second is larger")
-]
+Levels = Annotated[tuple[float, float], Called("two numbers, [BLACK, WHITE]")]
 
 
 def read_picture(

@@ -93,7 +93,8 @@ def _check_word(word: str, following: str) -> None:
         if name.startswith("[") and (is_group or group == "experiment"):
             first = name.strip("[]").partition(",")[0] or "NAME"
             raise UserError(
-                f"{group}={name} is a list, of which one is taken: type {group}={first}"
+                f"{group}={name} is a list, of which one is taken: type {group}={first}, or"
+                f" {group}=A,B and -m for all"
             )
         return
     value = "VALUE" if "=" in following or following[:1] in ("", "-") else following

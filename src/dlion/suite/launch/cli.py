@@ -111,10 +111,20 @@ def guarded(config: DictConfig) -> Any:
         raise_interrupts()
         return launch(settings, output_dir)
     except (Exception, KeyboardInterrupt) as error:
-        _conclude(error, config, output_dir, sweep)
-        if isinstance(error, Finished):
-            return error.result
-        raise
+        told = _told(error)
+        _conclude(told, config, output_dir, sweep)
+        if isinstance(told, Finished):
+            return told.result
+        raise told from error.__cause__ if told is error else error
+
+
+def _told(error: BaseException) -> BaseException:
+    """Return an error, or the sentence about a file that the operating system refuses."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return UserError(
+            f"{error.filename} could not be read or written ({error.strerror}): name another place"
+        )
+    return error
 
 
 def _conclude(
