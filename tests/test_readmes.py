@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dlion.__main__ import COMMANDS
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.data.prepare import Texts, prepare
 from dlion.suite.launch.check import check_settings
 from tests.conftest import ROOT
@@ -63,7 +63,8 @@ CHOICES = {
     "[_full]": "_full",
     "[,VALUE...]": "",
 }
-# what a block of Python in a page may take for granted
+# what a block of Python in a page may take for granted: this, a trained model, and a photo
+TRAINED, PHOTO = "outputs/pets", "photo.jpg"
 PRELUDE = """
 import torch
 import torch.distributed as dist
@@ -134,6 +135,8 @@ def try_out(place: "Place", command: Command) -> None:
     if command.python:
         block = place.root / f"block-{len(place.tried)}.py"
         block.write_text(PRELUDE + command.text)
+        if TRAINED in command.text:
+            place.train_on_pictures()
         place.run(block.name)
         return
     text = command.text
@@ -180,6 +183,14 @@ class Place:
         if not (self.root / "data").exists():
             write_data(self.root / "data")
         return str(self.root / "data" / name)
+
+    def train_on_pictures(self) -> None:
+        """Leave a trained model, and a picture that it has not seen."""
+        pictures = self.data("images")
+        shutil.copy(next(Path(pictures).rglob("*.PNG")), self.root / PHOTO)
+        small = ("dataset=images", f"dataset.path={pictures}", "model=linear", "workers=2")
+        few = (*_overrides(FEW_STEPS), "batch_size=2", f"output_dir={TRAINED}")
+        self.run("train.py", *small, *few)
 
     def runs(self) -> str:
         """Return a folder of recorded runs that every figure can be drawn of."""
@@ -407,7 +418,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         for value in values[1:]:
             _compose(first | {key: value})
     if "experiment" in first or first.get("hydra/launcher") == "slurm":
-        settings = settle(config, config.hydra)
+        settings = resolve(config, config.hydra)
         if "path" in settings.dataset:
             settings.dataset.path = str(ROOT)  # what it holds is not looked at
         check_settings(settings)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dlion.engine.bucket import Bucket
-from dlion.engine.lockstep import check_alike
+from dlion.engine.lockstep import check_equal
 from dlion.exchange import Channel, RoundedMean, Traffic
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers
@@ -60,7 +60,7 @@ class Node:
         self._channel.workers.give_back()
 
     def lead(self, bucket: Bucket, method: str) -> None:
-        """Let one process exchange the messages of a bucket, and hand on what came of it."""
+        """Let one process exchange the messages of a bucket, and hand on the result."""
         if bucket.sharded or not bucket.exchange.can_follow:
             what = "parameters that FSDP has sharded" if bucket.sharded else method
             raise ValueError(
@@ -74,9 +74,9 @@ class Node:
         """Overwrite ``values`` with those of the first process of the node."""
         self._channel.broadcast(values)
 
-    def check_alike(self, facts: dict[str, Any]) -> None:
-        """Compare the arguments of the processes, as :func:`dlion.engine.lockstep.check_alike`."""
-        check_alike(self._channel.workers, facts)
+    def check_equal(self, facts: dict[str, Any]) -> None:
+        """Compare the arguments of the processes, as :func:`dlion.engine.lockstep.check_equal`."""
+        check_equal(self._channel.workers, facts)
 
     def any(self, here: Tensor) -> Tensor:
         """Return where some process has True, bool ``[...]``."""
@@ -114,7 +114,7 @@ class Node:
         return headers.flag
 
     def run(self, bucket: Bucket) -> None:
-        """Run the exchange of a bucket on one process, and hand on what came of it."""
+        """Run the exchange of a bucket on one process, and hand on the result."""
         exchange, leader = bucket.exchange, bucket.index % self._processes
         if leader == self._rank:
             exchange.run(bucket.step)

@@ -46,8 +46,8 @@ class LevelMean(DirectSend):
             return Level(n * (levels - 1) + 1)
 
         self.levels = levels
-        way = make_grid(channel, grid, levels)
-        super().__init__(channel, numel, level_wire(levels), down, way, **buffers)
+        lines = make_grid(channel, grid, levels)
+        super().__init__(channel, numel, level_wire(levels), down, lines, **buffers)
 
     @property
     def largest(self) -> int:
@@ -101,8 +101,8 @@ class Vote(DirectSend):
             return Ternary() if ties == "zero" and n * (levels - 1) % 2 == 0 else Sign()
 
         self.levels, self.seed = levels, seed
-        way = make_grid(channel, grid, levels)
-        super().__init__(channel, numel, level_wire(levels), down, way, **buffers)
+        lines = make_grid(channel, grid, levels)
+        super().__init__(channel, numel, level_wire(levels), down, lines, **buffers)
         self._ties = TieBreak(self, ties, seed)
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=self.device)
 
@@ -230,7 +230,7 @@ class Competence:
         return (p / (1 - p)).log()
 
     def learn(self, owner: int, agreed: Tensor) -> None:
-        """Average the shares of the senders over about 100 steps with what agreed now.
+        """Average the senders' shares of agreement over about 100 steps.
 
         Args:
             agreed: which parameters each sender agreed on with the answer, bool ``[m, slice]``.
@@ -243,7 +243,7 @@ class Competence:
         shares.index_copy_(0, senders, after)
 
     def of_senders(self, values: Tensor) -> Tensor:
-        """Return what values of all workers, ``[n, ...]``, say of the senders, ``[m, ...]``."""
+        """Return the senders' rows, ``[m, ...]``, of values of all workers, ``[n, ...]``."""
         senders = self._channel.participants
         if len(senders) == len(values):
             return values

@@ -67,7 +67,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
+def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     """Return the settings of a run as plain values, without interpolations.
 
     The recipe's table ``methods.NAME`` replaces settings of ``optimizer=NAME``, and typed or swept
@@ -123,7 +123,7 @@ def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
 
 
 def _unresolved(node: Any) -> str | None:
-    """Name the first setting that looks up what is not there, and say why it cannot."""
+    """Name the first setting whose interpolation fails, and say why."""
     for key in node if isinstance(node, DictConfig) else range(len(node)):
         if key == "hydra":
             continue

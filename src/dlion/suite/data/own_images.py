@@ -34,7 +34,7 @@ _FEWEST = 10  # pictures that a tenth can be taken of
 _LOOKED_AT = 10_000  # training pictures, for their range of values
 
 
-class Part(NamedTuple):
+class Split(NamedTuple):
     """Training or test pictures before they are decoded.
 
     Attributes:
@@ -82,6 +82,12 @@ def images(
         beside = LeftOut()
         if tables := _find_tables(root, image_column, label_column, beside):
             parts, left_out = tables, beside
+    of_table = parts is not None and isinstance(parts[0].pictures, NamedPictures)
+    for column in filter(None, () if of_table or parts is None else (image_column, label_column)):
+        raise UserError(
+            f"dataset.path={path} holds no parquet files with a column {column}: leave the setting"
+            " out"
+        )
     if parts is None:
         lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"
         raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
@@ -119,7 +125,7 @@ def _some(
 
 
 def _load(
-    part: Part,
+    part: Split,
     numbers: dict[Any, int],
     image_size: int | None,
     path: str,
@@ -159,16 +165,16 @@ def _alike(
     return (train_x.contiguous(), train_y), (test_x.contiguous(), test_y)
 
 
-def _find_idx(root: Path) -> list[Part] | None:
+def _find_idx(root: Path) -> list[Split] | None:
     """Return the parts that lie in MNIST's IDX files, if there are any."""
-    parts: list[Part] = []
+    parts: list[Split] = []
     for names in (("train",), ("t10k", "test")):
         for name in names:
             pictures, labels = (find_idx(root, name, kind) for kind in ("idx3", "idx1"))
             if pictures and labels:
                 if names != ("train",) and not parts:
                     raise UserError(f"{pictures} has no files to train on beside it: add them")
-                parts.append(_read_part(pictures, labels))
+                parts.append(_read_split(pictures, labels))
                 break
             if pictures or labels:
                 raise UserError(
@@ -178,7 +184,7 @@ def _find_idx(root: Path) -> list[Part] | None:
     return parts or None
 
 
-def _read_part(pictures: Path, labels: Path) -> Part:
+def _read_split(pictures: Path, labels: Path) -> Split:
     pixels, numbers = read_idx(pictures), read_idx(labels)
     if pixels.ndim != 3 or numbers.ndim != 1 or len(pixels) != len(numbers):
         raise UserError(
@@ -187,14 +193,14 @@ def _read_part(pictures: Path, labels: Path) -> Part:
         )
     if not pixels.size:
         raise UserError(f"{pictures} holds no pictures: copy it again")
-    return Part([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
+    return Split([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
 
 
-def _find_folders(root: Path, left_out: LeftOut) -> list[Part] | None:
+def _find_folders(root: Path, left_out: LeftOut) -> list[Split] | None:
     """Return the parts that lie in folders of classes, if there are any."""
     parts = find_parts(root, TEST_NAMES, left_out)
     return parts and [
-        Part(
+        Split(
             [(str(file), file) for found in classes.values() for file in found],
             [name for name, found in classes.items() for _ in found],
         )
@@ -204,7 +210,7 @@ def _find_folders(root: Path, left_out: LeftOut) -> list[Part] | None:
 
 def _find_tables(
     root: Path, image_column: str | None, label_column: str | None, left_out: LeftOut
-) -> list[Part] | None:
+) -> list[Split] | None:
     """Return the parts that lie in parquet files, if there are any."""
     files = {"train": [root]}
     if root.is_dir():
@@ -257,7 +263,7 @@ def _may_be_labels(kind: Any) -> bool:
     )
 
 
-def _read_table(table: Any, split: str, image: str, label: str, root: Path) -> Part:
+def _read_table(table: Any, split: str, image: str, label: str, root: Path) -> Split:
     where = f"dataset.path={root}"
     labels = [_label(value) for value in table[label][:]]
     if None in labels:
@@ -272,7 +278,7 @@ def _read_table(table: Any, split: str, image: str, label: str, root: Path) -> P
         )
     names = class_names(table, label)
     table = keep_encoded(table, image, where)
-    return Part(NamedPictures(table, image, f"{split} in {where}", root), labels, names)
+    return Split(NamedPictures(table, image, f"{split} in {where}", root), labels, names)
 
 
 def _label(value: Any) -> Any:

@@ -155,7 +155,7 @@ def _check_numbering(files: Iterable[Path]) -> None:
 
 
 def be_quiet() -> None:
-    """Let ``datasets`` show no progress, and log nothing that its errors say anyhow."""
+    """Let ``datasets`` show no progress, and log nothing that its errors repeat."""
     from datasets import disable_progress_bars, logging
 
     disable_progress_bars()

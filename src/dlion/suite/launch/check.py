@@ -63,6 +63,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
     data = _load_for_model(config)
+    data.label_smoothing = config.label_smoothing
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -138,7 +139,7 @@ def _load_for_model(config: DictConfig) -> Data:
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
-    """Check what the settings alone can show, without loading data or a model.
+    """Check the settings alone, without loading data or a model.
 
     Args:
         settings: of a run.
@@ -235,7 +236,7 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
 
 @contextmanager
 def _one_line(choice: str) -> Iterator[None]:
-    """Turn whatever goes wrong in a component, which may be anybody's, into one line.
+    """Turn any error of a component, which may be a user's own, into one line.
 
     Raises:
         UserError: the error, and the line of code that raised it.
@@ -320,7 +321,7 @@ def _check_memory(model: nn.Module, choice: str, processes: int) -> None:
 
 
 def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
-    """Refuse what does not go with a method whose workers take steps of their own."""
+    """Refuse settings that contradict a method with local steps."""
     name = config.optimizer.name
     if config.local_steps > 1:
         raise UserError(
@@ -336,7 +337,7 @@ def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
 
 
 def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> None:
-    """Refuse to train on samples one by one what normalises over batches, if it cannot do that."""
+    """Refuse batches of one sample for a model that normalises over batches."""
     if not isinstance(data, Images):
         return
     images = torch.empty(1, data.channels, data.image_size, data.image_size, device="meta")

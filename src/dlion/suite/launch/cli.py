@@ -17,12 +17,12 @@ from yaml import MarkedYAMLError
 
 from dlion import __version__
 from dlion.errors import Finished, RunFailed, Stopped, UserError
-from dlion.suite.config import explain, settle, unlisted_method
+from dlion.suite.config import explain, resolve, unlisted_method
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.launch.environment import among_others, is_first
 from dlion.suite.launch.help import help_text, opened
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
-from dlion.suite.settings import check_values
+from dlion.suite.settings import check_effects, check_values
 from dlion.suite.terminal import end_now, in_one_line, raise_interrupts
 
 _EXIT_CODES = {
@@ -88,7 +88,7 @@ def _reason_behind(error: BaseException, conf: Path) -> BaseException:
 
 
 def guarded(config: DictConfig) -> Any:
-    """Launch what was configured, from inside Hydra's main function, and end as it ended.
+    """Launch the configured run, from inside Hydra's main function, and end as it ended.
 
     The exception is the outcome: Stopped, RunFailed, UserError; none: the run has finished.
     """
@@ -99,8 +99,10 @@ def guarded(config: DictConfig) -> Any:
     try:
         if not multirun:
             _check_single(hydra)
-        settings = settle(config, hydra)
+        settings = resolve(config, hydra)
         check_values(settings)
+        if not multirun:  # the sweeper has checked it
+            check_effects(settings, hydra.overrides.task)
         _announce(settings, unlisted_method(config, hydra))
         from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
         from dlion.suite.launch.runner import launch
@@ -140,9 +142,9 @@ def _conclude(
         asked = signal.SIGINT
         signal.signal(asked, signal.SIG_IGN)  # another one would cut the record off
     if isinstance(error, KeyboardInterrupt | Stopped):
-        from dlion.suite.launch.resume import command_to_go_on
+        from dlion.suite.launch.resume import resume_command
 
-        command = command_to_go_on(output_dir, sweep)
+        command = resume_command(output_dir, sweep)
     if isinstance(error, Stopped):
         asked = error.signal
         error.command, command = command, None  # its sentence says it
@@ -176,7 +178,7 @@ def _record(error: BaseException, config: DictConfig, output_dir: Path, of_sweep
 
 
 def _check_single(hydra: DictConfig) -> None:
-    """Refuse what only sweeps use.
+    """Refuse settings that only sweeps use.
 
     Raises:
         UserError: what to type instead.
@@ -187,7 +189,7 @@ def _check_single(hydra: DictConfig) -> None:
 
 
 def _announce(settings: DictConfig, method: str | None) -> None:
-    """Print what is about to run, before anything that takes time.
+    """Print a line about the run, before anything that takes time.
 
     Args:
         settings: of the run.

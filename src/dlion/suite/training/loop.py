@@ -108,7 +108,8 @@ class Trainer:
         self.schedule = make_schedule(config.schedule, self.optimizer, job.steps, steps.start)
         self.batches = job.data.batches(self._requests(steps), job.device)
         self.timer = self.optimizer.channel.timer
-        self.timer.enabled = config.profile
+        if config.profile:
+            self.timer.enable()
         self.control.barrier()  # the first parameters have arrived
         self.meter = Meter(self.begun.seconds, count_bytes=job.rate is not None)
 
@@ -172,14 +173,14 @@ class Trainer:
         with self.virtual.hosting(i, step), self.local_steps.path():
             for each in self._passes(worker, step):
                 x, y = next(self.batches)
-                with self.timer("forward"):
+                with self.timer.forward:
                     loss = self.data.loss(self.model(x), y) * each.share
                 self.optimizer.flag = self.notice.first is not None  # goes with the messages
-                with self.timer("backward"), self._sending(i, step, each.sends):
+                with self.timer.backward, self._sending(i, step, each.sends):
                     loss.backward()
                 self.losses[i] += loss.detach().double()
                 if each.moves:
-                    with self.timer("apply"):
+                    with self.timer.apply:
                         self.local_steps.move()
 
     def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:
@@ -231,7 +232,7 @@ class Trainer:
         )
 
     def _resume(self) -> Progress:
-        """Put back what a checkpoint holds, if there is one; return how far it was."""
+        """Restore the checkpoint to resume from, if any; return its progress."""
         if self.job.resume is None:
             return Progress()
         progress = self.checkpoints.load(self.job.resume)
@@ -301,7 +302,7 @@ class Trainer:
         return self.byzantine.attacking(i, step) if sends else self.optimizer.no_sync()
 
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
-        """Yield what a worker does between two exchanges."""
+        """Yield the passes of a worker between two exchanges."""
         turns, parts = self.config.local_steps, self.config.accumulate
         for turn in range(turns):
             local_step = step * turns + turn
@@ -317,7 +318,7 @@ class Trainer:
                 )
 
     def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the samples of every pass of this process and the seed of what is random there."""
+        """Yield the samples and the seed of every pass of this process."""
         for step in steps:
             participants = self.participation.at(step)
             for worker in self.job.workers.ids:

@@ -18,11 +18,9 @@ from dlion.suite.training.checkpoint import Progress, identity
 from dlion.suite.training.console import RunConsole
 from dlion.suite.training.job import Job
 from dlion.suite.units import human_bytes, show_rate
-from dlion.timer import Timer
+from dlion.timer import BESIDE, PHASES, Timer
 
 # these follow one another on the main thread; the others run beside them, or are waited for
-_PHASES = ("forward", "backward", "encode", "wait", "apply")
-_PHASES_BESIDE = ("travel", "vote")
 
 
 class Output:
@@ -34,7 +32,7 @@ class Output:
     def __init__(
         self, job: Job, model: nn.Module, optimizer: DistributedOptimizer, state_bytes: int
     ):
-        """``state_bytes``: what a worker keeps beside parameters and gradients."""
+        """``state_bytes``: memory of a worker beside parameters and gradients."""
         self.job, self.optimizer, self.state_bytes = job, optimizer, state_bytes
         self.parameters = sum(p.numel() for p in model.parameters())
         self.active = job.workers.rank == 0
@@ -56,7 +54,7 @@ class Output:
             self.logger = make_logger(job.config.logger, recording)
 
     def banner(self) -> None:
-        """Show what runs; what a step puts on the network was counted in the first one."""
+        """Show the facts of the run; traffic was counted in the first step."""
         self.console.begin(_facts(self.job, self.parameters, self.optimizer))
 
     def record_row(self, row: dict[str, Any]) -> None:
@@ -79,20 +77,20 @@ class Output:
 
     def profile(self, timer: Timer, seconds: float) -> None:
         """Show where this process's time went and write profile.json (milliseconds per step)."""
-        phases = (*_PHASES, *_PHASES_BESIDE)
+        phases = (*PHASES, *BESIDE)
         steps = self.job.steps - self._begun.step  # since this process began
         table = {phase: 1e3 * timer.seconds[phase] / steps for phase in phases}
         spent = 1e3 * (seconds - self._begun.seconds) / steps
-        table["other"] = spent - sum(table[phase] for phase in _PHASES)
+        table["other"] = spent - sum(table[phase] for phase in PHASES)
         if self.active:
             write_atomically(self.job.output_dir / "profile.json", json.dumps(table, indent=2))
-        notes = dict.fromkeys(_PHASES_BESIDE, " (beside the rest, or waited for)")
+        notes = dict.fromkeys(BESIDE, " (beside the rest, or waited for)")
         self.console.table(
             {phase: f"{ms:.2f} ms a step{notes.get(phase, '')}" for phase, ms in table.items()}
         )
 
     def finish(self, parameters_sha256: str, model_sha256: str | None) -> float | None:
-        """Write the summary; return what a sweep compares, the test accuracy or else the loss.
+        """Write the summary; return the objective of a sweep: test accuracy, else loss.
 
         ``model_sha256``: of the files of the model, on the process that has written them.
         """
@@ -140,7 +138,7 @@ class Output:
 
 
 def _group(job: Job) -> str:
-    """Return a name for the runs with the settings of this one, whatever their seeds."""
+    """Return a name for the runs that differ from this one by seed alone."""
     settings = identity(job.config) | {"steps": job.steps}
     del settings["seed"]
     digest = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
@@ -148,7 +146,7 @@ def _group(job: Job) -> str:
 
 
 def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[str, str]:
-    """Return what the table at the beginning of a run shows."""
+    """Return the table at the beginning of a run."""
     config, workers, traffic = job.config, job.workers, optimizer.channel.traffic
     n = workers.count
     network = f"{job.backend} on {job.device}"
