@@ -6,7 +6,7 @@ from torch import nn
 from dlion.errors import TrainingFailed
 
 _LENGTH = 8  # tokens that are tried
-_NOISE = 1e-3  # share of the largest logit
+_NOISE = 1e-5  # share of the largest logit
 
 
 @torch.no_grad()
