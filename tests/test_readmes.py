@@ -27,6 +27,7 @@ from dlion.__main__ import COMMANDS
 from dlion.suite.config import resolve
 from dlion.suite.data.prepare import Texts, prepare
 from dlion.suite.launch.check import check_settings
+from dlion.suite.settings import NEEDS
 from tests.conftest import ROOT
 from tests.support.readmes import Command, commands, pages, words
 from tests.support.runs import Run
@@ -410,7 +411,8 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     chosen = {}
     for override in OverridesParser.create().parse_overrides(_filled_in(typed)):
         chosen[override.input_line.split("=")[0]] = _values(override)
-    first = {key: values[0] for key, values in chosen.items()}
+    deciding = {other for other, _, _ in NEEDS.values()}  # the last gives others an effect
+    first = {key: values[-1 if key in deciding else 0] for key, values in chosen.items()}
     config = _compose(first)
     several = "-m" in typed or config.hydra.mode == RunMode.MULTIRUN
     for key, values in chosen.items():
@@ -429,7 +431,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         small["dataset.path"] = place.data(config.dataset.name)
     if "model.path" in small:
         small["model.path"] = place.data("llama")
-    for key in ("network", "network.rate", "output_dir", "hydra.sweep.dir"):
+    for key in ("network", "network.rate", "output_dir", "hydra.sweep.dir", "epochs"):
         small.pop(key, None)
     where = "hydra.sweep.dir" if several else "output_dir"
     flag = ["-m"] if "-m" in typed else []

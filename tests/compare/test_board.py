@@ -141,7 +141,7 @@ def test_steps_over_links_are_held_against_what_times_take_for_granted(task, com
         write_run(tmp_path / "two", "g_lion", seed)
     two = [(run.directory.name, run) for run in find_runs([tmp_path / "two"])]
     add_to_packed(task / "links" / PACKED, two)
-    assert "has two runs of g_lion at no link: leave one" in command(main, task, "--links").stderr
+    assert "has two runs of g_lion at no link: publish one" in command(main, task, "--links").stderr
     (task / "links" / PACKED).unlink()
     empty = replace(find_runs([tmp_path / "one"])[0], metrics=[])
     add_to_packed(task / "links" / PACKED, [("g_lion", empty)])

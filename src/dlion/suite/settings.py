@@ -290,13 +290,11 @@ NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "model.architecture": ("model.path", lambda path: path is None, "null"),
     "optimizer.betas": ("optimizer.inner", lambda inner: inner != "sgd", "adamw"),
     "optimizer.scale": ("optimizer.bits", lambda bits: bits != 1, "4"),
-    "optimizer.sync_pattern": ("optimizer.momentum_sync", lambda steps: steps != 0, "100"),
     "optimizer.sync_rate": (
         "optimizer.momentum_sync",
         lambda steps: isinstance(steps, str),
         "exponential",
     ),
-    "optimizer.sync_until": ("optimizer.momentum_sync", lambda steps: steps != 0, "100"),
     "optimizer.ties": ("optimizer.aggregation", lambda way: way != "avg", "mavo"),
 }
 
