@@ -2,8 +2,8 @@
 
 Each pass exists in plain torch (``reference.py``, the specification, for every device and dtype),
 for CPUs (``numba_cpu.py``) and for CUDA (``triton_cuda.py``); device and dtype decide which of
-them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference. So does a
-machine with CUDA where Triton cannot work, after a warning.
+them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference, as does
+``NUMBA_DISABLE_JIT=1`` on a CPU, and a machine with CUDA where Triton cannot work, after a warning.
 
 All give the same bits: each product and each sum is rounded to float32 by itself (there is no fused
 multiply-add), bfloat16 gradients are widened first, and bfloat16 parameters are rounded once, to
@@ -369,6 +369,10 @@ def _compiled(device: str) -> ModuleType:
     if os.environ.get("DLION_KERNELS") == "reference":
         return reference
     if device == "cpu":
+        from numba import config
+
+        if getattr(config, "DISABLE_JIT", False):  # for debuggers
+            return reference
         from dlion.kernels import numba_cpu
 
         return numba_cpu
