@@ -23,6 +23,7 @@ from dlion.engine.layout import Member, Members
 from dlion.engine.lockstep import check_alike, check_spread, facts_about, plain_values
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap, Work
+from dlion.engine.rounding import Rounder
 from dlion.engine.shards import check_sharding, local_part
 from dlion.exchange import Channel, Exchange, Traffic, run_together
 from dlion.transfer import download
@@ -219,6 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.flag = self.flagged = False
         self.skipped = 0
         self._members = Members(bucket_cap_mb, self.kind)
+        self._rounder = Rounder(os.environ.get("ROUNDING", "nearest"), seed)
         self._overlap = None
         if overlap:
             self._overlap = Overlap(self.buckets, self._encode_last, self._is_last_pass)
@@ -658,7 +660,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket.adopt()
             flats = (bucket.params, *bucket.shared.values())
             kept = bucket.untouched(bucket.flight.present, *flats)
-            with self.channel.timer("apply"), kept:
+            with self.channel.timer("apply"), kept, self._rounder(bucket):
                 self.update(bucket)
             bucket.write_back()
 
@@ -687,6 +689,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.channel.settle(any(flight.slow for flight in flights))
         self.skipped += len(self._skipping)
         self._stepped = True
+        for bucket in self.buckets:
+            bucket.count_step()
         self._forget_step()
         for group in self.param_groups:
             group["steps"] += 1
@@ -737,7 +741,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         views = {}
         for bucket in self.buckets:
             views[f"{bucket.index}.parameters"] = bucket.params
-            for name, values in (bucket.shared | bucket.counters).items():
+            counters = {} if bucket.counts_steps else bucket.counters
+            for name, values in (bucket.shared | counters).items():
                 views[f"{bucket.index}.{name}"] = values
         return views
 
@@ -803,7 +808,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         param_of = dict(zip(names, self.params, strict=True))
         here, flats = self._spread_state()
         apart = state_dict.get(saving.APART)
-        saved, foreign = saving.sort_out(state_dict["state"], param_of, here, apart is not None)
+        state = saving.with_steps(state_dict["state"], groups)
+        saved, foreign = saving.sort_out(state, param_of, here, apart is not None)
         saving.check_groups(groups, {*self._hyperparameters})
         worker = saving.of_workers(self._saved_workers)
         for name, param in param_of.items():
@@ -825,7 +831,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             saving.publish(bucket, self.state, self._saved_workers)
         saving.put_back(self.buckets, here, flats, saved)
         for key, value in foreign.items():
-            if isinstance(key, torch.nn.Parameter):
+            if isinstance(key, Tensor):
                 self.state[key] |= value
             else:
                 self.state[key] = value

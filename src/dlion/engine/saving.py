@@ -235,6 +235,15 @@ def mark(optimizer: Any) -> list[int]:
     return [optimizer.param_groups[0]["steps"], zlib.crc32(content)]
 
 
+def with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Give parameters of an earlier state, which did not count their steps, those of their group."""
+    steps = {name: group.get("steps", 0) for group in groups for name in group["params"]}
+    return {
+        key: {"step": steps[key], **value} if key in steps and value else value
+        for key, value in state.items()
+    }
+
+
 def sort_out(
     state: dict[Any, Any], param_of: dict[Any, Any], here: States, apart: bool
 ) -> tuple[States, dict[Any, Any]]:
