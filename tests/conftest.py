@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.markers import (  # noqa: F401 - pytest finds them here
+from tests.support.markers import (  # noqa: F401 - pytest finds them here
     pytest_collection_modifyitems,
     pytest_runtest_makereport,
 )

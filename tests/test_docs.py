@@ -12,8 +12,8 @@ import pytest
 import dlion
 from dlion.methods import METHODS
 from tests.conftest import ROOT
-from tests.form import Form, form_of
-from tests.readmes import commands, words
+from tests.support.form import Form, form_of
+from tests.support.readmes import commands, words
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 MARKED = re.compile(r"<!-- (test|prints|file: \S+) -->\n```\w+\n(.*?)^```", re.M | re.S)

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from tests.readmes import commands, words
-from tests.runs import python
+from tests.support.readmes import commands, words
+from tests.support.runs import python
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_a_framework_trains_and_sends_no_second_average(example, processes):
     (typed,) = [words(c.text) for c in commands() if c.page == page]
     assert typed == ["torchrun", f"--nproc_per_node={processes}", page]
     launch = ["-m", "torch.distributed.run", "--standalone", typed[1]]
-    run = python(*launch, "tests/with_operators.py", page)
+    run = python(*launch, "tests/support/with_operators.py", page)
     assert run.returncode == 0, run.stderr
     said = re.search(r"accuracy ([\d.]+)%, ([\d,]+) bytes sent .*: ([\d,]+)", run.stdout)
     assert said is not None, run.stdout
@@ -57,7 +57,7 @@ def test_a_framework_trains_and_sends_no_second_average(example, processes):
 def test_a_framework_resumes_to_the_bit_with_every_workers_state(example, last, tmp_path):
     """After its last checkpoint is removed it is made again, of the one before."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, "tests/with_operators.py", f"examples/{example}.py", tmp_path]
+    command = [*launch, "tests/support/with_operators.py", f"examples/{example}.py", tmp_path]
     states = []
     for _ in range(2):
         run = python(*map(str, command))

@@ -34,7 +34,7 @@ from dlion.suite.training.checkpoint import Checkpoint, find
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_cifar
-from tests.runs import python, start, train
+from tests.support.runs import python, start, train
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""The rules of tests/markers.py, in a pytest of their own."""
+"""The rules of tests/support/markers.py, in a pytest of their own."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def run(pytester, monkeypatch):
         monkeypatch.setenv("DLION_MUST_RUN", must)
         marks = "slow\n netns\n browser\n slurm\n quick"
         pytester.makeini(
-            f"[pytest]\naddopts = -p tests.markers -p no:xdist -W ignore\nmarkers = {marks}"
+            f"[pytest]\naddopts = -p tests.support.markers -p no:xdist -W ignore\nmarkers = {marks}"
         )
         pytester.makepyfile(TESTS)
         result = pytester.runpytest_inprocess(*options)

@@ -28,8 +28,8 @@ from dlion.suite.config import settle
 from dlion.suite.data.prepare import Texts, prepare
 from dlion.suite.launch.check import check_settings
 from tests.conftest import ROOT
-from tests.readmes import Command, commands, pages, words
-from tests.runs import Run
+from tests.support.readmes import Command, commands, pages, words
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import dlion
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
-from tests.optim.refusals import refused
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.slow
 

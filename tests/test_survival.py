@@ -32,7 +32,7 @@ from dlion.suite.training.checkpoint import find
 from dlion.suite.training.console import RunConsole
 from dlion.suite.training.signals import SignalNotice
 from tests.conftest import ROOT
-from tests.runs import Run, latest_step, record, start, train
+from tests.support.runs import Run, latest_step, record, start, train
 
 pytestmark = pytest.mark.slow
 

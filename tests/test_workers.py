@@ -10,7 +10,7 @@ from torch.testing._internal.distributed import fake_pg
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers, backends, check_different, check_gpus
-from tests.optim.refusals import refused
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.benchmarks.scripts import BENCHMARKS, script
 from tests.conftest import ROOT
+from tests.support.scripts import BENCHMARKS, script
 
 accelerator = script("accelerator")
 timing, kernels, steps = (script(f"gpu.{name}") for name in ("timing", "kernels", "steps"))

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from dlion.errors import RunFailed, UserError
-from tests.benchmarks.scripts import BENCHMARKS, script
-from tests.runs import python
+from tests.support.runs import python
+from tests.support.scripts import BENCHMARKS, script
 
 common = script("common")
 OVER_LINKS = ("exchange", "end_to_end", "time_to_accuracy", "soak")

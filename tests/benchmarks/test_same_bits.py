@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.runs import python
+from tests.support.runs import python
 
 pytestmark = pytest.mark.slow
 

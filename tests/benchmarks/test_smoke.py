@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scripts import BENCHMARKS, script
 from tests.conftest import ROOT
-from tests.readmes import commands, words
-from tests.runs import Run, assert_all_gone, python
+from tests.support.readmes import commands, words
+from tests.support.runs import Run, assert_all_gone, python
+from tests.support.scripts import BENCHMARKS, script
 
 pytestmark = pytest.mark.slow
 

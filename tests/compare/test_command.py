@@ -14,7 +14,7 @@ import yaml
 import dlion
 from dlion.__main__ import COMMANDS, main
 from tests.compare.runs import write_run
-from tests.runs import python
+from tests.support.runs import python
 
 READ_RUNS = ("collect", "plot", "report", "table", "publish", "export", "sync")
 

@@ -19,11 +19,11 @@ from dlion.suite.training.job import Job
 from dlion.suite.training.loop import Trainer, train
 from dlion.suite.training.signals import SignalNotice
 from dlion.workers import Workers
-from tests.benchmarks.scripts import script
 from tests.conftest import ROOT
 from tests.cuda.configurations import ALL, BUCKETS, THREADS, Limits, Measured, measure
 from tests.cuda.pretend import pretended_cuda
 from tests.cuda.report import table
+from tests.support.scripts import script
 
 same_bits = script("same_bits")
 STEPS = 4  # in each of which other workers take part

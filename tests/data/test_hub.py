@@ -8,7 +8,7 @@ import pytest
 
 from tests.data.formats import write_cifar
 from tests.data.hub import serve
-from tests.runs import train
+from tests.support.runs import train
 
 pytestmark = pytest.mark.slow
 

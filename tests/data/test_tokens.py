@@ -20,7 +20,7 @@ from dlion.suite.data.prepare import Texts, main, prepare
 from dlion.suite.data.tokens import load_tokenizer
 from tests.conftest import ROOT
 from tests.data.formats import write_documents, write_tokenizer
-from tests.runs import Run
+from tests.support.runs import Run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 from dlion import kernels
 from dlion.kernels import Coder, numba_cpu, reference, triton_cuda
 from dlion.wire import packing
-from tests.benchmarks.scripts import script
+from tests.support.scripts import script
 
 shared = script("kernel_cases")
 Compiled, Case, INF, NAN = shared.Compiled, shared.Case, shared.INF, shared.NAN

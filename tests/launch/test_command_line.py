@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
-from tests.runs import TORCHRUN, start, train
+from tests.support.runs import TORCHRUN, start, train
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from dlion.suite.launch.local import lost_peer, run_processes
 from dlion.suite.launch.meeting import process_group
 from tests.conftest import ROOT
 from tests.launch.test_meeting import free_port
-from tests.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
+from tests.support.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
 
 pytestmark = pytest.mark.slow
 

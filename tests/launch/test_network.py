@@ -20,7 +20,7 @@ from dlion.suite.launch.meeting import join_process_group
 from dlion.suite.launch.network import Network, check_possible
 from dlion.suite.training.meter import interface_bytes
 from dlion.suite.units import parse_rate
-from tests.runs import assert_all_gone, start, train
+from tests.support.runs import assert_all_gone, start, train
 
 able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(

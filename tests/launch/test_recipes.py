@@ -36,7 +36,7 @@ from tests.data.formats import (
     write_llama,
     write_tasks,
 )
-from tests.runs import train
+from tests.support.runs import train
 
 CONF = ROOT / "conf"
 FILES = {p.stem for p in (CONF / "experiment").glob("*.yaml")}

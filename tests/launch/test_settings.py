@@ -18,7 +18,7 @@ from dlion.suite.config import settle
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.training.checkpoint import identity
 from tests.conftest import ROOT
-from tests.runs import TORCHRUN, python, train
+from tests.support.runs import TORCHRUN, python, train
 
 pytestmark = pytest.mark.slow
 

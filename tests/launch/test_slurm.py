@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.launch import slurm
-from tests.runs import python, record, train
+from tests.support.runs import python, record, train
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 if slurm.reason_to_skip():

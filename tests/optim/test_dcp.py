@@ -17,7 +17,7 @@ from dlion.optim import DLion, GAdamW
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
-from tests.methods import ALL
+from tests.support.methods import ALL
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from dlion.optim import DGC, DiLoCo, DLion, GAdamW, GMuon, LionCub
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
-from tests.optim.refusals import refused
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from dlion import kernels
 from dlion.methods import DGC, METHODS, DiLoCo, DistributedOptimizer, DLion, GAdamW, GLion
 from dlion.methods.muon import MatricesApart
 from dlion.workers import Workers
-from tests.methods import ALL, IDS
+from tests.support.methods import of_all
 
 SHAPES = [(16, 8), (70,), (8, 16), (3, 5, 4), (128,), (9, 9)]
 BETAS = [(0.9, 0.99), (0.8, 0.95)]
@@ -69,7 +69,7 @@ CLIPPED = "clip_norm"  # of the whole gradient, which is to be in one bucket
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("method", "cls", "options"), ALL, ids=IDS)
+@of_all
 def test_a_group_for_each_parameter_is_as_separate_buckets(method, cls, options, overlap):
     scaled = options.get("wire") in ("sign", "int8") or "weighted" in options
     if method in OF_BUCKETS or CLIPPED in options or scaled:
@@ -81,7 +81,7 @@ def test_a_group_for_each_parameter_is_as_separate_buckets(method, cls, options,
     assert torch.equal(train(together, params, 0, 4), train(one_by_one, others, 0, 4))
 
 
-@pytest.mark.parametrize(("method", "cls", "options"), ALL, ids=IDS)
+@of_all
 def test_groups_that_are_alike_are_as_one(method, cls, options):
     params, others = weights(), weights()
     common = {"workers": Workers.current(local=3), **options}
@@ -107,7 +107,7 @@ def test_many_groups_make_no_more_buckets_than_one(cap, vectors):
         assert flat == sorted(flat)
 
 
-@pytest.mark.parametrize(("method", "cls", "options"), ALL, ids=IDS)
+@of_all
 def test_groups_are_resumed_to_the_bit(method, cls, options):
     straight, params = make(cls, options, apart=False)
     train(straight, params, 0, 4)

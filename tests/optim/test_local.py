@@ -6,7 +6,7 @@ import torch
 from dlion.errors import TrainingFailed
 from dlion.optim import DiLoCo, GAdamW
 from dlion.workers import Workers
-from tests.optim.test_optimizers import flat, loss_of, net, samples, train
+from tests.support.small_model import flat, loss_of, net, samples, train
 
 
 def step(model: torch.nn.Module, optimizer: DiLoCo, t: int) -> None:

@@ -17,7 +17,7 @@ from dlion.optim import DLion, GradDrop, LionCub, PowerSGD
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
-from tests.optim.refusals import refused
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from dlion.methods import METHODS, DistributedOptimizer, DLion, simple
 from dlion.streams import stream, stream_seed
 from dlion.wire import packing
 from dlion.workers import Workers
-from tests.methods import SMALL
+from tests.support.methods import SMALL
 
 SHAPES = [(7,), (33, 20), (), (128,), (130,)]
 SIZES = [torch.Size(shape).numel() for shape in SHAPES]
@@ -41,14 +41,16 @@ class Spec:
     def __init__(self, optimizer: DistributedOptimizer, n: int):
         self.optimizer, self.n = optimizer, n
         self.exchange = optimizer.buckets[0].exchange
-        self.m, self.u, self.v = torch.zeros(3, n, D)
-        self.b, self.b2 = torch.zeros(2, D)
-        self.previous = torch.ones(D)
+        self.momentum, self.variance, self.residual, self.estimate = torch.zeros(4, n, D)
+        self.shared_momentum, self.shared_variance = torch.zeros(2, D)
+        self.shared_error, self.total = torch.zeros(2, D)
+        self.outcome = torch.ones(D)  # of the vote before
         self.level = torch.zeros(n, D, dtype=torch.int64)
         self.last, self.repeated = torch.zeros(2, n, D, dtype=torch.bool)
         self.agreement = torch.full((n, n), 0.75)
         self.queries: list[Tensor] = []
-        self.state: dict[str, Tensor] = {}
+        self.local = torch.zeros(n, D)  # parameters of workers that move on their own
+        self.named: dict[str, Tensor] = {}
 
     def compact(self, padded: Tensor) -> Tensor:
         """``[..., padded]`` in the layout of the bucket -> ``[..., d]``."""
@@ -64,7 +66,7 @@ class Spec:
                 return group[long]
             if long in (*optimizer.own_state, *optimizer.shared_state):
                 shape = (self.n, D) if long in optimizer.own_state else (D,)
-                return self.state.setdefault(long, torch.zeros(shape))
+                return self.named.setdefault(long, torch.zeros(shape))
         return getattr(optimizer, name)
 
     def untie(self, balance: Tensor, step: int, ties: str) -> Tensor:
@@ -75,7 +77,7 @@ class Spec:
         ]
         heads = packing.unpack_bits(torch.cat(draws).view(torch.uint8), self.exchange.numel)
         coin = self.compact(heads) * 2.0 - 1
-        return simple.untie(balance, step, ties, self.previous, coin)
+        return simple.untie(balance, step, ties, self.outcome, coin)
 
     def weighted(self, signs: Tensor, step: int) -> Tensor:
         """Every owner weighs the votes on its slice by what it has seen there."""
@@ -120,22 +122,22 @@ def voted(ties: str):
 
 def lion(vote):
     betas = (0.9, 0.99)
-    return lambda s, x, g, t: simple.dlion(x, s.m, g, t, LR, betas, WD, vote(s, t))
+    return lambda s, x, g, t: simple.dlion(x, s.momentum, g, t, LR, betas, WD, vote(s, t))
 
 
 def signum(vote):
-    return lambda s, x, g, t: simple.signum(x, s.m, g, t, LR, 0.9, WD, vote(s, t))
+    return lambda s, x, g, t: simple.signum(x, s.momentum, g, t, LR, 0.9, WD, vote(s, t))
 
 
 def cub(p: int, scale: str, ties: str, every: int = 0, spans: list = SPANS, headroom: bool = False):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         betas, vote = (0.9, 0.99), voted(ties)(s, t)
         if p == 1:
-            simple.dlion(x, s.m, g, t, LR, betas, WD, vote)
+            simple.dlion(x, s.momentum, g, t, LR, betas, WD, vote)
         else:
-            simple.lion_cub(x, s.m, g, LR, betas, WD, p, scale, headroom, SPANS, vote)
+            simple.lion_cub(x, s.momentum, g, LR, betas, WD, p, scale, headroom, SPANS, vote)
         if every and (t + 1) % every == 0:
-            simple.synchronise(s.m, spans)
+            simple.synchronise(s.momentum, spans)
 
     return step
 
@@ -149,21 +151,24 @@ def weighted(s: Spec, step: int):
 
 
 def terngrad(clip: float):
-    return lambda s, x, g, t: simple.terngrad(x, s.b, g, s.coins(t), LR, 0.9, WD, clip, SPANS)
+    settings = LR, 0.9, WD, clip, SPANS
+    return lambda s, x, g, t: simple.terngrad(x, s.shared_momentum, g, s.coins(t), *settings)
 
 
 def dgc(clip_norm: float, warmup: int):
     return lambda s, x, g, t: simple.dgc(
-        x, s.u, s.v, g, t, LR, 0.9, WD, 0.1, warmup, clip_norm, SPANS
+        x, s.momentum, s.residual, g, t, LR, 0.9, WD, 0.1, warmup, clip_norm, SPANS
     )
 
 
 def ef_signsgd(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-    simple.ef_signsgd(x, s.u, s.b2, s.b, g, LR, 0.9, WD, s.pieces())
+    state = s.residual, s.shared_error, s.shared_momentum
+    simple.ef_signsgd(x, *state, g, LR, 0.9, WD, s.pieces())
 
 
 def ef21_sign(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-    simple.ef21_sign(x, s.m, s.u, s.b, s.previous, g, LR, (0.9, 0.99), WD, s.pieces())
+    state = s.momentum, s.estimate, s.total, s.outcome
+    simple.ef21_sign(x, *state, g, LR, (0.9, 0.99), WD, s.pieces())
 
 
 def tiles(side: int) -> list[Tensor]:
@@ -178,14 +183,14 @@ def tiles(side: int) -> list[Tensor]:
 
 def demo(side: int, k: int, bits: int):
     cut = tiles(side)
-    return lambda s, x, g, t: simple.demo(x, s.m, g, LR, 0.9, WD, cut, k, bits)
+    return lambda s, x, g, t: simple.demo(x, s.momentum, g, LR, 0.9, WD, cut, k, bits)
 
 
 def dlion_adm(rise: int, lookahead: float):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-        coder = (s.u, s.level, s.last, s.repeated)
+        coder = (s.estimate, s.level, s.last, s.repeated)
         settings = (LR, (0.9, 0.99), WD, rise, lookahead, SPANS)
-        simple.dlion_adm(x, s.m, *coder, s.b, s.previous, g, t, *settings)
+        simple.dlion_adm(x, s.momentum, *coder, s.total, s.outcome, g, t, *settings)
 
     return step
 
@@ -198,14 +203,16 @@ def g_muon(adjust: str, steps: int, dtype: torch.dtype):
     }
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
     fixed = (LR, 0.95, (0.9, 0.999), 1e-8, WD, (steps, dtype), scales[adjust], matrices, others)
-    return lambda s, x, g, t: simple.g_muon(x, s.b, s.b2, g, t, *fixed)
+    return lambda s, x, g, t: simple.g_muon(x, s.shared_momentum, s.shared_variance, g, t, *fixed)
 
 
 def sign_muon(vote, rest: str, polar: bool, steps: int = 5, dtype: torch.dtype = torch.bfloat16):
     """The second tensor is the one matrix."""
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
     fixed = (LR, 0.95, (0.9, 0.99), WD, rest, polar, (steps, dtype), matrices, others)
-    return lambda s, x, g, t: simple.sign_muon(x, s.m, s.b2, g, t, *fixed, vote(s, t))
+    return lambda s, x, g, t: simple.sign_muon(
+        x, s.momentum, s.shared_variance, g, t, *fixed, vote(s, t)
+    )
 
 
 def powersgd(rank: int):
@@ -214,7 +221,8 @@ def powersgd(rank: int):
         if t == 0 and matrices:
             seed = stream_seed(SEED, "powersgd", 0)
             s.queries = [torch.randn(20, rank, generator=stream(seed, "query"))]
-        simple.powersgd(x, s.u, s.b, s.queries, g, LR, 0.9, WD, matrices)
+        state = s.residual, s.shared_momentum, s.queries
+        simple.powersgd(x, *state, g, LR, 0.9, WD, matrices)
 
     return step
 
@@ -227,27 +235,32 @@ def diloco(inner: str = "adamw", wire: str = "float32"):
         "int8": lambda s, v: simple.scaled_int8(
             simple.mean(simple.scaled_int8(v, s.pieces())), s.pieces()
         ),
-        "sign": lambda s, v: simple.signs_both_ways(v, s.u, s.b2, s.pieces()),
+        "sign": lambda s, v: simple.signs_both_ways(v, s.residual, s.shared_error, s.pieces()),
     }
     steps = {
-        "adamw": lambda s, g, t: simple.adamw(s.y, s.m, s.v, g, t, LR, (0.9, 0.99), 1e-8, WD),
-        "lion": lambda s, g, t: simple.lion(s.y, s.m, g, *rates),
-        "muon": lambda s, g, t: simple.muon(s.y, s.m, s.v, g, t, *rates, SPANS, SHAPES),
-        "sgd": lambda s, g, t: simple.descend(s.y, g, LR, WD),
+        "adamw": lambda s, g, t: simple.adamw(
+            s.local, s.momentum, s.variance, g, t, LR, (0.9, 0.99), 1e-8, WD
+        ),
+        "lion": lambda s, g, t: simple.lion(s.local, s.momentum, g, *rates),
+        "muon": lambda s, g, t: simple.muon(
+            s.local, s.momentum, s.variance, g, t, *rates, SPANS, SHAPES
+        ),
+        "sgd": lambda s, g, t: simple.descend(s.local, g, LR, WD),
     }
 
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         if t == 0:
-            s.y = x.repeat(s.n, 1)
+            s.local = x.repeat(s.n, 1)
         steps[inner](s, g, t)
-        simple.diloco(x, s.y, s.b, t, 3, 0.7, 0.9, lambda v: means[wire](s, v))
+        simple.diloco(x, s.local, s.shared_momentum, t, 3, 0.7, 0.9, lambda v: means[wire](s, v))
 
     return step
 
 
 def onebit_adam(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
     settings = (LR, (0.9, 0.999), 1e-8, WD, 3, s.pieces())
-    simple.onebit_adam(x, s.b, s.b2, s.u, s.m[0], g, t, *settings)
+    state = s.shared_momentum, s.shared_variance, s.residual, s.shared_error
+    simple.onebit_adam(x, *state, g, t, *settings)
 
 
 def sparseloco(chunk: int, k: int, bits: int):
@@ -256,9 +269,9 @@ def sparseloco(chunk: int, k: int, bits: int):
 
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         if t == 0:
-            s.y = x.repeat(s.n, 1)
-        simple.adamw(s.y, s.m, s.v, g, t, LR, (0.9, 0.99), 1e-8, WD)
-        simple.sparseloco(x, s.y, s.u, t, 2, 0.7, 0.95, chunks, k, bits)
+            s.local = x.repeat(s.n, 1)
+        simple.adamw(s.local, s.momentum, s.variance, g, t, LR, (0.9, 0.99), 1e-8, WD)
+        simple.sparseloco(x, s.local, s.residual, t, 2, 0.7, 0.95, chunks, k, bits)
 
     return step
 

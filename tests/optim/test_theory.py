@@ -10,7 +10,7 @@ is tested in tests/training/test_options.py.
 
 import pytest
 
-from tests.benchmarks.scripts import script
+from tests.support.scripts import script
 
 theory = script("kkt_quadratic")
 

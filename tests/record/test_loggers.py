@@ -23,7 +23,7 @@ from dlion.suite.record.loggers import (
     why_not_sync,
 )
 from tests.record.wandb_server import serving
-from tests.runs import ROOT, train
+from tests.support.runs import ROOT, train
 
 CONFIG = {"optimizer": {"name": "dlion_mavo", "lr": 1e-3}, "workers": 4, "seed": 7}
 ROW = {"step": 5, "epoch": 0.5, "seconds": 1.0, "train_loss": 2.0, "sent_bytes": 1000}

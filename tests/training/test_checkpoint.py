@@ -23,7 +23,7 @@ from dlion.suite.training import Job
 from dlion.suite.training.checkpoint import find
 from dlion.workers import Workers
 from tests.conftest import ROOT
-from tests.runs import latest_step, record, start, train, wait_for_step
+from tests.support.runs import latest_step, record, start, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from dlion.suite.training.faults import Participation
 from dlion.suite.training.local_steps import LocalSteps
-from tests.runs import record, train
+from tests.support.runs import record, train
 
 SETTINGS = ["dataset=digits", "model=linear", "logger=none", "workers=2", "processes=1"]
 

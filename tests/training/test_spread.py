@@ -17,7 +17,7 @@ from dlion.suite.launch.runner import work
 from dlion.suite.training import Job, train
 from dlion.workers import Workers
 from tests.conftest import ROOT
-from tests.runs import record
+from tests.support.runs import record
 
 pytestmark = pytest.mark.slow
 

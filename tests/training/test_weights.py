@@ -25,7 +25,7 @@ from dlion.suite.training.weights import check_pretrained, check_weights, load_w
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_classes, write_llama, write_tasks, write_tokenizer
-from tests.runs import record, train
+from tests.support.runs import record, train
 from tests.training.test_spread import net
 
 pytestmark = pytest.mark.slow

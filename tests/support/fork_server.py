@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MESSAGE = 1 << 20  # bytes, at most, of a request
 IMPORTED = (  # what commands import sooner or later
     *("dlion.suite.launch.cli", "dlion.suite.launch.runner"),

@@ -2,8 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import pytest
+
 from dlion.optim import METHODS, DistributedOptimizer
-from tests.benchmarks.scripts import script
+from tests.support.scripts import script
 
 SMALL = script("same_bits").SMALL
 
@@ -42,3 +44,4 @@ ALL = [*map(tested, METHODS), *VARIANTS]
 # the answer depends on how slices are cut, and so on the number of workers
 OF_PIECES = {"ef_signsgd", "ef21_sign", "onebit_adam"}
 IDS = ["-".join([each.method, *map(str, each.options.values())]) for each in ALL]
+of_all = pytest.mark.parametrize(("method", "cls", "options"), ALL, ids=IDS)

@@ -1,4 +1,4 @@
-"""Measure how a page is written: python -m tests.form PAGE ... prints a row for each."""
+"""Measure how a page is written: python -m tests.support.form PAGE ... prints a row for each."""
 
 import re
 import sys

@@ -72,7 +72,7 @@ def _fork_server() -> socket.socket:
     """Start the server, once in this process; it ends with it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+        [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
         cwd=ROOT,
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
@@ -98,8 +98,8 @@ def _take_ctrl_c() -> None:
 class Run:
     """A Python command in the background, as a user would type it.
 
-    It runs in a copy of a Python that has imported everything (see tests/fork_server.py), unless
-    ``env`` has variables that may change what is imported.
+    It runs in a copy of a Python that has imported everything (see fork_server.py), unless ``env``
+    has variables that may change what is imported.
     """
 
     def __init__(

@@ -1,0 +1,48 @@
+"""Averages of the workers' momenta: when, and of which parameters."""
+
+import copy
+
+import pytest
+import torch
+
+from dlion.methods.sync import MomentumSync
+from dlion.optim import LionCub
+from dlion.workers import Workers
+from tests.support.small_model import loss_of, net, samples
+
+
+def test_momentum_is_synchronised_when_and_where_asked():
+    model = net()
+    optimizer = LionCub(
+        model.named_parameters(),
+        momentum_sync=2,
+        sync_pattern=r"^0\.weight",
+        workers=Workers(local=3),
+    )
+    for t in range(2):
+        for i in range(3):
+            loss_of(model, *samples(3 * t + i)).backward()
+            optimizer.collect(i)
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.step()
+    momenta = [state["momentum"] for state in optimizer.state_dict()["state"].values()]
+    assert torch.equal(momenta[0][0], momenta[0][1]) and torch.equal(momenta[0][0], momenta[0][2])
+    assert not torch.equal(momenta[2][0], momenta[2][1])
+    assert not torch.equal(before[0]["momentum"][0], before[0]["momentum"][1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (("exponential",), [1, 2, 4, 8, 16]),
+        (("floored",), [1, 2, 4, 8, 16]),
+        (("exponential", 16.0), [*range(1, 8), 9, 10, 11, 13, 14, 16, 18, 19, *range(21, 30, 2)]),
+        (("floored", 16.0), [*range(1, 18), *range(19, 30, 2)]),
+        (("floored", 16.0, None, 20), [*range(1, 18), 19]),
+        ((3, 1.0, None, 7), [3, 6]),
+        ((7,), [7, 14, 21, 28]),
+    ],
+)
+def test_the_steps_after_which_momenta_are_averaged(settings, steps):
+    sync = MomentumSync(*settings)
+    assert [t for t in range(1, 30) if sync.is_due(t)] == steps
