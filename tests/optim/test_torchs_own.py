@@ -14,6 +14,7 @@ import copy
 import functools
 import io
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,8 @@ from torch.testing._internal.common_optimizers import (
 )
 
 from dlion.optim import METHODS
-from tests import methods
-from tests.methods import Tested
+from tests.support import methods
+from tests.support.methods import Tested
 
 # the import has forbidden to set flags of backends in this process, where other tests run
 vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
@@ -357,12 +358,14 @@ def test_gradients_of_zero_move_nothing(each: OptimizerInfo, kwargs: dict[str, A
 
 @over_all_methods
 def test_empty_parameters_are_no_trouble(each: OptimizerInfo, kwargs: dict[str, Any]) -> None:
-    empty, full = Parameter(torch.empty(0, 1)), Parameter(torch.randn(5, 1))
-    optimizer = each.optim_cls([empty, full], **kwargs)
-    for param in (empty, full):
-        param.grad = torch.rand_like(param)
-    optimizer.step()
-    assert empty.shape == (0, 1)
+    empty, full = Parameter(torch.empty(0, 3)), Parameter(torch.ones(4))
+    for params in ([empty, full], [empty]):
+        optimizer, before = each.optim_cls(params, **kwargs), full.detach().clone()
+        for param in params:
+            param.grad = torch.arange(float(param.numel())).view(param.shape) - 1
+        optimizer.step()
+        assert torch.equal(full, before) == (full not in optimizer.state)
+        assert empty not in optimizer.state
 
 
 @over_all_methods
@@ -604,8 +607,9 @@ def test_entries_of_others_are_saved(each: OptimizerInfo, kwargs: dict[str, Any]
 @over_all_methods
 def test_an_optimizer_is_not_copied(each: OptimizerInfo, kwargs: dict[str, Any]) -> None:
     """Torch's are: this one talks to other processes, and says what to do instead."""
-    with pytest.raises(TypeError, match=r"load this one's state_dict"):
-        copy.deepcopy(each.optim_cls(Problem().params, **kwargs))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"make another, and load this one's state_dict"):
+            copied(each.optim_cls(Problem().params, **kwargs))
 
 
 @over_all_methods

@@ -33,13 +33,16 @@ class _Pass:
         waiting: trained parameters whose gradient is not there yet; None before the first is.
         sent: whether its message has left.
         restarted: whether zero_grad() has given up the pass that the message was made in.
-        gradients: those that the message was made of, with their versions and a hash, if taken.
+        gradients: those that the message was made of, with their versions, what was measured of
+            them, and how.
     """
 
     waiting: int | None = None
     sent: bool = False
     restarted: bool = False
-    gradients: list[tuple[Slot, Tensor, int, Tensor | None]] = field(default_factory=list)
+    gradients: list[tuple[Slot, Tensor, int, Tensor, Callable[[Tensor], Tensor]]] = field(
+        default_factory=list
+    )
 
 
 class Overlap:
@@ -142,8 +145,8 @@ class Overlap:
     def check_unchanged(self) -> None:
         """Refuse gradients and hyperparameters that were changed after messages had left.
 
-        A gradient that is written to without a change is no change. That takes a hash of each one
-        before; hashes are taken in the first step, and for as long as steps show such writes.
+        A gradient that is written to without a change is no change. To tell, the norm of each one
+        is taken before. In the first step, and for as long as steps show such writes, a hash is.
         """
         self._written = False
         for bucket in self._buckets[: self.sent]:
@@ -154,12 +157,12 @@ class Overlap:
                     " step(), when messages had left: set it before backward(), or create the"
                     " optimizer with overlap=False"
                 )
-            for slot, grad, version, content in [] if here.restarted else here.gradients:
+            for slot, grad, version, content, measure in [] if here.restarted else here.gradients:
                 same = slot.tensor.grad is grad
                 if same and local_part(grad)._version != version:
                     # clip_grad_norm_(params, inf), say, multiplies by 1
                     self._written = True
-                    same = content is not None and _same_bits(content, _content(grad))
+                    same = _same_bits(content, measure(grad))
                 if not same:
                     raise RuntimeError(
                         f"the gradient of {slot.name or 'a parameter'} was changed between"
@@ -207,8 +210,9 @@ class Overlap:
             grad = slot.tensor.grad
             if grad is not None:
                 version = local_part(grad)._version
-                content = _content(grad) if self._written else None
-                self._passes[bucket].gradients.append((slot, grad, version, content))
+                measure = _hash if self._written else _norm
+                noted = slot, grad, version, measure(grad), measure
+                self._passes[bucket].gradients.append(noted)
 
     @torch.no_grad()
     def _run(
@@ -262,7 +266,11 @@ class Overlap:
         return all(future.done() for future in self._running.values())
 
 
-def _content(grad: Tensor) -> Tensor:
+def _norm(grad: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(local_part(grad)).double()
+
+
+def _hash(grad: Tensor) -> Tensor:
     """Return a hash of a gradient's bits, its sum and norm, ``[3]`` on its device.
 
     The hash, of xor, is blind to pairs of equal values.

@@ -239,7 +239,7 @@ def with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any,
     """Give parameters of an earlier state, which did not count their steps, those of their group."""
     steps = {name: group.get("steps", 0) for group in groups for name in group["params"]}
     return {
-        key: {"step": steps[key], **value} if key in steps and value else value
+        key: value | {"step": value.get("step", steps[key])} if key in steps and value else value
         for key, value in state.items()
     }
 
