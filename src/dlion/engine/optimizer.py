@@ -47,6 +47,7 @@ class Common(TypedDict, total=False):
     overlap: bool
     bucket_cap_mb: float | Literal["auto"] | None
     nonfinite: Nonfinite | None
+    stochastic_rounding: bool
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -137,6 +138,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             as a parameter without a gradient there, in that step; None sends it as it is. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the
+            mean of many small steps is right. All workers draw the same. Rounding to the nearest,
+            which is torch's, loses a step below 1/512 of its parameter (a warning says so); a sign
+            step is as small for all. It takes no memory but float32 values of a bucket during its
+            update. Parameters of other dtypes, and methods of local steps, which keep float32
+            parameters, are not concerned.
 
     Attributes:
         buckets: of all groups, in the order in which their messages leave.
@@ -189,6 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         overlap: bool = False,
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
+        stochastic_rounding: bool = False,
     ):
         check_hyperparameters(type(self), defaults)
         self.workers_apart = False
@@ -207,6 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
+        self.stochastic_rounding = stochastic_rounding
         settings = self._settings()
         check_alike(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
@@ -220,7 +229,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.flag = self.flagged = False
         self.skipped = 0
         self._members = Members(bucket_cap_mb, self.kind)
-        self._rounder = Rounder(os.environ.get("ROUNDING", "nearest"), seed)
+        self._rounder = Rounder(stochastic_rounding, seed)
         self._overlap = None
         if overlap:
             self._overlap = Overlap(self.buckets, self._encode_last, self._is_last_pass)
@@ -691,6 +700,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._stepped = True
         for bucket in self.buckets:
             bucket.count_step()
+        self._rounder.end_step()
         self._forget_step()
         for group in self.param_groups:
             group["steps"] += 1

@@ -236,7 +236,7 @@ def mark(optimizer: Any) -> list[int]:
 
 
 def with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Give parameters of an earlier state, which did not count their steps, those of their group."""
+    """Give parameters whose steps an earlier state did not count those of their group."""
     steps = {name: group.get("steps", 0) for group in groups for name in group["params"]}
     return {
         key: value | {"step": value.get("step", steps[key])} if key in steps and value else value

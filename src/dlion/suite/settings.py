@@ -175,7 +175,8 @@ class Settings:
         epochs: passes of the workers over their data.
         batch_size: samples per worker and step.
         accumulate: backward passes a batch is cut into, where memory is short.
-        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too.
+        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too, and bf16_stochastic
+            rounds their updates at random, so that small steps add up.
         seed: of all random choices.
         device: null: cuda where there is one.
         backend: null: gloo on cpu, nccl on cuda.
@@ -238,7 +239,7 @@ class Settings:
     epochs: Count = traits(compared=3)
     batch_size: Count = traits(bits=True, compared=2, evaluated=True)
     accumulate: Count = traits(bits=True, compared=3)
-    precision: Literal["float32", "bf16_mixed", "bf16"] = traits(
+    precision: Literal["float32", "bf16_mixed", "bf16", "bf16_stochastic"] = traits(
         bits=True, compared=1, evaluated=True
     )
     seed: Whole = traits(bits=True, evaluated=True)
