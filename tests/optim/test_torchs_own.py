@@ -320,7 +320,8 @@ def test_numbers_may_be_tensors(each: OptimizerInfo, kwargs: dict[str, Any]) -> 
     one = Problem()
     two = one.copy()
     plain = each.optim_cls(one.params, **kwargs)
-    numbers = {k: plain.defaults[k] for k in ("lr", "weight_decay", "betas") if k in plain.defaults}
+    (group, *_), names = plain.param_groups, ("lr", "weight_decay", "betas")
+    numbers = {name: group[name] for name in names if name in group}
     precise = functools.partial(torch.tensor, dtype=torch.float64)
     as_tensors = {
         key: tuple(map(precise, value)) if isinstance(value, tuple) else precise(value)

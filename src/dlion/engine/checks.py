@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -84,6 +85,16 @@ def check_bare(params: Sequence[Tensor]) -> None:
             " takes the place of DistributedDataParallel too; where a framework insists on it,"
             " call its register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+
+
+def check_alone() -> None:
+    """Refuse the first step of an optimizer that was made before its process group."""
+    started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
+    if dist.get_world_size() > 1 if dist.is_initialized() else started not in ("", "1"):
+        raise RuntimeError(
+            "the optimizer was made before the process group, so each process would train"
+            " alone: call init_process_group() first"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dlion.engine.shards import local_part
 
@@ -48,7 +49,11 @@ class Slot(NamedTuple):
         grad = self.tensor.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        return None if grad is None else self.flatten(local_part(grad)).contiguous()
+        if isinstance(grad, DTensor):
+            grad = local_part(grad)
+        if grad is not None and self.order is not None:
+            grad = grad.permute(self.order)
+        return None if grad is None else grad.flatten().contiguous()
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
@@ -156,13 +161,16 @@ class Members:
     Args:
         bucket_cap_mb: as for :func:`cut`.
         kind: of a group; those of different kinds share no bucket.
+
+    Attributes:
+        frozen: those that were frozen when they were added or looked at last.
     """
 
     def __init__(
         self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable]
     ) -> None:
         self._cap, self._kind = bucket_cap_mb, kind
-        self._frozen: list[Tensor] = []
+        self.frozen: list[Tensor] = []
         self._in_buckets = 0
         self._sizes: list[int] = []
         self._all: list[Tensor] = []
@@ -171,21 +179,21 @@ class Members:
         """Take note of a new group."""
         params = group["params"]
         self._in_buckets += sum(p.requires_grad and local_part(p).numel() > 0 for p in params)
-        self._frozen = self._frozen + [tensor for tensor in params if not tensor.requires_grad]
+        self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
         self._sizes = [*self._sizes, len(params)]
         self._all = self._all + params
 
     def buckets(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
         """Return the trained parameters of some groups, those of each bucket by themselves."""
-        frozen = set(map(id, self._frozen))
+        frozen = set(map(id, self.frozen))
         return self._lay_out(groups, lambda tensor: id(tensor) not in frozen)
 
     def unfrozen(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
         """Return parameters that were unfrozen since the last step, as :meth:`buckets`."""
-        if not any(tensor.requires_grad for tensor in self._frozen):
+        if not self.frozen or not any(tensor.requires_grad for tensor in self.frozen):
             return []
-        here = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
-        self._frozen = [tensor for tensor in self._frozen if id(tensor) not in here]
+        here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
+        self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
         buckets = self._lay_out(groups, lambda tensor: id(tensor) in here)
         self._in_buckets += sum(map(len, buckets))
         return buckets
@@ -204,7 +212,9 @@ class Members:
     @property
     def trained(self) -> int:
         """Parameters that are in buckets, or will be before this step is over."""
-        return self._in_buckets + sum(tensor.requires_grad for tensor in self._frozen)
+        if not self.frozen:
+            return self._in_buckets
+        return self._in_buckets + sum(tensor.requires_grad for tensor in self.frozen)
 
     def check_sizes(self, sizes: list[int]) -> None:
         """Refuse a saved state of groups of other sizes."""
@@ -216,8 +226,10 @@ class Members:
 
     def check_unedited(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameter groups that were edited by hand: buckets know nothing of it."""
-        here = [tensor for group in groups for tensor in group["params"]]
-        sizes = [len(group["params"]) for group in groups]
+        here: list[Tensor] = []
+        for group in groups:
+            here += group["params"]
+        sizes = [*map(len, map(operator.itemgetter("params"), groups))]
         if sizes != self._sizes or not all(map(operator.is_, here, self._all)):
             raise RuntimeError(
                 "param_groups were edited, which moves no parameter in or out: add a group with"

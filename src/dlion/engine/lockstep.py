@@ -6,7 +6,6 @@ message says in which step its sender is, and a checksum of its hyperparameters.
 
 import hashlib
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,7 +44,7 @@ def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
+def check_equal(workers: Workers, facts: dict[str, Any]) -> None:
     """Compare the arguments of all processes of the workers by hash.
 
     Args:
@@ -69,7 +68,7 @@ def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
             )
 
 
-def check_spread(workers: Workers) -> None:
+def check_local_workers(workers: Workers) -> None:
     """Compare how many workers the processes host.
 
     Raises:
@@ -93,15 +92,12 @@ def _gather(values: Tensor, workers: Workers) -> Tensor:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    plain = [plain_values(group) for group in groups]
-    for values in plain:
-        values.pop("steps", None)
-    return repr([sorted(values.items()) for values in plain])
-
-
-def checksum(rates: str, trained: int) -> int:
-    """Return the checksum of hyperparameters and of how many parameters are trained."""
-    return zlib.crc32(f"{trained} {rates}".encode())
+    texts = []
+    for group in groups:
+        plain = plain_values(group)
+        plain.pop("steps", None)
+        texts.append(repr(sorted(plain.items())))
+    return ", ".join(texts)
 
 
 def check_in_step(

@@ -124,7 +124,7 @@ class TopKMean(Exchange):
         rows = torch.stack([row for row in everyones if row.numel()])
         self.senders = len(rows)
         self.answer, self.headers = rows.split([size - self.header_bytes, self.header_bytes], dim=1)
-        with channel.timer("vote", beside=True):
+        with channel.timer.vote:
             self._total.zero_()
             for message in self.answer:
                 for group in self._groups:

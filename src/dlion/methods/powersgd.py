@@ -86,7 +86,7 @@ class PowerSGD(DistributedOptimizer):
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
-        with bucket.untouched(bucket.flight.present, *residuals):
+        with bucket.untouched(bucket.flight.present, residuals):
             for local in self.channel.local_participants:
                 residuals[local] -= bucket.exchange.sent(local)
         momentum_descent(bucket, bucket.exchange.decode())

@@ -9,7 +9,7 @@ from dlion import kernels
 from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
-from dlion.exchange import Shape, Ties, Way
+from dlion.exchange import Shape, Ties, Topology
 from dlion.kernels import Gradients
 from dlion.methods.dlion import Aggregation, SignedDescent
 from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise, rms_scale
@@ -92,7 +92,7 @@ class SignMuon(MatricesApart, SignedDescent):
         adamw_names: Name | None = None,
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         check_pattern("adamw_names", adamw_names)
