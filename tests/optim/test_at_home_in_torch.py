@@ -388,6 +388,7 @@ def test_a_state_that_was_saved_after_unfreezing_is_loaded_after_unfreezing():
 def test_clipping_over_several_buckets_is_refused_whenever_they_come():
     model = net()
     optimizer = DGC(model.parameters(), clip_norm=1.0)
+    train(model, optimizer, 1)
     with pytest.raises(ValueError, match="needs the whole gradient"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 

@@ -71,9 +71,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
 
-    Parameter groups that are given here share buckets, so a group for each layer costs no more
-    exchanges than one for all; rates may differ and change. A group that is added later, and what
-    is unfrozen later, has buckets of its own.
+    Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
+    all; rates may differ and change. Groups that are added after a step, or after a state was
+    loaded, share buckets of their own, as does what is unfrozen later.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
@@ -233,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.skipped = 0
         self.members = Members(bucket_cap_mb, self.kind)
         self._step = Step(self, overlap)
-        self._constructed = False
+        self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
@@ -319,23 +319,40 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
+        group, before = self.param_groups[-1], copy.copy(self.members)
+        groups, first = self._used
+        earlier = self.buckets[first:]
         try:
             check_hyperparameters(type(self), group)
             check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
             self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
-                self._add_buckets([group])
+                del self.buckets[first:]
+                self._add_buckets(self.param_groups[groups:])
         except Exception:
             self.param_groups.pop()
             self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
-            del self.buckets[first:]
+            self._drop(self.buckets[first:])
+            self.buckets[first:] = earlier
+            for bucket in earlier:
+                saving.publish(bucket, self.state, self.saved_workers)
             raise
         if self._constructed:
+            self._drop(earlier)
             self._hand_out([group], self.buckets[first:])
+
+    def _drop(self, buckets: list[Bucket]) -> None:
+        """Forget buckets whose parameters have a place in others."""
+        if self._step.overlap is not None:
+            for bucket in buckets:
+                self._step.overlap.unwatch(bucket)
+
+    def _note_use(self) -> None:
+        """Note that the groups and buckets of now have state: later ones do not join them."""
+        self._used = len(self.param_groups), len(self.buckets)
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
@@ -359,6 +376,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Make buckets for parameters that were unfrozen since the last step."""
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
+        self._note_use()
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -499,6 +517,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._check_ready()
+        self._note_use()
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected

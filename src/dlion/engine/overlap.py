@@ -62,7 +62,7 @@ class Overlap:
     Attributes:
         sent: how many buckets' messages have left in this step.
         in_backward: whether a backward pass is going on, or has failed.
-        hooks: those of autograd, to be removed.
+        hooks: those of autograd, to be removed, of each bucket.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Overlap:
         # of the optimizer, which is not to live as long as its parameters' hooks
         self._encode, self._expects = weakref.WeakMethod(encode), weakref.WeakMethod(expects)
         self.sent, self.in_backward = 0, False
-        self.hooks: list[RemovableHandle] = []
+        self.hooks: dict[Bucket, list[RemovableHandle]] = {}
         self._passes: dict[Bucket, _Pass] = {}
         self._synchronising = True
         self._written = True  # whether gradients are written to after they are sent: then hashed
@@ -91,7 +91,15 @@ class Overlap:
         self._passes[bucket] = _Pass()
         ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
         tensors = (slot.tensor for slot in bucket.slots)
-        self.hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
+        self.hooks[bucket] = [
+            tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors
+        ]
+
+    def unwatch(self, bucket: Bucket) -> None:
+        """Forget a bucket of which nothing was sent."""
+        for hook in self.hooks.pop(bucket, []):
+            hook.remove()
+        self._passes.pop(bucket, None)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -261,8 +269,8 @@ class Overlap:
 
     def close(self) -> bool:
         """Remove the hooks and end the thread; return whether nothing was under way."""
-        for hook in self.hooks:
-            hook.remove()
+        for bucket in [*self.hooks]:
+            self.unwatch(bucket)
         if self._executor is not None:
             self._executor.shutdown(wait=False)
         return all(future.done() for future in self._running.values())
