@@ -70,6 +70,7 @@ class InFlight:
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.
+        saved: whether each sender's own state was written to a file.
     """
 
     norms: dict[int, Tensor] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class InFlight:
     present: list[bool] = field(default_factory=list)
     flag: bool = False
     slow: bool = False
+    saved: list[bool] = field(default_factory=list)
 
 
 class Bucket:
@@ -363,7 +365,9 @@ class Bucket:
         else:
             self.run_led(self)
 
-    def make_header(self, present: list[bool], trained: int, flag: bool) -> Tensor:
+    def make_header(
+        self, present: list[bool], trained: int, flag: bool, saved: bool = False
+    ) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the
@@ -371,7 +375,7 @@ class Bucket:
         """
         self.flight.rates = hyperparameters(self.distinct_groups)
         check, slow = checksum(self.flight.rates, trained), self.exchange.channel.slow
-        return self.header.encode(self.step, check, present, flag, slow)
+        return self.header.encode(self.step, check, present, flag, slow, saved)
 
     def write_header(self, local: int, header: Tensor) -> None:
         """Let a header go with a local worker's message.
@@ -393,7 +397,9 @@ class Bucket:
         """
         read = self.header.decode(headers)
         self.check_in_step(read, self.exchange.channel.participants, "worker")
-        self.flight.present, self.flight.flag, self.flight.slow = read.present, read.flag, read.slow
+        flight = self.flight
+        flight.present, flight.flag = read.present, read.flag
+        flight.slow, flight.saved = read.slow, read.saved
 
     def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
         """Compare what senders, a ``kind`` of such numbers, say of themselves."""

@@ -13,14 +13,15 @@ from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlion.engine import nonfinite, saving, worker_files
+from dlion.engine import nonfinite, saving, uneven, worker_files
 from dlion.engine.bucket import Bucket, InFlight, StateNames
 from dlion.engine.checks import check_bare, check_hyperparameters, check_parameters, checked
 from dlion.engine.elastic import Elastic, check_dealt
 from dlion.engine.layout import Member, Members
-from dlion.engine.lockstep import check_alike, check_spread, facts_about, plain_values
+from dlion.engine.lockstep import check_alike, check_data, check_spread, facts_about, plain_values
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap, Work
 from dlion.engine.shards import check_sharding, local_part
@@ -31,6 +32,8 @@ from dlion.workers import Workers, check_gpus, voters
 
 Nonfinite = Literal["stop", "skip"]
 BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
+# numbers of processes of torchrun, Open MPI, MPICH and MVAPICH
+_STARTED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 class Common(TypedDict, total=False):
@@ -48,7 +51,7 @@ class Common(TypedDict, total=False):
     nonfinite: Nonfinite | None
 
 
-class DistributedOptimizer(torch.optim.Optimizer, ABC):
+class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     """A ``torch.optim.Optimizer`` whose workers exchange packed messages instead of gradients.
 
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
@@ -189,9 +192,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
     ):
+        Joinable.__init__(self)
         check_hyperparameters(type(self), defaults)
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
+        self._files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
             given = self._alone(given, workers or process_group or mesh or dense_group)
@@ -201,6 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_spread(given)
+        self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
@@ -432,6 +438,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("set_participants() in the middle of a step")
         if self._elastic is not None:
             raise RuntimeError("set_participants() with manager=, which names the participants")
+        if self._join_config.enable:
+            raise RuntimeError("set_participants() inside torch's Join, which names them")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -507,6 +515,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._join_config.enable:
+            uneven.meet(self, here=True)
         if not self._stepped:
             self._check_first_step()
         if self._awaits is not None:
@@ -536,6 +546,35 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._forget_step()
         return loss
 
+    def join_hook(self, **kwargs: Any) -> uneven.Shadow:
+        """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.
+
+        A worker that has no batch left takes no part: it sends nothing, keeps its state, and
+        follows updates and hyperparameters of the others::
+
+            with Join([optimizer]):
+                for batch in batches:  # fewer on some processes
+                    loss_of(batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Raises:
+            RuntimeError: with ``overlap``, virtual workers, ``dense_group`` or ``manager``; after
+                :meth:`set_participants`.
+        """
+        uneven.check_possible(self)
+        return uneven.Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of ``Join``."""
+        return self.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the workers, for ``Join``."""
+        return self.workers.group or dist.group.WORLD
+
     @property
     def _in_step(self) -> bool:
         """Whether messages of the next step have been made."""
@@ -548,10 +587,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_first_step(self) -> None:
         check_bare(self.params)
+        if self._peers.processes > 1 and self._peers.local == 1:
+            check_data(self.params, self._peers)
         if not self._met_nobody:
             return
-        started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
-        if dist.get_world_size() > 1 if dist.is_initialized() else started not in ("", "1"):
+        started = {os.environ.get(name, "1") for name in _STARTED}
+        if dist.get_world_size() > 1 if dist.is_initialized() else started - {"", "1"}:
             raise RuntimeError(
                 "the optimizer was made before the process group, so each process would train"
                 " alone: call init_process_group() first"
@@ -617,7 +658,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _average(self, bucket: Bucket, local: int, flag: bool) -> None:
         """Let the node average its gradients, and write the message about their mean."""
         assert self.node is not None
-        header = bucket.make_header(bucket.present(), self._members.trained, flag)
+        header = self._header(bucket, bucket.present(), flag)
         self._write_message(bucket, local, self.node.average(bucket, header))
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
@@ -628,7 +669,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
         with self.channel.timer("encode"), kept:
             self.encode(bucket, local)
-        bucket.write_header(local, bucket.make_header(present, self._members.trained, flag))
+        bucket.write_header(local, self._header(bucket, present, flag))
+
+    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
+        return bucket.make_header(present, self._members.trained, flag, self._files.here)
 
     def _exchange_and_update(self) -> bool:
         """Let all messages leave, wait for the answers and apply them; return whether it did.
@@ -685,6 +729,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.flagged = any(flight.flag for flight in flights)
         if any(flight.present for flight in flights):  # messages have travelled
             self.channel.settle(any(flight.slow for flight in flights))
+            self._files.compare(flights[0].saved)
         self.skipped += len(self._skipping)
         self._stepped = True
         self._forget_step()
@@ -872,7 +917,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _spread_state(self) -> tuple[saving.States, saving.Elementwise]:
         return saving.spread_state(
-            self.state, self.params, self.buckets, self._saved_workers, self.own_state
+            self.state,
+            self.params,
+            self.buckets,
+            self._saved_workers,
+            self.own_state,
+            self._files,
         )
 
     def __getstate__(self) -> NoReturn:

@@ -1,8 +1,9 @@
 """Saved state of an optimizer: tensors that know which part of them is on which process."""
 
+import warnings
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,36 @@ APART = "workers_apart"  # the entry of a state without each worker's own: which
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
+_PATIENCE = 10  # steps in which other processes may write their files, from a thread say
+
+
+@dataclass
+class Files:
+    """Files of the own state of this process and of others, which a bit of each message tells.
+
+    Attributes:
+        here: whether this process has written one since all had.
+        steps: steps since some process has written one and another has not.
+    """
+
+    here: bool = False
+    steps: int = 0
+
+    def compare(self, saved: Sequence[bool]) -> None:
+        """Warn once where some of all senders have saved their state, and others never do."""
+        self.steps += any(saved) and not all(saved)
+        if all(saved):
+            self.here, self.steps = False, 0
+        elif self.steps == _PATIENCE and self.here:
+            warnings.warn(
+                "this process's state_dict() was saved, but not every other worker's: each owns its"
+                " momentum, so this file cannot resume the run. Save on every process, or set"
+                " workers_apart = True and call save_workers(FOLDER) on every process, or use"
+                " dlion.frameworks (accelerate, transformers, lightning)",
+                stacklevel=2,
+            )
+
+
 class Spread:
     """Placement of state: per-worker state on the workers' processes, all of it on shards.
 
@@ -30,7 +61,8 @@ class Spread:
         both: of the two, workers first; None if there is neither.
     """
 
-    def __init__(self, workers: Workers, param: Tensor):
+    def __init__(self, workers: Workers, param: Tensor, files: Files):
+        self.files = files
         self.shards = param.device_mesh if isinstance(param, DTensor) else None
         self.workers = self.both = None
         group: Any = workers.group or dist.group.WORLD
@@ -58,7 +90,7 @@ class Spread:
             behind = [Shard(p.dim + 1) for p in placements if isinstance(p, Shard)]
             over += behind or [Replicate()] * self.shards.ndim
         count = self.workers.size() if self.workers else 1
-        return _dtensor(rows, self.both, over, (len(rows) * count, *shape))
+        return _dtensor(rows, self.both, over, (len(rows) * count, *shape), self.files)
 
     def shared(self, values: Tensor, param: Tensor) -> Tensor:
         """State of a parameter's shape that is equal on all workers."""
@@ -71,18 +103,22 @@ class Spread:
         if self.workers is None:
             return rows
         shape = (len(rows) * self.workers.size(), *rows.shape[1:])
-        return _dtensor(rows, self.workers, [Shard(0)], shape)
+        return _dtensor(rows, self.workers, [Shard(0)], shape, self.files)
 
 
 def _dtensor(
-    here: Tensor, mesh: DeviceMesh, over: list[Placement], shape: tuple[int, ...]
+    here: Tensor,
+    mesh: DeviceMesh,
+    over: list[Placement],
+    shape: tuple[int, ...],
+    files: Files | None = None,
 ) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
     # the same memory: pickle fails on a tensor that begins inside another
     here = torch.from_dlpack(here)
     size = torch.Size(shape)
     return _as_saved(
-        DTensor.from_local(here, mesh, over, run_check=False, shape=size, stride=stride)
+        DTensor.from_local(here, mesh, over, run_check=False, shape=size, stride=stride), files
     )
 
 
@@ -98,17 +134,21 @@ class _Saved(DTensor):
     So files that torch.save writes can be read without torch.distributed, by weights_only too.
     """
 
+    files: Files | None
+
     def __reduce_ex__(self, proto: Any) -> Any:
+        if self.files is not None:
+            self.files.here = True
         return self._local_tensor.__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Saved":
         with torch.no_grad():
-            memo[id(self)] = _as_saved(self.clone())
+            memo[id(self)] = _as_saved(self.clone(), self.files)
         return memo[id(self)]
 
 
-def _as_saved(tensor: Any) -> Any:
-    tensor.__class__ = _Saved
+def _as_saved(tensor: Any, files: Files | None) -> Any:
+    tensor.__class__, tensor.files = _Saved, files
     return tensor
 
 
@@ -156,6 +196,7 @@ def spread_state(
     buckets: Sequence[Bucket],
     workers: Workers,
     own_state: Sequence[str],
+    files: Files,
 ) -> tuple[States, Elementwise]:
     """Return an optimizer's state, sharing its memory, as DTensors where processes differ.
 
@@ -163,8 +204,9 @@ def spread_state(
 
     Args:
         own_state: names of per-worker state, for parameters of which this process has nothing.
+        files: is told where the state of this process is written to one.
     """
-    spread = Spread(workers, params[0])
+    spread = Spread(workers, params[0], files)
     found: States = {}
     flats: Elementwise = []
     for bucket in buckets:
