@@ -351,17 +351,22 @@ def warned(work: Callable[[], Any]) -> list[str]:
 
 @case
 def one_file(r: int) -> list[list[str]]:
-    """Warnings of twelve steps after a save, by process 0, by both one after the other, apart."""
+    """Warnings of twelve steps: state_dict() of process 0, files of process 0, of both, apart."""
     found = []
-    for savers, apart in (([0], False), ([0, 1], False), ([0], True)):
+    for callers, writers, apart in (
+        ([0], [], False),
+        ([0, 1], [0], False),
+        ([0, 1], [0, 1], False),
+        ([0], [0], True),
+    ):
         model = net()
         optimizer = DLion(model.parameters(), lr=1e-3)
         optimizer.workers_apart = apart
-        state = optimizer.state_dict()  # which both may look at
 
-        def train(model=model, optimizer=optimizer, state=state, savers=savers) -> None:
+        def train(model=model, optimizer=optimizer, callers=callers, writers=writers) -> None:
+            state = optimizer.state_dict() if r in callers else {}
             for t in range(12):
-                if [t] == savers[r : r + 1] or (t == 0 and savers == [r]):
+                if t == r and r in writers:  # one later than the other
                     torch.save(copy.deepcopy(state), io.BytesIO())
                 backward(model, 10 * t + r)
                 optimizer.step()
@@ -552,9 +557,10 @@ def test_unfreezing_on_one_process_only_is_named(seen):
 
 
 def test_a_file_of_one_process_alone_is_noticed(seen):
-    (alone, both, apart), (others, *silent) = seen["one_file"]
-    assert len(alone) == 1 and "not every other worker's" in alone[0]
-    assert not any([*both, *apart, *others, *silent[0], *silent[1]])
+    (called, written, *silent), others = seen["one_file"]
+    for said in (called, written):
+        assert len(said) == 1 and "not that of every other" in said[0]
+    assert not any([*silent, *others])
 
 
 def test_processes_that_read_the_same_samples_are_told(seen):

@@ -70,7 +70,7 @@ class InFlight:
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.
-        saved: whether each sender's own state was written to a file.
+        saved: what each sender did with its own state.
     """
 
     norms: dict[int, Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class InFlight:
     present: list[bool] = field(default_factory=list)
     flag: bool = False
     slow: bool = False
-    saved: list[bool] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
 
 
 class Bucket:
@@ -365,9 +365,7 @@ class Bucket:
         else:
             self.run_led(self)
 
-    def make_header(
-        self, present: list[bool], trained: int, flag: bool, saved: bool = False
-    ) -> Tensor:
+    def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the

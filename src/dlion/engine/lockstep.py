@@ -118,8 +118,8 @@ def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
 
 
 def checksum(rates: str, trained: int) -> int:
-    """Return the checksum, of 31 bits, of hyperparameters and how many parameters are trained."""
-    return zlib.crc32(f"{trained} {rates}".encode()) % 2**31
+    """Return the checksum, of 30 bits, of hyperparameters and how many parameters are trained."""
+    return zlib.crc32(f"{trained} {rates}".encode()) % 2**30
 
 
 def check_in_step(

@@ -820,7 +820,11 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             if param in found:
                 state[index] = state.get(index, {}) | found[param]
         packed = {**state_dict, "state": state} | self._further_state()
-        return saving.without_own(packed, self) if self.workers_apart else packed
+        if self.workers_apart:
+            return saving.without_own(packed, self)
+        if self.own_state_is_apart and self._elastic is None:
+            self._files.here |= saving.CALLED
+        return packed
 
     def _further_state(self) -> dict[str, Any]:
         """Return the entries that are saved beside state and groups."""

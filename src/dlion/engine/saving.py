@@ -3,7 +3,7 @@
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,34 +22,41 @@ APART = "workers_apart"  # the entry of a state without each worker's own: which
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
-_PATIENCE = 10  # steps in which other processes may write their files, from a thread say
+CALLED, WRITTEN = 1, 2  # state_dict() was called; its tensors went to a file
+_PATIENCE = {CALLED: 1, WRITTEN: 10}  # steps in which others may do so, from a thread say
 
 
 @dataclass
 class Files:
-    """Files of the own state of this process and of others, which a bit of each message tells.
+    """Bits of every message about saved state, since one process cannot know what others save.
 
     Attributes:
-        here: whether this process has written one since all had.
-        steps: steps since some process has written one and another has not.
+        here: what this process did with its own state, CALLED or WRITTEN or both, since all had.
+        steps: steps since some process did and another did not.
     """
 
-    here: bool = False
-    steps: int = 0
+    here: int = 0
+    steps: dict[int, int] = field(default_factory=lambda: {CALLED: 0, WRITTEN: 0})
 
-    def compare(self, saved: Sequence[bool]) -> None:
-        """Warn once where some of all senders have saved their state, and others never do."""
-        self.steps += any(saved) and not all(saved)
-        if all(saved):
-            self.here, self.steps = False, 0
-        elif self.steps == _PATIENCE and self.here:
-            warnings.warn(
-                "this process's state_dict() was saved, but not every other worker's: each owns its"
-                " momentum, so this file cannot resume the run. Save on every process, or set"
-                " workers_apart = True and call save_workers(FOLDER) on every process, or use"
-                " dlion.frameworks (accelerate, transformers, lightning)",
-                stacklevel=2,
-            )
+    def compare(self, saved: Sequence[int]) -> None:
+        """Read the bits of all senders; warn once where only some save their state."""
+        for what, patience in _PATIENCE.items():
+            did = [bool(bits & what) for bits in saved]
+            if all(did):
+                self.here, self.steps[what] = self.here & ~what, 0
+            elif any(did):
+                self.steps[what] += 1
+                if self.steps[what] == patience and self.here & what:
+                    warnings.warn(_ONE_FILE, stacklevel=2)
+                    self.steps = dict.fromkeys(_PATIENCE, patience)
+
+
+_ONE_FILE = (
+    "state_dict() of this process was saved, but not that of every other: each worker owns its"
+    " momentum, so this file cannot resume the run. Save on every process, or set"
+    " workers_apart = True and call save_workers(FOLDER) on every process, or use dlion.frameworks"
+    " (accelerate, transformers, lightning)"
+)
 
 
 class Spread:
@@ -138,7 +145,7 @@ class _Saved(DTensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         if self.files is not None:
-            self.files.here = True
+            self.files.here |= WRITTEN
         return self._local_tensor.__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Saved":
