@@ -81,8 +81,9 @@ def check_bare(params: Sequence[Tensor]) -> None:
         raise RuntimeError(
             "the model is wrapped in DistributedDataParallel, which would average the gradients"
             " in float32 before any message is made: give the bare model, as this optimizer"
-            " takes the place of DistributedDataParallel too; where a framework insists on it,"
-            " call its register_comm_hook(None, noop_hook), of"
+            " takes the place of DistributedDataParallel too; where a framework insists on it, use"
+            " dlion.frameworks (accelerate, transformers, lightning), or call its"
+            " register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
         )
 
