@@ -112,7 +112,7 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
         step = step_of(model, x, y, optimizer)
 
         def step_as_told() -> None:
-            optimizer.channel.settle(slow)
+            optimizer.channel.adapt(slow)
             step()
 
         return step if slow is None else step_as_told

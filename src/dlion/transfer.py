@@ -22,7 +22,7 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Tensors that are there already are returned as they are.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     parts = torch.cat(flat).cpu().split([part.numel() for part in flat])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from types import FunctionType
 
 import torch
@@ -49,12 +50,12 @@ class Workers:
                 " of a group cannot be one of its workers"
             )
 
-    @property
+    @cached_property
     def count(self) -> int:
         """n, the number of all workers."""
         return self.processes * self.local
 
-    @property
+    @cached_property
     def ids(self) -> range:
         """The workers hosted by this process."""
         return range(self.rank * self.local, (self.rank + 1) * self.local)

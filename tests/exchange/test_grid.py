@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlion.exchange import Channel, Costs, LevelMean, Shape, Vote, Way, grid_shape
+from dlion.exchange import Channel, Costs, LevelMean, Shape, Topology, Vote, grid_shape
 from dlion.exchange.grid import bits_up
 from dlion.optim import DLion
 from dlion.suite.launch.local import run_processes
@@ -184,7 +184,7 @@ def test_every_spread_of_a_grid_answers_as_direct_send_does(processes, counts):
 def test_a_state_saved_on_a_grid_goes_on_without(sizes):
     param = torch.nn.Parameter(torch.zeros(D))
 
-    def make(exchange: Way | Shape) -> DLion:
+    def make(exchange: Topology | Shape) -> DLion:
         return DLion([param], lr=1e-2, workers=Workers(local=6), exchange=exchange)
 
     def step(optimizer: DLion, seed: int) -> None:

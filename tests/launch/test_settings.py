@@ -14,7 +14,7 @@ from pydantic import Field
 import dlion
 from dlion import values
 from dlion.suite import settings
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.training.checkpoint import identity
 from tests.conftest import ROOT
@@ -387,7 +387,7 @@ def test_a_folder_below_home_is_found(monkeypatch, tmp_path):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         typed = Arguments(["output_dir=~/run"]).ordered()  # as shells other than bash leave it
         config = compose("config", overrides=typed, return_hydra_config=True)
-    assert settle(config, config.hydra).output_dir == str(tmp_path / "run")
+    assert resolve(config, config.hydra).output_dir == str(tmp_path / "run")
 
 
 def components():
@@ -402,7 +402,7 @@ def components():
 
 @pytest.mark.parametrize(("group", "node"), components())
 def test_every_setting_of_a_component_has_a_type_and_a_sentence(group, node):
-    sources = [settings.locate(node._target_, group), settings.Use]
+    sources = [settings.locate(node._target_, group), settings.Samples]
     hints = {name: hint for source in sources for name, hint in values.parameters(source).items()}
     said = {name: text for source in sources for name, text in settings.sentences(source).items()}
     for key in (key for key in node if key not in settings.SPECIAL):
@@ -412,7 +412,13 @@ def test_every_setting_of_a_component_has_a_type_and_a_sentence(group, node):
 
 def test_every_setting_of_a_run_has_a_type_a_sentence_and_a_value():
     config = OmegaConf.load(ROOT / "conf" / "config.yaml")
-    kinds = (settings.Settings, settings.Faults, settings.Schedule, settings.Network, settings.Use)
+    kinds = (
+        settings.Settings,
+        settings.Faults,
+        settings.Schedule,
+        settings.Network,
+        settings.Samples,
+    )
     for kind in kinds:
         assert all(settings.sentences(kind)[name] for name in values.parameters(kind))
     own = {

@@ -1,5 +1,7 @@
 """The step that all methods share. :mod:`dlion.methods` defines messages and updates.
 
-Read ``optimizer.py`` first: collect gradients, encode, exchange, update. ``overlap.py`` exists for
-``overlap=True`` alone; ``lockstep.py`` compares processes; ``saving.py`` is the state dict.
+Read ``step.py`` first: collect gradients, encode, exchange, update. ``optimizer.py`` is the class
+that users see and methods fill in; ``overlap.py`` exists for ``overlap=True`` alone, ``elastic.py``
+for ``manager=``; ``lockstep.py`` compares processes; ``saving.py`` shows the state of buckets and
+``state_dicts.py`` packs and loads it.
 """

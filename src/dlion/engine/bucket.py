@@ -1,10 +1,11 @@
 """Parameters as one long vector, with all that belongs to them during a step."""
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,15 +13,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlion.engine.layout import Member, Slot, lay_out
-from dlion.engine.lockstep import check_in_step, checksum, hyperparameters
+from dlion.engine.lockstep import check_in_step, hyperparameters
 from dlion.engine.shards import local_part
+from dlion.engine.whole import Whole
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
 from dlion.transfer import upload
 from dlion.wire import Header, Headers
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
 
     slot: Slot
@@ -44,11 +46,7 @@ class Run(NamedTuple):
 
     def of(self, *flats: Tensor) -> Any:
         """Return these parameters' part of flat buffers, as views."""
-        return tuple(flat[self.part] for flat in flats)
-
-
-def _values(group: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple([group[name] for name in names])  # a list is filled faster than by a generator
+        return tuple([flat[self.part] for flat in flats])
 
 
 class StateNames(Protocol):
@@ -58,6 +56,16 @@ class StateNames(Protocol):
     shared_state: list[str]
     counters: list[str]
     own_counters: list[str]
+
+
+@dataclass
+class Names:
+    """Names of the state of some of a method's buckets."""
+
+    own_state: list[str] = field(default_factory=list)
+    shared_state: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+    own_counters: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -94,6 +102,7 @@ class Bucket:
         groups: the optimizer's parameter group of each parameter; hyperparameters are read from
             them at every step, see :meth:`runs`.
         edges: the slots at which the parameters of another group begin, 0 among them.
+        distinct_groups: the group at each edge.
         slots: the parameters and where they are.
         numel: elements, gaps included.
         exchange: carries the messages about these parameters and holds the answer.
@@ -121,12 +130,13 @@ class Bucket:
         self.flight = InFlight()
         self.published: list[tuple[Tensor, str, Tensor]] = []
         self._places = {(None, None): self.places}
-        self._pieces: dict[int, list[Piece]] = {}
+        self._fragments: dict[int, list[Fragment]] = {}
         self._row: Tensor | None = None
 
     def allocate(self, exchange: Exchange, names: StateNames) -> None:
         """Make the buffers that go with an exchange and move the parameters in."""
-        local, padded = exchange.channel.workers.local, exchange.numel
+        # an exchange may be about whole tensors of what is sharded here
+        local, padded = exchange.channel.workers.local, max(exchange.numel, self.numel)
         self.exchange = exchange
         zeros = partial(torch.zeros, dtype=torch.float32)
         self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
@@ -142,7 +152,7 @@ class Bucket:
     def renew(self, exchange: Exchange) -> None:
         """Continue with an exchange for another number of workers, whose padding may differ."""
         self.exchange = exchange
-        self._pieces.clear()
+        self._fragments.clear()
         self._row = None
         if exchange.numel != len(self.params):
             self.params = self._resized(self.params)
@@ -161,6 +171,7 @@ class Bucket:
         self.groups = list(groups)
         pairs = enumerate(itertools.pairwise(self.groups), 1)
         self.edges = [0, *(index for index, (one, two) in pairs if one is not two)]
+        self.distinct_groups = [self.groups[index] for index in self.edges]
 
     @property
     def group(self) -> dict[str, Any]:
@@ -171,11 +182,6 @@ class Bucket:
                 " bucket.runs(), as dlion.methods.updates does"
             )
         return self.groups[0]
-
-    @property
-    def distinct_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, each once where its parameters lie side by side."""
-        return [self.groups[index] for index in self.edges]
 
     @property
     def step(self) -> int:
@@ -194,11 +200,11 @@ class Bucket:
         if within != slice(None):
             (start, stop), (slot, *_) = (within.start, within.stop), self.slots[within]
             assert stop == start + 1
-            values = _values(self.groups[start], names)
+            values = tuple(map(self.groups[start].__getitem__, names))
             return [Run(values, slice(slot.start, slot.stop), within)]
         found: list[tuple[int, tuple[Any, ...]]] = []
         for index in self.edges:
-            values = _values(self.groups[index], names)
+            values = tuple(map(self.groups[index].__getitem__, names))
             if not found or values != found[-1][1]:
                 found.append((index, values))
         if len(found) == 1:
@@ -220,6 +226,19 @@ class Bucket:
     def spans(self) -> list[tuple[int, int]]:
         """``(start, stop)`` of each parameter."""
         return list(self.places.spans)
+
+    @cached_property
+    def whole(self) -> Whole:
+        """The tensors as wholes, for methods with ``whole_matrices``."""
+        return Whole(self.slots, self.numel)
+
+    def to_whole(self, flat: Tensor) -> Tensor:
+        """Return a flat buffer as one of ``whole.slots``: itself, if nothing is sharded."""
+        return self.whole.gather(flat)
+
+    def to_shards(self, flat: Tensor) -> Tensor:
+        """Return a flat buffer of ``whole.slots`` as one of ``slots``: itself, if not sharded."""
+        return self.whole.scatter(flat, len(self.params))
 
     @property
     def buffers(self) -> Buffers:
@@ -246,7 +265,8 @@ class Bucket:
         Of sharded ones, which stay where they are, it takes a copy.
         """
         for index, slot in enumerate(self.slots):
-            tensor, view = local_part(slot.tensor), self._views[index]
+            view, tensor = self._views[index], slot.tensor
+            tensor = local_part(tensor) if self.sharded else tensor
             home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
                 view = self._views[index] = slot.standalone(slot.view(self.params))
@@ -271,11 +291,11 @@ class Bucket:
 
     def copy_gradients(self, rows: Tensor) -> None:
         """Copy the latest gradients into a message, float32 ``[n, slice]``; zero without one."""
-        pieces = self._pieces.get(rows.data_ptr())
-        if pieces is None:
-            pieces = self._pieces[rows.data_ptr()] = list(self._cut(rows))
+        fragments = self._fragments.get(rows.data_ptr())
+        if fragments is None:
+            fragments = self._fragments[rows.data_ptr()] = list(self._cut(rows))
         views, parts = [], []
-        for slot, start, stop, view in pieces:
+        for slot, start, stop, view in fragments:
             grad = slot.gradient()
             if grad is None:
                 view.zero_()
@@ -361,9 +381,14 @@ class Bucket:
     def stages(self) -> Stages:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
         if self.run_led is None:
-            yield from self.exchange.stages(self.step)
-        else:
-            self.run_led(self)
+            return self.exchange.stages(self.step)
+        return self._led()
+
+    def _led(self) -> Stages:
+        assert self.run_led is not None
+        self.run_led(self)
+        return
+        yield  # a generator, all the same
 
     def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
@@ -371,8 +396,9 @@ class Bucket:
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
-        self.flight.rates = hyperparameters(self.distinct_groups)
-        check, slow = checksum(self.flight.rates, trained), self.exchange.channel.slow
+        self.flight.rates = rates = hyperparameters(self.distinct_groups)
+        check = zlib.crc32(f"{trained} {rates}".encode()) % 2**30
+        slow = self.exchange.channel.slow
         return self.header.encode(self.step, check, present, flag, slow, saved)
 
     def write_header(self, local: int, header: Tensor) -> None:
@@ -380,7 +406,7 @@ class Bucket:
 
         Where ``norms`` are known, it says which gradient is not finite, in place of the step.
         """
-        header = upload(header, self.device)
+        header = header if self.device.type == "cpu" else upload(header, self.device)
         norms = self.flight.norms.get(local)
         if norms is not None:
             self.header.mark(header, norms)
@@ -394,7 +420,8 @@ class Bucket:
                 are in different steps or have different hyperparameters.
         """
         read = self.header.decode(headers)
-        self.check_in_step(read, self.exchange.channel.participants, "worker")
+        if not read.agree:
+            self.check_in_step(read, self.exchange.channel.participants, "worker")
         flight = self.flight
         flight.present, flight.flag = read.present, read.flag
         flight.slow, flight.saved = read.slow, read.saved
@@ -405,20 +432,22 @@ class Bucket:
             return
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)
 
-    def untouched(self, present: list[bool], *flats: Tensor) -> AbstractContextManager[None]:
+    def untouched(
+        self, present: list[bool], flats: Iterable[Tensor]
+    ) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""
-        return nullcontext() if all(present) else self._restored(present, *flats)
+        return nullcontext() if all(present) else self._restored(present, flats)
 
     @contextmanager
-    def _restored(self, present: list[bool], *flats: Tensor) -> Iterator[None]:
+    def _restored(self, present: list[bool], flats: Iterable[Tensor]) -> Iterator[None]:
         absent = [slot for slot, here in zip(self.slots, present, strict=True) if not here]
-        parts = [flat[slot.start : slot.stop] for slot in absent for flat in flats]
+        parts = [flat[slot.start : slot.stop] for flat in flats for slot in absent]
         before = [part.clone() for part in parts]
         yield
         for part, old in zip(parts, before, strict=True):
             part.copy_(old)
 
-    def _cut(self, rows: Tensor) -> Iterator[Piece]:
+    def _cut(self, rows: Tensor) -> Iterator[Fragment]:
         """Yield the parameters' parts of ``rows``, ``[n, slice]``, a flat buffer in slices."""
         size = rows.shape[1]
         for slot in self.slots:
@@ -427,5 +456,5 @@ class Bucket:
                 row, column = divmod(at, size)
                 end = min(slot.stop, at + size - column)
                 view = rows[row, column : column + end - at]
-                yield Piece(slot, at - slot.start, end - slot.start, view)
+                yield Fragment(slot, at - slot.start, end - slot.start, view)
                 at = end

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -13,6 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.values import parameters, refusal
+
+# numbers of processes of torchrun, Open MPI, MPICH and MVAPICH
+_STARTED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
@@ -85,6 +89,16 @@ def check_bare(params: Sequence[Tensor]) -> None:
             " dlion.frameworks (accelerate, transformers, lightning), or call its"
             " register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+
+
+def check_alone() -> None:
+    """Refuse the first step of an optimizer that was made before its process group."""
+    started = {os.environ.get(name, "1") for name in _STARTED}
+    if dist.get_world_size() > 1 if dist.is_initialized() else started - {"", "1"}:
+        raise RuntimeError(
+            "the optimizer was made before the process group, so each process would train"
+            " alone: call init_process_group() first"
         )
 
 

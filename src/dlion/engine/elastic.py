@@ -12,10 +12,10 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,10 @@ from torch import Tensor
 from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
+from dlion.engine.method import Method
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
-
-if TYPE_CHECKING:
-    from dlion.engine.optimizer import DistributedOptimizer
 
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
 # owner has learnt about workers, which it takes along to its next slice
@@ -55,7 +53,7 @@ class Elastic:
         ValueError: for a manager or a method that will not do.
     """
 
-    def __init__(self, manager: Any, optimizer: "DistributedOptimizer", facts: dict[str, Any]):
+    def __init__(self, manager: Any, optimizer: Method, facts: dict[str, Any]):
         if manager._use_async_quorum:
             raise ValueError("the manager must have use_async_quorum=False: make it with join()")
         if "gloo" not in manager._pg.getBackendName():
@@ -166,12 +164,16 @@ class Elastic:
                 " backward()"
             )
 
-    def commit(self) -> bool:
-        """Wait for all answers, here and elsewhere; if some are missing, take this step back."""
+    def commit(self, wait: Callable[[Sequence[Bucket]], None]) -> bool:
+        """Wait for all answers, here and elsewhere; return whether all have them.
+
+        Args:
+            wait: waits for the answers of buckets here.
+        """
         optimizer = self._optimizer
         buckets, error = optimizer.buckets, None
         try:
-            optimizer._wait(buckets)
+            wait(buckets)
             for bucket in buckets:
                 optimizer.after_step(bucket)
             optimizer.channel.barrier()
@@ -190,12 +192,13 @@ class Elastic:
                 self._note(bucket)
         else:
             self._abort()  # so that the next quorum makes exchanges again: they have moved too
-            if optimizer._overlap is not None:
-                optimizer._overlap.finish()
-            for kept in self._kept.values():
-                for row, copy in kept:
-                    row.copy_(copy)
         return self.committed
+
+    def put_back(self) -> None:
+        """Undo what encoding has moved, as the step was not committed."""
+        for kept in self._kept.values():
+            for row, copy in kept:
+                row.copy_(copy)
 
     def _others_are_odd(self) -> bool:
         """Whether this worker's headers say what those of most workers say."""
@@ -267,7 +270,7 @@ class Elastic:
                 f"this worker made its optimizer with other {' and other '.join(names)} than the"
                 " run that it joins: give it the same"
             )
-        optimizer._include_unfrozen()
+        optimizer.include_unfrozen()
         sizes = [[slot.stop - slot.start for slot in bucket.slots] for bucket in optimizer.buckets]
         if sizes != [saved["sizes"] for saved in state["buckets"]]:
             raise TrainingFailed(
@@ -288,8 +291,17 @@ class Elastic:
         frozen = (p for p in optimizer.params if not p.requires_grad)
         for tensor, values in zip(frozen, state["frozen"], strict=True):
             tensor.data.copy_(values)
-        optimizer._joined()
+        optimizer.begin_round()
         self.healed += 1
+
+
+def alone(named: Any) -> Workers:
+    """Return this process alone, as a manager names its peers at every step."""
+    if named is not None:
+        raise ValueError(
+            "manager= names the participants: give no workers, process_group, mesh or dense_group"
+        )
+    return Workers()
 
 
 def check_dealt(bucket: Bucket, method: str) -> None:

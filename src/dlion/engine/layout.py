@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dlion.engine.shards import local_part
 
@@ -48,7 +49,11 @@ class Slot(NamedTuple):
         grad = self.tensor.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        return None if grad is None else self.flatten(local_part(grad)).contiguous()
+        if isinstance(grad, DTensor):
+            grad = local_part(grad)
+        if grad is not None and self.order is not None:
+            grad = grad.permute(self.order)
+        return None if grad is None else grad.flatten().contiguous()
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
@@ -91,7 +96,7 @@ def lay_out(members: Iterable[Member]) -> tuple[list[Slot], int]:
         here = local_part(tensor)
         slots.append(Slot(tensor, name, here.shape, start, start + here.numel(), _order(here)))
         start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
-    return slots, start
+    return slots, max(start, ALIGNMENT)  # of tensors of which nothing is here: a gap
 
 
 def _order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -102,23 +107,35 @@ def _order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def share(tensor: Tensor, whole: bool) -> int:
+    """Return a tensor's elements here; ``whole``: its part for each process of its shard group."""
+    if whole and isinstance(tensor, DTensor):
+        return -(-tensor.numel() // tensor.device_mesh.size())
+    return local_part(tensor).numel()
+
+
 def by_kind(
-    members: Iterable[Member], kind: Callable[[dict[str, Any]], Hashable] = lambda group: None
+    members: Iterable[Member],
+    kind: Callable[[dict[str, Any]], Hashable] = lambda group: None,
+    whole: bool = False,
 ) -> list[list[Member]]:
     """Return members that may share a bucket together, without those that have no elements.
 
     They have one dtype and device, and groups of one ``kind`` that have taken as many steps.
+    ``whole``: a tensor is a member wherever other processes have elements of it.
     """
     kinds: dict[Hashable, list[Member]] = {}
     for member in members:
         tensor, group = member.tensor, member.group
-        if local_part(tensor).numel():
+        if share(tensor, whole):
             same = (tensor.dtype, tensor.device, group.get("steps"), kind(group))
             kinds.setdefault(same, []).append(member)
     return [*kinds.values()]
 
 
-def cut(members: list[Member], bucket_cap_mb: float | None) -> list[list[Member]]:
+def cut(
+    members: list[Member], bucket_cap_mb: float | None, whole: bool = False
+) -> list[list[Member]]:
     """Members by bucket, in the order in which a backward pass is done with them.
 
     Of several groups one often has the vectors of all layers, which do not decay. As these are
@@ -127,14 +144,14 @@ def cut(members: list[Member], bucket_cap_mb: float | None) -> list[list[Member]
     if bucket_cap_mb is None:
         return [members]
     backward = members[::-1]
-    parts = _cut(backward, bucket_cap_mb)
+    parts = _cut(backward, bucket_cap_mb, whole)
     if any(member.group is not members[0].group for member in members):
         backward.sort(key=lambda member: member.tensor.dim() < 2)
-        parts = min(_cut(backward, bucket_cap_mb), parts, key=len)
+        parts = min(_cut(backward, bucket_cap_mb, whole), parts, key=len)
     return parts
 
 
-def _cut(rest: list[Member], bucket_cap_mb: float) -> list[list[Member]]:
+def _cut(rest: list[Member], bucket_cap_mb: float, whole: bool) -> list[list[Member]]:
     """Cut members into buckets in their order.
 
     The first bucket is a quarter as large, so that messages start early, and each at most half of
@@ -142,7 +159,7 @@ def _cut(rest: list[Member], bucket_cap_mb: float) -> list[list[Member]]:
     """
     cap, parts = bucket_cap_mb * 1e6, []
     while rest:
-        sizes = [4 * local_part(member.tensor).numel() for member in rest]
+        sizes = [4 * share(member.tensor, whole) for member in rest]
         room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
         count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
         parts.append(rest[:count])
@@ -156,13 +173,17 @@ class Members:
     Args:
         bucket_cap_mb: as for :func:`cut`.
         kind: of a group; those of different kinds share no bucket.
+        whole: as for :func:`by_kind`.
+
+    Attributes:
+        frozen: those that were frozen when they were added or looked at last.
     """
 
     def __init__(
-        self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable]
+        self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable], whole: bool
     ) -> None:
-        self._cap, self._kind = bucket_cap_mb, kind
-        self._frozen: list[Tensor] = []
+        self._cap, self._kind, self._whole = bucket_cap_mb, kind, whole
+        self.frozen: list[Tensor] = []
         self._in_buckets = 0
         self._sizes: list[int] = []
         self._all: list[Tensor] = []
@@ -170,22 +191,22 @@ class Members:
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
         params = group["params"]
-        self._in_buckets += sum(p.requires_grad and local_part(p).numel() > 0 for p in params)
-        self._frozen = self._frozen + [tensor for tensor in params if not tensor.requires_grad]
+        self._in_buckets += sum(p.requires_grad and share(p, self._whole) > 0 for p in params)
+        self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
         self._sizes = [*self._sizes, len(params)]
         self._all = self._all + params
 
     def buckets(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
         """Return the trained parameters of some groups, those of each bucket by themselves."""
-        frozen = set(map(id, self._frozen))
+        frozen = set(map(id, self.frozen))
         return self._lay_out(groups, lambda tensor: id(tensor) not in frozen)
 
     def unfrozen(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
         """Return parameters that were unfrozen since the last step, as :meth:`buckets`."""
-        if not any(tensor.requires_grad for tensor in self._frozen):
+        if not self.frozen or not any(tensor.requires_grad for tensor in self.frozen):
             return []
-        here = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
-        self._frozen = [tensor for tensor in self._frozen if id(tensor) not in here]
+        here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
+        self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
         buckets = self._lay_out(groups, lambda tensor: id(tensor) in here)
         self._in_buckets += sum(map(len, buckets))
         return buckets
@@ -198,13 +219,15 @@ class Members:
             names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
             found = zip(group["params"], names, strict=False)
             members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
-        kinds = by_kind(members, self._kind)
-        return [part for kind in kinds for part in cut(kind, self._cap)]
+        kinds = by_kind(members, self._kind, self._whole)
+        return [part for kind in kinds for part in cut(kind, self._cap, self._whole)]
 
     @property
     def trained(self) -> int:
         """Parameters that are in buckets, or will be before this step is over."""
-        return self._in_buckets + sum(tensor.requires_grad for tensor in self._frozen)
+        if not self.frozen:
+            return self._in_buckets
+        return self._in_buckets + sum(tensor.requires_grad for tensor in self.frozen)
 
     def check_sizes(self, sizes: list[int]) -> None:
         """Refuse a saved state of groups of other sizes."""
@@ -216,8 +239,10 @@ class Members:
 
     def check_unedited(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameter groups that were edited by hand: buckets know nothing of it."""
-        here = [tensor for group in groups for tensor in group["params"]]
-        sizes = [len(group["params"]) for group in groups]
+        here: list[Tensor] = []
+        for group in groups:
+            here += group["params"]
+        sizes = [*map(len, map(operator.itemgetter("params"), groups))]
         if sizes != self._sizes or not all(map(operator.is_, here, self._all)):
             raise RuntimeError(
                 "param_groups were edited, which moves no parameter in or out: add a group with"

@@ -47,7 +47,7 @@ def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
+def check_equal(workers: Workers, facts: dict[str, Any]) -> None:
     """Compare the arguments of all processes of the workers by hash.
 
     Args:
@@ -71,7 +71,7 @@ def check_alike(workers: Workers, facts: dict[str, Any]) -> None:
             )
 
 
-def check_spread(workers: Workers) -> None:
+def check_local_workers(workers: Workers) -> None:
     """Compare how many workers the processes host.
 
     Raises:
@@ -111,15 +111,12 @@ def check_data(params: Sequence[Tensor], workers: Workers) -> None:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    plain = [plain_values(group) for group in groups]
-    for values in plain:
-        values.pop("steps", None)
-    return repr([sorted(values.items()) for values in plain])
-
-
-def checksum(rates: str, trained: int) -> int:
-    """Return the checksum, of 30 bits, of hyperparameters and how many parameters are trained."""
-    return zlib.crc32(f"{trained} {rates}".encode()) % 2**30
+    texts = []
+    for group in groups:
+        plain = plain_values(group)
+        plain.pop("steps", None)
+        texts.append(repr(sorted(plain.items())))
+    return ", ".join(texts)
 
 
 def check_in_step(

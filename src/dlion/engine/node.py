@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dlion.engine.bucket import Bucket
-from dlion.engine.lockstep import check_alike
+from dlion.engine.lockstep import check_equal
 from dlion.exchange import Channel, RoundedMean, Traffic
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers
@@ -74,9 +74,9 @@ class Node:
         """Overwrite ``values`` with those of the first process of the node."""
         self._channel.broadcast(values)
 
-    def check_alike(self, facts: dict[str, Any]) -> None:
-        """Compare the arguments of the processes, as :func:`dlion.engine.lockstep.check_alike`."""
-        check_alike(self._channel.workers, facts)
+    def check_equal(self, facts: dict[str, Any]) -> None:
+        """Compare the arguments of the processes, as :func:`dlion.engine.lockstep.check_equal`."""
+        check_equal(self._channel.workers, facts)
 
     def any(self, here: Tensor) -> Tensor:
         """Return where some process has True, bool ``[...]``."""

@@ -1,6 +1,7 @@
 """Handling of gradients that are NaN or infinite."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +39,28 @@ def refuse(buckets: Sequence[Bucket], local: int) -> None:
             raise not_finite(bucket.names[int(broken[0])], f"worker {worker}", bucket.step)
 
 
+def overflowed(optimizer: Any) -> bool:
+    """Whether a GradScaler found an overflow on any worker; if not, unscale the gradients."""
+    if optimizer._step.elastic is not None:
+        raise RuntimeError("a GradScaler does not work with manager=: train in bfloat16")
+    if optimizer.overlap or optimizer.workers.local > 1:
+        raise RuntimeError(
+            "under a GradScaler messages must not be made of scaled gradients: create the"
+            " optimizer with overlap=False and one worker a process"
+        )
+    mine = optimizer.found_inf.view(1) != 0
+    if optimizer.node is not None:
+        mine = optimizer.node.any(mine)
+    if optimizer.channel.gather(mine[None]).any():
+        return True
+    if optimizer.grad_scale is not None:
+        grads = [tensor.grad for tensor in optimizer.params if tensor.grad is not None]
+        _unscale(grads, optimizer.grad_scale)
+    return False
+
+
 @torch.no_grad()
-def unscale(grads: Sequence[Tensor], scale: Tensor) -> None:
+def _unscale(grads: Sequence[Tensor], scale: Tensor) -> None:
     """Divide gradients by the scale of a GradScaler, without the host knowing it."""
     factor = scale.double().reciprocal().float()
     for device in {grad.device for grad in grads}:

@@ -1,12 +1,11 @@
-"""The step that every method shares: collect gradients, encode, exchange, update."""
+"""The optimizer that users see and methods fill in; :mod:`dlion.engine.step` is its step."""
 
 import copy
 import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 
@@ -16,24 +15,34 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlion.engine import nonfinite, saving, uneven, worker_files
-from dlion.engine.bucket import Bucket, InFlight, StateNames
-from dlion.engine.checks import check_bare, check_hyperparameters, check_parameters, checked
-from dlion.engine.elastic import Elastic, check_dealt
+from dlion.engine import nonfinite, saving, state_dicts, uneven, worker_files
+from dlion.engine.bucket import Bucket, StateNames
+from dlion.engine.checks import (
+    check_alone,
+    check_bare,
+    check_hyperparameters,
+    check_parameters,
+    checked,
+)
+from dlion.engine.elastic import Elastic, alone, check_dealt
 from dlion.engine.layout import Member, Members
-from dlion.engine.lockstep import check_alike, check_data, check_spread, facts_about, plain_values
+from dlion.engine.lockstep import (
+    check_data,
+    check_equal,
+    check_local_workers,
+    facts_about,
+    plain_values,
+)
 from dlion.engine.node import DenseWire, Node
-from dlion.engine.overlap import Overlap, Work
+from dlion.engine.overlap import Overlap
 from dlion.engine.shards import check_sharding, local_part
-from dlion.exchange import Channel, Exchange, Traffic, run_together
-from dlion.transfer import download
+from dlion.engine.step import Step
+from dlion.exchange import Channel, Exchange, Traffic
 from dlion.values import Positive
 from dlion.workers import Workers, check_gpus, voters
 
 Nonfinite = Literal["stop", "skip"]
 BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
-# numbers of processes of torchrun, Open MPI, MPICH and MVAPICH
-_STARTED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 class Common(TypedDict, total=False):
@@ -84,11 +93,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     FSDP then averages gradients inside a replica alone, and each process exchanges messages about
     its shards with those that hold the same. Parameters stay where FSDP keeps them; state, and a
-    copy of the parameters, is of the local shards. A scale or a number of entries that a method
-    takes of each tensor it takes of each shard (LionCub, TernGrad, DGC, ...), so for these methods
-    results depend on the shards. Voters are replicas here, whose gradients have less noise than
-    those of single processes: that is better where links between nodes are slow, and another method
-    than a vote of all processes.
+    copy of the parameters, is of the local shards. Methods that need whole matrices (GMuon,
+    SignMuon, PowerSGD, DeMo, ...) gather them inside a replica, each on one of its processes. A
+    scale or a number of entries that another method takes of each tensor it takes of each shard
+    (LionCub, TernGrad, DGC, ...), so for these methods results depend on the shards. Voters are
+    replicas here, whose gradients have less noise than those of single processes: that is better
+    where links between nodes are slow, and another method than a vote of all processes.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
@@ -163,9 +173,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     shared_state: list[str] = []
     counters: list[str] = []  # shared state, one number a parameter
     own_counters: list[str] = []  # a worker's state, one number a parameter
-    whole_matrices: bool = False  # whether a part of a matrix will not do
+    whole_matrices: bool = False  # whether it gathers what FSDP2 has sharded: bucket.whole
     # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
+    moves_alone: ClassVar[bool] = False  # whether a worker moves between exchanges
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # torch.amp.GradScaler sets both
@@ -193,19 +204,18 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         nonfinite: Nonfinite | None = None,
     ):
         Joinable.__init__(self)
-        check_hyperparameters(type(self), defaults)
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
-        self._files = saving.Files()
+        self.files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
-            given = self._alone(given, workers or process_group or mesh or dense_group)
+            given = alone(workers or process_group or mesh or dense_group)
         self._met_nobody = not (
             dist.is_initialized() or workers or process_group or mesh or manager
         )
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
-        check_spread(given)
+        check_local_workers(given)
         self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
@@ -213,55 +223,41 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
         settings = self._settings()
-        check_alike(given, {"settings": settings})
+        check_equal(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
         self.channel, self.node = Channel(self.workers), None
-        self._elastic: Elastic | None = None
         if dense_group is not None:
             check_gpus(Workers.current(group=dense_group), _device_of(params))
             self.node = Node(dense_group, dense_wire, given, overlap)
-            self.node.check_alike({"settings": settings})
+            self.node.check_equal({"settings": settings})
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self._members = Members(bucket_cap_mb, self.kind)
-        self._overlap = None
-        if overlap:
-            self._overlap = Overlap(self.buckets, self._encode_last, self._is_last_pass)
-        self._collected: set[int] = set()
-        self._late: dict[Bucket, Work] = {}
-        self._stepped = self._failed = self._constructed = False
-        self._skipping: set[int] = set()  # workers that leave out a gradient in this step
-        close = weakref.finalize(self, _close, self._overlap, self.workers, self.node)
+        self.members = Members(bucket_cap_mb, self.kind, self.whole_matrices)
+        self._step = Step(self, overlap)
+        self._constructed = False
+        close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
         super().__init__(params, {**self._hyperparameters})
         self._constructed = True
-        self.register_state_dict_post_hook(_put_state)
+        self.register_state_dict_post_hook(state_dicts.pack)
         self._add_buckets(self.param_groups)
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
         if manager is not None:
-            self._check_elastic()
+            self.check_elastic()
             facts = {"settings": settings, **facts_about(self.param_groups)}
-            self._elastic = Elastic(manager, self, facts)
+            self._step.elastic = Elastic(manager, self, facts)
 
-    def _alone(self, given: Workers, named: Any) -> Workers:
-        """Return this process alone: a manager names its peers at every step."""
-        if named is not None:
-            raise ValueError(
-                "manager= names the participants: give no workers, process_group, mesh or"
-                " dense_group"
-            )
-        return Workers()
-
-    def _check_elastic(self) -> None:
+    def check_elastic(self) -> None:
         """Refuse settings that hold for one number of workers alone, or whose state would move."""
 
     @property
     def committed(self) -> bool:
         """Whether the latest step has moved the parameters; False only with ``manager``."""
-        return self._elastic is None or self._elastic.committed
+        elastic = self._step.elastic
+        return elastic is None or elastic.committed
 
     # ------------------------------------------------------------------ what a method fills in
 
@@ -308,17 +304,6 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     def prepare(self) -> None:
         """Compile the kernels of the first step, so that processes forked later inherit them."""
 
-    def _rehearse(self) -> None:
-        """Take a step with a parameter of its own, for :meth:`prepare`."""
-        values = torch.nn.Parameter(torch.zeros(8, 8))
-        bucket = Bucket(0, [Member(values, "", self.param_groups[0])])
-        bucket.allocate(self.make_exchange(bucket), self)
-        for local in range(self.workers.local):
-            self.encode(bucket, local)
-        bucket.exchange.run(0)
-        bucket.flight.present = [True]
-        self.update(bucket)
-
     # ------------------------------------------------------------------ parameters
 
     @property
@@ -333,20 +318,22 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             RuntimeError: in the middle of a step.
             TrainingFailed: if processes add different ones.
         """
-        if self._in_step:
+        if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self._members)
+        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
         try:
             check_hyperparameters(type(self), group)
-            check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
+            check_sharding(
+                self.params, self.workers, type(self).__name__, self.whole_matrices, self.overlap
+            )
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
-            self._members.add(group)
+            self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
                 self._add_buckets([group])
         except Exception:
             self.param_groups.pop()
-            self._members = before
+            self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
             del self.buckets[first:]
@@ -356,7 +343,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
-        for members in self._members.buckets(groups):
+        for members in self.members.buckets(groups):
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[Member]) -> None:
@@ -364,26 +351,26 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
-        if self._elastic is not None:
+        if self._step.elastic is not None:
             check_dealt(bucket, type(self).__name__)
         self.buckets.append(bucket)
-        saving.publish(bucket, self.state, self._saved_workers)
+        saving.publish(bucket, self.state, self.saved_workers)
         self.begin(bucket)
-        if self._overlap is not None:
-            self._overlap.watch(bucket)
+        if self._step.overlap is not None:
+            self._step.overlap.watch(bucket)
 
-    def _include_unfrozen(self) -> None:
+    def include_unfrozen(self) -> None:
         """Make buckets for parameters that were unfrozen since the last step."""
-        for members in self._members.unfrozen(self.param_groups):
+        for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
         params = [tensor for group in groups for tensor in group["params"]]
         facts = facts_about(groups)
-        check_alike(self.workers, facts)
+        check_equal(self.workers, facts)
         if self.node is not None:
-            self.node.check_alike(facts)
+            self.node.check_equal(facts)
         check_bare(params)
         for bucket in buckets:
             self._give(bucket.params)
@@ -434,9 +421,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 f"set_participants({list(workers or ())}): give at least one of the"
                 f" {self.workers.count} workers"
             )
-        if self._in_step:
+        if self._step.under_way:
             raise RuntimeError("set_participants() in the middle of a step")
-        if self._elastic is not None:
+        if self._step.elastic is not None:
             raise RuntimeError("set_participants() with manager=, which names the participants")
         if self._join_config.enable:
             raise RuntimeError("set_participants() inside torch's Join, which names them")
@@ -456,7 +443,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             optimizer.step()
             optimizer.zero_grad()
         """
-        return nullcontext() if self._overlap is None else self._overlap.no_sync()
+        overlap = self._step.overlap
+        return nullcontext() if overlap is None else overlap.no_sync()
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -469,13 +457,14 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             RuntimeError: if messages of a pass that went well have left; step() has to follow then.
             TrainingFailed: with ``manager``, if the lighthouse does not answer.
         """
-        if self._overlap is not None and not self._failed:
-            self._overlap.check_restart()
+        overlap, elastic = self._step.overlap, self._step.elastic
+        if overlap is not None and not self._step.failed:
+            overlap.check_restart()
         super().zero_grad(set_to_none)
-        if self._overlap is not None:
-            self._overlap.restart()
-        if self._elastic is not None:
-            self._elastic.begin()
+        if overlap is not None:
+            overlap.restart()
+        if elastic is not None:
+            elastic.begin()
 
     @torch._disable_dynamo
     def collect(self, local: int) -> None:
@@ -494,9 +483,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """
         if local not in self.channel.local_participants:
             raise RuntimeError(f"virtual worker {local} does not take part in this step")
-        if local in self._collected:
+        if local in self._step.collected:
             raise RuntimeError(f"virtual worker {local} was collected twice in one step")
-        self._encode_unsent(local)
+        self._step.collect(local)
         super().zero_grad()
 
     @torch._disable_dynamo  # a graph break: what is compiled around it stays compiled
@@ -517,34 +506,37 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 loss = closure()
         if self._join_config.enable:
             uneven.meet(self, here=True)
-        if not self._stepped:
-            self._check_first_step()
+        self._check_ready()
+        if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
+            return loss
+        local, collected = self.channel.local_participants, self._step.collected
+        if not local:
+            self.include_unfrozen()  # the others do so when they encode
+        elif collected == set(local[:-1]):
+            self._step.collect(local[-1])
+        if collected != set(local):
+            missing = sorted(set(local) - collected)
+            raise RuntimeError(f"step() before collect() of virtual workers {missing}")
+        self._step.finish()
+        return loss
+
+    def _check_ready(self) -> None:
+        """Refuse a step that would go wrong, and take over what others have put into the state."""
+        if not self._step.taken:
+            check_bare(self.params)
+            if self._peers.processes > 1 and self._peers.local == 1:
+                check_data(self.params, self._peers)
+            if self._met_nobody:
+                check_alone()
         if self._awaits is not None:
             raise RuntimeError(
                 "the loaded state lacks the workers' own state, which is in files beside the"
                 " checkpoint: call load_workers(FOLDER) on every process, or use the integration of"
                 " dlion.frameworks that saved it"
             )
-        self._members.check_unedited(self.param_groups)
+        self.members.check_unedited(self.param_groups)
         for bucket in self.buckets:
             saving.adopt(bucket, self.state)
-        if getattr(self, "found_inf", None) is not None and self._overflowed():
-            return loss
-        local = self.channel.local_participants
-        if not local:
-            self._include_unfrozen()  # the others do so when they encode
-        elif self._collected == set(local[:-1]):
-            self._encode_unsent(local[-1])
-        if self._collected != set(local):
-            missing = sorted(set(local) - self._collected)
-            raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        with self._halfway():
-            went_well = self._exchange_and_update()
-        if went_well:
-            self._end_step()
-        else:
-            self._forget_step()
-        return loss
 
     def join_hook(self, **kwargs: Any) -> uneven.Shadow:
         """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.
@@ -575,195 +567,21 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """The process group of the workers, for ``Join``."""
         return self.workers.group or dist.group.WORLD
 
+    # ------------------------------------------------------------------ a step that moves by itself
+
     @property
-    def _in_step(self) -> bool:
-        """Whether messages of the next step have been made."""
-        return bool(self._collected or (self._overlap is not None and self._overlap.sent))
-
-    def _is_last_pass(self) -> bool:
-        """Whether gradients of the last local participant are accumulated, for :class:`Overlap`."""
-        local = self.channel.local_participants
-        return bool(local) and self._collected - {local[-1]} == set(local[:-1])
-
-    def _check_first_step(self) -> None:
-        check_bare(self.params)
-        if self._peers.processes > 1 and self._peers.local == 1:
-            check_data(self.params, self._peers)
-        if not self._met_nobody:
-            return
-        started = {os.environ.get(name, "1") for name in _STARTED}
-        if dist.get_world_size() > 1 if dist.is_initialized() else started - {"", "1"}:
-            raise RuntimeError(
-                "the optimizer was made before the process group, so each process would train"
-                " alone: call init_process_group() first"
-            )
-
-    @contextmanager
-    def _halfway(self) -> Iterator[None]:
-        """If the body raises, refuse further steps: the state is half updated."""
-        if self._failed:
-            raise RuntimeError(
-                "an earlier step failed half-way, when state had moved: give this optimizer a"
-                " checkpoint (load_state_dict), or make another"
-            )
-        self._failed = True
-        yield
-        self._failed = False
-
-    def _encode_unsent(self, local: int) -> None:
-        """Encode a local worker's messages of all buckets that have not left yet."""
-        sent = 0
-        if self._overlap is not None:
-            if self.node is not None:
-                self._overlap.finish()  # it writes the mean gradients
-            self._overlap.check_unchanged()
-            sent = self._overlap.sent
-        if not self._collected:
-            self._include_unfrozen()
-        self._collected.add(local)
-        with self._halfway():
-            self._encode(self.buckets[sent:], local)
-
-    @torch.no_grad()
-    def _encode(self, buckets: Sequence[Bucket], local: int) -> None:
-        """Look at a local worker's gradients and write its messages about buckets.
-
-        With a node and overlap the exchange's thread does so: it then starts all collectives, and
-        communicators never meet in two orders.
-        """
-        if self._elastic is not None:
-            self._elastic.require_open()
-        self._look_at(buckets, local)
-        for bucket in buckets:
-            if self.node is None:
-                self._write_message(bucket, local, self.flag)
-            elif self._overlap is None:
-                self._average(bucket, local, self.flag)
-            else:
-                self._late[bucket] = partial(self._average, bucket, local, self.flag)
-
-    def _encode_last(self, bucket: Bucket) -> Work | None:
-        """Write the last local worker's message, during its backward pass."""
-        with self._halfway():
-            self._encode([bucket], self.channel.local_participants[-1])
-        return self._late.pop(bucket, None)
-
-    def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
-        """Leave out gradients that are not finite, or measure all for the headers."""
-        if self.nonfinite == "stop":
-            nonfinite.measure(buckets, local)
-        elif self.nonfinite == "skip" and nonfinite.leave_out(buckets):
-            self._skipping.add(local)
-
-    def _average(self, bucket: Bucket, local: int, flag: bool) -> None:
-        """Let the node average its gradients, and write the message about their mean."""
-        assert self.node is not None
-        header = self._header(bucket, bucket.present(), flag)
-        self._write_message(bucket, local, self.node.average(bucket, header))
-
-    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
-        """Write a local worker's message about a bucket, and its header."""
-        if self._elastic is not None:
-            self._elastic.keep(bucket)
-        present = bucket.present() if self.skips_missing else bucket.trained()
-        kept = bucket.untouched(present, *(rows[local] for rows in bucket.own.values()))
-        with self.channel.timer("encode"), kept:
-            self.encode(bucket, local)
-        bucket.write_header(local, self._header(bucket, present, flag))
-
-    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
-        return bucket.make_header(present, self._members.trained, flag, self._files.here)
-
-    def _exchange_and_update(self) -> bool:
-        """Let all messages leave, wait for the answers and apply them; return whether it did.
-
-        A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
-        later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
-        """
-        if self._overlap is not None:
-            for bucket in self.buckets[self._overlap.sent :]:
-                self._overlap.send(bucket, self._late.pop(bucket, None))
-        if self._elastic is not None:
-            if self._elastic.commit():
-                self._apply(self.buckets)
-            return self._elastic.committed
-        at_once = any(bucket.device.type != "cpu" for bucket in self.buckets)
-        for batch in [self.buckets] if at_once else [[bucket] for bucket in self.buckets]:
-            with self.channel.timer("wait"):
-                self._wait(batch)
-            self._apply(batch)
-        for bucket in self.buckets:
-            self.after_step(bucket)
+    def exchanges(self) -> bool:
+        """Whether the step at hand exchanges messages."""
         return True
 
-    def _apply(self, buckets: Sequence[Bucket]) -> None:
-        """Update buckets with their answers."""
-        for bucket in buckets:
-            bucket.adopt()
-            flats = (bucket.params, *bucket.shared.values())
-            kept = bucket.untouched(bucket.flight.present, *flats)
-            with self.channel.timer("apply"), kept:
-                self.update(bucket)
-            bucket.write_back()
+    def move(self, bucket: Bucket, local: int) -> None:
+        """Move a local worker by its own gradients, before its message; for ``moves_alone``."""
 
-    def _wait(self, buckets: Sequence[Bucket]) -> None:
-        """Wait for the exchanges of buckets, and read the headers of their messages."""
-        try:
-            if self._overlap is None:
-                run_together([bucket.stages() for bucket in buckets])
-            else:
-                self._overlap.wait(buckets)
-            headers = download([bucket.exchange.headers for bucket in buckets])
-        except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the exchange of step {buckets[0].step + 1} broke off ({error}): another process"
-                " has ended, hangs, or called step() less often than this one"
-            ) from error
-        for bucket, rows in zip(buckets, headers, strict=True):
-            bucket.read_headers(rows)
+    def end_step(self, exchanged: bool) -> None:
+        """Make ready for the next step; ``exchanged``: whether the answers were applied."""
 
-    def _end_step(self) -> None:
-        flights = [bucket.flight for bucket in self.buckets]
-        self.flagged = any(flight.flag for flight in flights)
-        if any(flight.present for flight in flights):  # messages have travelled
-            self.channel.settle(any(flight.slow for flight in flights))
-            self._files.compare(flights[0].saved)
-        self.skipped += len(self._skipping)
-        self._stepped = True
-        self._forget_step()
-        for group in self.param_groups:
-            group["steps"] += 1
-
-    def _forget_step(self) -> None:
-        """Make ready for the next step."""
-        if self._overlap is not None:
-            self._overlap.end_step()
-        self._skipping.clear()
-        self._collected.clear()
-        self._late.clear()
-        for bucket in self.buckets:
-            bucket.flight = InFlight()
-
-    def _overflowed(self) -> bool:
-        """Whether a GradScaler found an overflow on any worker; if not, unscale the gradients."""
-        if self._elastic is not None:
-            raise RuntimeError("a GradScaler does not work with manager=: train in bfloat16")
-        if self.overlap or self.workers.local > 1:
-            raise RuntimeError(
-                "under a GradScaler messages must not be made of scaled gradients: create the"
-                " optimizer with overlap=False and one worker a process"
-            )
-        mine = self.found_inf.view(1) != 0
-        if self.node is not None:
-            mine = self.node.any(mine)
-        if self.channel.gather(mine[None]).any():
-            return True
-        if self.grad_scale is not None:
-            grads = [tensor.grad for tensor in self.params if tensor.grad is not None]
-            nonfinite.unscale(grads, self.grad_scale)
-        return False
+    def begin_round(self) -> None:
+        """Start from the shared state, which an exchange or a peer has moved."""
 
     # ------------------------------------------------------------------ state
 
@@ -801,34 +619,18 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         number of workers it raises CheckpointException before this optimizer hears of it: "Size
         mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
         where 4 workers have saved and 2 load; let processes host several, until there are as many.
-        With ``torch.save``, which writes the local part, save on every rank, and import
-        ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
+        With ``torch.save``, which writes the local part, save on every rank: a warning follows
+        where one alone does. Where FSDP has sharded the parameters, all processes
         must call this together.
         """
         return super().state_dict()
 
-    def _put_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Put the state of all buckets into what torch has packed, before others' hooks see it."""
-        for bucket in self.buckets:
-            saving.adopt(bucket, self.state)
-        found, params = self._spread_state()[0], self.params
-        state = {
-            key: {**value} if isinstance(key, int) else value
-            for key, value in state_dict["state"].items()
-        }
-        for index, param in enumerate(params):
-            if param in found:
-                state[index] = state.get(index, {}) | found[param]
-        packed = {**state_dict, "state": state} | self._further_state()
-        if self.workers_apart:
-            return saving.without_own(packed, self)
-        if self.own_state_is_apart and self._elastic is None:
-            self._files.here |= saving.CALLED
-        return packed
+    def inner_state(self) -> list[list[dict[str, Any]]]:
+        """Return state that is not in the buckets: of each of them, each local worker's."""
+        return []
 
-    def _further_state(self) -> dict[str, Any]:
-        """Return the entries that are saved beside state and groups."""
-        return {}
+    def load_inner(self, saved: list[list[dict[str, Any]]] | None) -> None:
+        """Restore the result of :meth:`inner_state`; None: it is still to come."""
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -840,51 +642,15 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._load(state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        groups = state_dict["param_groups"]
-        self._include_unfrozen()
-        self._members.check_sizes([len(group["params"]) for group in groups])
-        names = [name for group in groups for name in group["params"]]
-        param_of = dict(zip(names, self.params, strict=True))
-        here, flats = self._spread_state()
-        apart = state_dict.get(saving.APART)
-        saved, foreign = saving.sort_out(state_dict["state"], param_of, here, apart is not None)
-        saving.check_groups(groups, {*self._hyperparameters})
-        worker = saving.of_workers(self._saved_workers)
-        for name, param in param_of.items():
-            own = here.get(param, {})
-            if apart is not None:
-                own = {key: own[key] for key in own.keys() & saved.get(param, {}).keys()}
-            saving.check_state(name, saved.get(param, {}), own, worker)
-        if self._overlap is not None:
-            self._overlap.finish()
-        self._forget_step()
-        self._failed = False
-        for group, new in zip(self.param_groups, copy.deepcopy(groups), strict=True):
-            kept = {key: group[key] for key in ("params", "param_names") if key in group}
-            names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
-            group.clear()
-            group.update(new | kept | names_too)
-        self.state.clear()
-        for bucket in self.buckets:
-            saving.publish(bucket, self.state, self._saved_workers)
-        saving.put_back(self.buckets, here, flats, saved)
-        for key, value in foreign.items():
-            if isinstance(key, torch.nn.Parameter):
-                self.state[key] |= value
-            else:
-                self.state[key] = value
+        state_dicts.load(self, state_dict)
+        apart, elastic = state_dict.get(saving.APART), self._step.elastic
+        self.load_inner(state_dict.get("inner", []) if apart is None else None)
         if apart is not None and apart != self._own_of:
             self._awaits, self._own_of = apart, None
-        if self._elastic is not None:
-            self._elastic.resume(self.param_groups[0]["steps"])
-
-    def _take_own(self, inner: list[Any]) -> None:
-        """Go on from each worker's own state, which was just read."""
+        if elastic is not None:
+            elastic.resume(self.param_groups[0]["steps"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     @property
     def own_state_is_apart(self) -> bool:
@@ -912,32 +678,15 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         worker_files.load(self, Path(folder), name)
 
     @property
-    def _saved_workers(self) -> Workers:
+    def saved_workers(self) -> Workers:
         """Whose state is saved: with a manager each worker's by itself, as numbers change."""
-        return self.workers if self._elastic is None else Workers()
-
-    def _joined(self) -> None:
-        """Start from the shared state of a peer."""
-
-    def _spread_state(self) -> tuple[saving.States, saving.Elementwise]:
-        return saving.spread_state(
-            self.state,
-            self.params,
-            self.buckets,
-            self._saved_workers,
-            self.own_state,
-            self._files,
-        )
+        return self.workers if self._step.elastic is None else Workers()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled, as it talks to other processes:"
             " make another, and load this one's state_dict()"
         )
-
-
-def _put_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return optimizer._put_state(state_dict)
 
 
 def _listed(given: Any) -> Any:

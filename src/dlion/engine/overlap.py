@@ -105,6 +105,8 @@ class Overlap:
             return
         if not self.in_backward:
             self.in_backward = True
+            # autograd calls it at the end of this pass, but only if no exception has ended the
+            # pass: so zero_grad() knows whether what has left may be tried again
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_went_well)
         if here.waiting is None:
             here.waiting = sum(slot.tensor.requires_grad for slot in bucket.slots)
@@ -125,7 +127,7 @@ class Overlap:
             self.send(complete, encode(complete))
 
     def _backward_went_well(self) -> None:
-        """Autograd calls it at the end of a pass, unless an exception ended that."""
+        """Note that a pass has ended without an exception."""
         self.in_backward = False
 
     @contextmanager

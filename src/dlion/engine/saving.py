@@ -59,7 +59,7 @@ _ONE_FILE = (
 )
 
 
-class Spread:
+class Placements:
     """Placement of state: per-worker state on the workers' processes, all of it on shards.
 
     Attributes:
@@ -197,7 +197,7 @@ def adopt(bucket: Bucket, state: dict[Tensor, Any]) -> None:
 
 
 @torch.no_grad()
-def spread_state(
+def distributed_state(
     state: dict[Tensor, Any],
     params: Sequence[torch.nn.Parameter],
     buckets: Sequence[Bucket],
@@ -213,7 +213,7 @@ def spread_state(
         own_state: names of per-worker state, for parameters of which this process has nothing.
         files: is told where the state of this process is written to one.
     """
-    spread = Spread(workers, params[0], files)
+    placements = Placements(workers, params[0], files)
     found: States = {}
     flats: Elementwise = []
     for bucket in buckets:
@@ -224,28 +224,28 @@ def spread_state(
                 if name not in known and not name.startswith(EXCHANGE):
                     continue
                 if name in bucket.shared:
-                    kept = spread.shared(value, param)
+                    kept = placements.shared(value, param)
                 elif name in bucket.counters:
                     kept = value
                 else:
-                    kept = spread.own(value, param if name in bucket.own else None)
+                    kept = placements.own(value, param if name in bucket.own else None)
                 found.setdefault(param, {})[name] = kept
-        if spread.shards is not None:
+        if placements.shards is not None:
             exchange, first = bucket.exchange, found[bucket.slots[0].tensor]
             flats.append(exchange.elementwise())
             for name, flat in flats[-1].items():
                 for slot in bucket.slots:
-                    kept = spread.shared(slot.view(flat), slot.tensor)
+                    kept = placements.shared(slot.view(flat), slot.tensor)
                     found[slot.tensor][EXCHANGE + name] = kept
-            at = "x".join(map(str, spread.shards.get_coordinate() or ()))
+            at = "x".join(map(str, placements.shards.get_coordinate() or ()))
             for name, rows in exchange.state.items():
                 if name not in flats[-1]:
-                    first[f"{EXCHANGE}{name}.{at}"] = spread.of_shard(rows)
+                    first[f"{EXCHANGE}{name}.{at}"] = placements.of_shard(rows)
     for param in params:  # of some parameters this process has an empty shard
         if isinstance(param, DTensor) and param.requires_grad and param not in found:
             here, k = local_part(param), workers.local
             found[param] = {
-                name: spread.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
+                name: placements.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
                 for name in own_state
             }
     return found, flats
@@ -261,22 +261,6 @@ def own_names(bucket: Bucket, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in shared or str(name).startswith(EXCHANGE)]
 
 
-def without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Leave out what differs from worker to worker, and say of which save the rest is."""
-    if not optimizer.own_state_is_apart:
-        return packed
-    index_of = {param: index for index, param in enumerate(optimizer.params)}
-    for bucket in optimizer.buckets:
-        for slot in bucket.slots:
-            own = packed["state"].get(index_of[slot.tensor], {})
-            for name in own_names(bucket, own):
-                del own[name]
-    packed["state"] = {key: value for key, value in packed["state"].items() if value != {}}
-    return {key: value for key, value in packed.items() if key != "inner"} | {
-        APART: mark(optimizer)
-    }
-
-
 def mark(optimizer: Any) -> list[int]:
     """Return numbers that tell a save from others: equal on all processes."""
     first = [view.flatten()[:64].cpu() for view in optimizer.common_state().values()]
@@ -284,92 +268,12 @@ def mark(optimizer: Any) -> list[int]:
     return [optimizer.param_groups[0]["steps"], zlib.crc32(content)]
 
 
-def sort_out(
-    state: dict[Any, Any], param_of: dict[Any, Any], here: States, apart: bool
-) -> tuple[States, dict[Any, Any]]:
-    """Tell an optimizer's state, as tensors, from entries that others have put there.
-
-    Numbers become tensors of the shape here; ``apart``: what a worker owns may be missing.
-    """
-    saved: States = {}
-    foreign: dict[Any, Any] = {}
-    for key, value in state.items():
-        param = param_of.get(key)
-        if param is None:
-            foreign[key] = value
-            continue
-        own = here.get(param, {})
-        complete = apart or own.keys() <= value.keys()
-        for name, found in value.items():
-            if name in own:
-                plain = local_part(own[name])
-                if not isinstance(found, Tensor):
-                    found = plain.new_full(plain.shape, found)
-                saved.setdefault(param, {})[name] = found
-            elif complete and own and not str(name).startswith(EXCHANGE):
-                foreign.setdefault(param, {})[name] = found
-            else:
-                saved.setdefault(param, {})[name] = torch.as_tensor(found)
-    return saved, foreign
-
-
 @torch.no_grad()
 def put_back(buckets: Sequence[Bucket], here: States, flats: Elementwise, saved: States) -> None:
-    """Copy saved state into an optimizer; what :func:`spread_state` returned leads to its own."""
+    """Copy saved state into an optimizer; :func:`distributed_state` leads to its own."""
     for param, tensors in saved.items():
         for name, value in tensors.items():
             local_part(here[param][name]).copy_(local_part(value))
     sharded = (bucket.exchange for bucket in buckets if bucket.sharded)
     for exchange, values in zip(sharded, flats, strict=True):
         exchange.set_elementwise(values)
-
-
-def check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
-    """Refuse saved parameter groups without some hyperparameters."""
-    for group in saved:
-        missing = sorted(hyperparameters - group.keys())
-        if missing:
-            raise ValueError(
-                f"the saved state has no {', '.join(missing)}: it is of another method"
-            )
-
-
-def check_state(
-    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
-) -> None:
-    """Refuse the saved state of other workers, and of another model or method.
-
-    Args:
-        parameter: its number or name.
-        saved, own: its tensors by name; ``worker`` says whose they are.
-        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
-    """
-    owner = local_part(saved.get("worker", worker)).cpu()
-    if not torch.equal(owner, worker):
-        raise ValueError(
-            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
-            " each process load what it has saved itself, with as many processes and virtual"
-            " workers; torch.distributed.checkpoint can give it to as many workers on other"
-            " processes"
-        )
-    if _shapes(saved) != _shapes(own):
-        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
-        if all(name.startswith(EXCHANGE) for name in differ):
-            raise ValueError(
-                "the saved state of the exchanges does not fit: load it with the groups,"
-                " bucket_cap_mb, ties and shards that it was saved with"
-            )
-        raise ValueError(
-            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
-            f" {_shapes(own)}: load it into the same model and method"
-        )
-
-
-def _owner(rows: Tensor) -> str:
-    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
-    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
-    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(local_part(value).shape) for name, value in state.items()}

@@ -16,7 +16,7 @@ def check_possible(optimizer: Any) -> None:
         RuntimeError: naming those that are possible.
     """
     one = optimizer.workers.local == 1 and not optimizer.dense_processes > 1
-    if optimizer.overlap or optimizer._elastic is not None or not one:
+    if optimizer.overlap or optimizer._step.elastic is not None or not one:
         raise RuntimeError(
             "torch's Join needs an optimizer with overlap=False and one worker a process, without"
             " dense_group and manager: create it so, or give all workers equally many batches"

@@ -37,7 +37,7 @@ def save(optimizer: Any, folder: Path, name: str) -> None:
     if not optimizer.own_state_is_apart:
         return
     slots, workers = _slots(optimizer), optimizer.workers
-    inner = optimizer._further_state().get("inner", [])
+    inner = optimizer.inner_state()
     folder.mkdir(parents=True, exist_ok=True)
     for local, worker in enumerate(workers.ids):
         rows = {
@@ -63,7 +63,7 @@ def load(optimizer: Any, folder: Path, name: str) -> None:
     """Read the file of each local worker; nothing is changed before all are known to fit."""
     if not optimizer.own_state_is_apart:
         return
-    optimizer._include_unfrozen()
+    optimizer.include_unfrozen()
     slots, workers, files = _slots(optimizer), optimizer.workers, []
     for worker in workers.ids:
         path = _file(folder, name, worker, workers.count)
@@ -87,7 +87,9 @@ def load(optimizer: Any, folder: Path, name: str) -> None:
             for key in names:
                 own[key][local].copy_(file["state"][index][key])
     optimizer._own_of, optimizer._awaits = files[0][saving.APART], None
-    optimizer._take_own([list(states) for states in zip(*(f["inner"] for f in files), strict=True)])
+    optimizer.load_inner(
+        [list(states) for states in zip(*(f["inner"] for f in files), strict=True)]
+    )
 
 
 def _missing(folder: Path, name: str, path: Path, count: int) -> str:

@@ -10,7 +10,7 @@ from dlion.exchange.direct_send import (
     Stages,
     run_together,
 )
-from dlion.exchange.grid import Costs, Shape, Way, grid_shape, measure_costs
+from dlion.exchange.grid import Costs, Shape, Topology, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
 from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
 from dlion.exchange.scaled import Spans
@@ -45,10 +45,10 @@ __all__ = [
     "TernaryMean",
     "Ties",
     "TopKMean",
+    "Topology",
     "TrackingVote",
     "Traffic",
     "Vote",
-    "Way",
     "WeightedVote",
     "grid_shape",
     "measure_costs",

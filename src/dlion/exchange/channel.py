@@ -65,12 +65,12 @@ class Channel:
     more than ``IN_FLIGHT`` bytes are under way. Gloo's own all-to-all starts all at once; on a
     switched Ethernet long messages then get in each other's way (1.45 instead of 1.1 times the wire
     time, results/speed), but short ones share one latency and one handing over to its thread. On
-    slow links every message is long (:meth:`settle`).
+    slow links every message is long (:meth:`adapt`).
 
     Attributes:
         alone: whether messages stay in this process, as there is no other. Set to False they go
             through the collectives of a group of one process: how NCCL is tried on one GPU.
-        slow: whether the links were slow here, as far as messages before :meth:`settle` told.
+        slow: whether the links were slow here, as far as messages before :meth:`adapt` told.
     """
 
     def __init__(self, workers: Workers):
@@ -91,7 +91,7 @@ class Channel:
         self._fastest = 0.0
         self.set_participants(None)
 
-    def settle(self, slow: bool) -> None:
+    def adapt(self, slow: bool) -> None:
         """Say whether the links of some process are ``slow``; equal everywhere."""
         self._one_by_one = slow
         self.slow, self._fastest = 0 < self._fastest < SLOW, 0.0
@@ -295,7 +295,7 @@ class Channel:
     def _travel(self, size: int) -> Iterator[None]:
         """Time messages, of so many bytes in all, that leave this process."""
         start = time.perf_counter()
-        with self.timer("travel", beside=True):
+        with self.timer.travel:
             yield
         if size >= TELLING:  # waiting for others slows messages too, so the fastest ones tell
             # (of NCCL, which returns before anything has travelled, all look fast)

@@ -175,6 +175,7 @@ class DirectSend(Exchange):
         self._messages, self._message_headers = self._outbox.split(
             [size, self.header_bytes], dim=-1
         )
+        self._views: dict[int, Tensor] = {}
         direct = w.processes > 1 and grid is None
         self._inbox = self._buffer(w.count, w.local, row) if direct else None
         self._make_answers()
@@ -186,7 +187,9 @@ class DirectSend(Exchange):
 
     def message(self, local: int) -> Tensor:
         """The message of a local worker, to be written: ``[n, ...]``, in the view of its wire."""
-        return self.up.view(self._messages[local])
+        if local not in self._views:
+            self._views[local] = self.up.view(self._messages[local])
+        return self._views[local]
 
     def encode(self, local: int, values: Any) -> Tensor | None:
         """Write the message of a local worker, ``[numel]`` values of the up wire.
@@ -202,13 +205,13 @@ class DirectSend(Exchange):
     def run(self, step: int) -> None:
         self._resize(len(self.channel.participants))
         rows, self.headers = self._collect()
-        with self.channel.timer("vote", beside=True):
+        with self.channel.timer.vote:
             for owner, answer in enumerate(self._answers):
                 self.combine(rows[:, owner], owner, step, answer)
         if self.grid is None:
             self.answer = self.channel.gather(self._answers, self._everyones)
         else:
-            self.answer = self.grid.spread(self._answers)
+            self.answer = self.grid.broadcast(self._answers)
 
     def expect(self) -> None:
         senders = len(self.channel.participants)

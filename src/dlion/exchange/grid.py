@@ -33,8 +33,8 @@ from dlion.transfer import index_of
 from dlion.values import Called, Limits
 from dlion.workers import Workers
 
-Way = Literal["direct", "grid", "auto"]
-WAYS = get_args(Way)
+Topology = Literal["direct", "grid", "auto"]
+TOPOLOGIES = get_args(Topology)
 Shape = Annotated[
     tuple[Annotated[int, Limits(ge=2)], ...],
     Limits(min_length=2),
@@ -83,7 +83,7 @@ class Grid:
             senders = Counter(worker // line.stride for worker in participants)
             below, highest = highest, self.largest * max(senders.values())
             if line.stride > 1:
-                with self.channel.timer("vote", beside=True):
+                with self.channel.timer.vote:
                     held = _add(rows, below, highest).unflatten(2, (-1, messages.shape[3]))
             all_send = len(senders) == self.channel.workers.count // line.stride
             who = None if all_send else set(senders)
@@ -92,7 +92,7 @@ class Grid:
         rows = rows.flatten(2).view(torch.uint8).transpose(0, 1)
         return rows, headers[0].index_select(0, senders)
 
-    def spread(self, answers: Tensor) -> Tensor:
+    def broadcast(self, answers: Tensor) -> Tensor:
         """Send each local worker's answer to everyone: uint8 ``[k, s]`` -> ``[n, s]``."""
         held = answers.unsqueeze(1)
         for line in reversed(self.lines):
@@ -167,7 +167,7 @@ def measure_costs(workers: Workers, device: torch.device | str = "cpu") -> Costs
 
     def on_grid(grid: Grid) -> Tensor:
         grid.collect(tiny, answer)
-        return grid.spread(answer)
+        return grid.broadcast(answer)
 
     shapes = list(dict.fromkeys(grid_shape(n, dimensions) for dimensions in (1, 2, 3)))
     grids = (Grid(channel, shape) for shape in shapes[1:])

@@ -64,7 +64,7 @@ class SparseMean(Exchange):
             for (packed, _), counts in zip(messages, mine, strict=True)
         ]
         rows = channel.scatter_ragged(parts, unit * received.to(torch.int64))
-        with channel.timer("vote", beside=True):
+        with channel.timer.vote:
             means = [self._mean([row[i] for row in rows]) for i in range(channel.workers.local)]
         counts = torch.stack([count for _, count in means]).to(torch.int32)
         (counts,) = yield [channel.gather(counts.view(-1, 1))]

@@ -46,8 +46,8 @@ class LevelMean(DirectSend):
             return Level(n * (levels - 1) + 1)
 
         self.levels = levels
-        way = make_grid(channel, grid, levels)
-        super().__init__(channel, numel, level_wire(levels), down, way, **buffers)
+        lines = make_grid(channel, grid, levels)
+        super().__init__(channel, numel, level_wire(levels), down, lines, **buffers)
 
     @property
     def largest(self) -> int:
@@ -101,8 +101,8 @@ class Vote(DirectSend):
             return Ternary() if ties == "zero" and n * (levels - 1) % 2 == 0 else Sign()
 
         self.levels, self.seed = levels, seed
-        way = make_grid(channel, grid, levels)
-        super().__init__(channel, numel, level_wire(levels), down, way, **buffers)
+        lines = make_grid(channel, grid, levels)
+        super().__init__(channel, numel, level_wire(levels), down, lines, **buffers)
         self._ties = TieBreak(self, ties, seed)
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=self.device)
 

@@ -67,7 +67,7 @@ def encode_signs(message, momentum, gradients, beta1, beta2, positive):
     target, factors = message.numpy(), (float(beta1), float(beta2), positive)
     for start, part, grad in gradients.parts(momentum):
         args = (target, start // 64, part.numpy(), _array(grad), *factors)
-        _spread(_encode_signs, args, len(part))
+        _on_threads(_encode_signs, args, len(part))
 
 
 def measure(momentum, gradients, beta1, scale):
@@ -82,7 +82,7 @@ def _scale(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> float:
     kind = ("l1", "max", "geometric").index(scale)
     parts = np.empty((-(-momentum.numel() // (64 * _BLOCK)), 2))
     args = (momentum.numpy(), _array(grad), float(beta1), kind, parts)
-    _spread(_measure, args, momentum.numel())
+    _on_threads(_measure, args, momentum.numel())
     total, count = parts.sum(0)
     value = parts[:, 0].max() if scale == "max" else total / max(count, 1)
     return float(np.exp(value) if scale == "geometric" else value)
@@ -93,21 +93,21 @@ def encode_levels(message, momentum, gradients, beta1, beta2, multipliers, large
     parts = zip(gradients.parts(momentum), multipliers.tolist(), strict=True)
     for (start, part, grad), multiplier in parts:
         args = (target, start // 64, part.numpy(), _array(grad), *factors)
-        _spread(_encode_levels, (*args, multiplier, float(largest)), len(part))
+        _on_threads(_encode_levels, (*args, multiplier, float(largest)), len(part))
 
 
 def sum_planes(rows, largest, out):
     args = (*_layout(rows), largest, _array(out))
-    _spread(_sum_planes, args, 64 * out.shape[-1], len(rows))
+    _on_threads(_sum_planes, args, 64 * out.shape[-1], len(rows))
 
 
 def compare_sum(rows, largest, constant, greater, equal):
     args = (*_layout(rows), largest, constant, _array(greater), _array(equal))
-    _spread(_compare_sum, args, 64 * len(greater), len(rows))
+    _on_threads(_compare_sum, args, 64 * len(greater), len(rows))
 
 
 def pack_votes(greater, equal, out):
-    _spread(_pack_votes, (_array(greater), _array(equal), out.numpy()), out.numel(), 5)
+    _on_threads(_pack_votes, (_array(greater), _array(equal), out.numpy()), out.numel(), 5)
 
 
 def encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise):
@@ -115,7 +115,7 @@ def encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise):
     factors = (float(beta1), float(beta2), rise)
     for start, part, grad in gradients.parts(momentum):
         args = (target, start // 64, part.numpy(), _array(grad), *state)
-        _spread(_encode_deltas, (*args, *factors), len(part))
+        _on_threads(_encode_deltas, (*args, *factors), len(part))
 
 
 def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
@@ -124,39 +124,39 @@ def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, ti
     received = (_layout(messages)[0], messages.stride(0), rows.numpy())
     args = (*received, *map(_array, coders), weighted, weights, rise, np.float32(lookahead))
     masks = (_array(positive), _array(tied))
-    _spread(_decode_deltas, (*args, *masks), 64 * len(positive), len(rows))
+    _on_threads(_decode_deltas, (*args, *masks), 64 * len(positive), len(rows))
 
 
 def apply_signs(params, answers, lr, weight_decay):
     args = (_array(params), _array(answers), float(lr), float(weight_decay))
-    _spread(_apply_signs, args, len(params))
+    _on_threads(_apply_signs, args, len(params))
 
 
 def apply_signs_by_run(params, answers, edges, rates):
     args = (_array(params), _array(answers), np.array(edges), np.array(rates, np.float64))
-    _spread(_apply_signs_by_run, args, len(params))
+    _on_threads(_apply_signs_by_run, args, len(params))
 
 
 def apply_levels(params, answers, largest, lr, weight_decay):
     args = (_array(params), _array(answers), largest, float(lr), float(weight_decay))
-    _spread(_apply_levels, args, len(params))
+    _on_threads(_apply_levels, args, len(params))
 
 
 def apply_trits(params, answers, length, lr, weight_decay):
     args = (_array(params), answers.numpy(), length, float(lr), float(weight_decay))
-    _spread(_apply_trits, args, len(params))
+    _on_threads(_apply_trits, args, len(params))
 
 
 def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     factors = (float(beta1), float(beta2), float(lr), float(weight_decay))
     args = (_array(params), momentum.numpy(), _array(grad), *factors)
-    _spread(_lion, args, len(params))
+    _on_threads(_lion, args, len(params))
 
 
 def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
     factors = (float(momentum), float(lr), float(weight_decay))
     args = (_array(params), buffer.numpy(), answer.numpy(), *factors)
-    _spread(_momentum_descent, args, len(params))
+    _on_threads(_momentum_descent, args, len(params))
 
 
 def descend_at(params, entries, lr, weight_decay):
@@ -165,7 +165,7 @@ def descend_at(params, entries, lr, weight_decay):
 
 def accumulate(velocity, accumulated, grad, momentum):
     args = (velocity.numpy(), accumulated.numpy(), _array(grad), float(momentum))
-    _spread(_accumulate, args, len(velocity))
+    _on_threads(_accumulate, args, len(velocity))
 
 
 def largest(values, count):
@@ -184,7 +184,7 @@ def take_mean(total, count):
 def ternarise(values, scales, coins):
     trits = torch.empty(len(values), dtype=torch.int8)
     args = (values.numpy(), scales.numpy(), coins.numpy(), trits.numpy())
-    _spread(_ternarise, args, len(values))
+    _on_threads(_ternarise, args, len(values))
     return trits
 
 
@@ -213,7 +213,7 @@ def _layout(rows: Tensor) -> tuple[NDArray, int, int, int, int]:
 _pool: tuple[int, ThreadPoolExecutor] | None = None
 
 
-def _spread(kernel: Callable[..., None], args: tuple, length: int, weight: int = 1) -> None:
+def _on_threads(kernel: Callable[..., None], args: tuple, length: int, weight: int = 1) -> None:
     """Call ``kernel(*args, start, stop)`` over all of ``length``, in parts on torch's threads."""
     global _pool
     threads = torch.get_num_threads()

@@ -8,6 +8,7 @@ import torch
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.step import rehearse
 from dlion.exchange import DeltaVote
 from dlion.methods.updates import sign_descent
 from dlion.values import Betas, Limits, NotNegative
@@ -103,4 +104,4 @@ class DLionADM(DistributedOptimizer):
         sign_descent(bucket)
 
     def prepare(self) -> None:
-        self._rehearse()
+        rehearse(self)

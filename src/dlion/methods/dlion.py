@@ -7,13 +7,14 @@ from typing import Any, Literal, Unpack
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.step import rehearse
 from dlion.exchange import (
     Costs,
     LevelMean,
     Shape,
     Ties,
+    Topology,
     Vote,
-    Way,
     WeightedVote,
     grid_shape,
     measure_costs,
@@ -50,7 +51,7 @@ class SignedDescent(DistributedOptimizer):
         aggregation: Aggregation,
         ties: Ties,
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         if weighted and (aggregation != "mavo" or ties == "zero"):
@@ -109,7 +110,7 @@ class SignedDescent(DistributedOptimizer):
             self._costs = measure_costs(self.workers, bucket.device)
         return self._costs.best(bucket.numel, self.levels - 1)
 
-    def _check_elastic(self) -> None:
+    def check_elastic(self) -> None:
         if self.exchange not in ("direct", "grid"):
             raise ValueError(
                 f"exchange={self.exchange} is for one number of workers: with manager= give direct"
@@ -165,7 +166,7 @@ class SignedDescent(DistributedOptimizer):
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:
-        self._rehearse()
+        rehearse(self)
 
 
 class DLion(SignedDescent):
@@ -214,7 +215,7 @@ class DLion(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
@@ -248,7 +249,7 @@ class Signum(SignedDescent):
         aggregation: Aggregation = "mavo",
         ties: Ties = "previous",
         weighted: bool = False,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}

@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.step import rehearse
 from dlion.exchange import ScaledSignMean, TrackingVote
 from dlion.kernels.reference import lion_direction
 from dlion.methods.updates import momentum_descent, sign_descent
@@ -133,4 +134,4 @@ class EF21Sign(DistributedOptimizer):
         sign_descent(bucket)
 
     def prepare(self) -> None:
-        self._rehearse()
+        rehearse(self)

@@ -8,7 +8,7 @@ import torch
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common
-from dlion.exchange import LevelMean, Shape, Ties, Vote, Way, WeightedVote
+from dlion.exchange import LevelMean, Shape, Ties, Topology, Vote, WeightedVote
 from dlion.methods.dlion import SignedDescent
 from dlion.methods.sync import MomentumSync
 from dlion.values import Betas, Count, Name, NotNegative, Positive, Whole
@@ -75,7 +75,7 @@ class LionCub(SignedDescent):
         sync_rate: Positive = 1.0,
         sync_until: Count | None = None,
         sync_pattern: Name | None = None,
-        exchange: Way | Shape = "direct",
+        exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
         self.bits, self.scale, self.headroom = bits, scale, headroom

@@ -6,9 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from dlion.engine import saving
 from dlion.engine.bucket import Bucket
-from dlion.engine.nonfinite import refuse
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.engine.shards import local_part
 from dlion.exchange import DenseMean, Exchange, RoundedMean, ScaledInt8Mean, ScaledSignMean
@@ -67,6 +65,7 @@ class LocalUpdate(DistributedOptimizer):
     """
 
     skips_missing: ClassVar[bool] = False
+    moves_alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -116,64 +115,48 @@ class LocalUpdate(DistributedOptimizer):
         state = super().common_state()
         return {name: view for name, view in state.items() if not name.endswith(".parameters")}
 
-    def _further_state(self) -> dict[str, Any]:
-        inner = self._inner.state_dict(self.buckets)
-        return {"inner": inner} if inner else {}
+    def inner_state(self) -> list[list[dict[str, Any]]]:
+        return self._inner.state_dict(self.buckets)
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        super()._load(state_dict)
-        if saving.APART not in state_dict:
-            self._inner.load_state_dict(self.buckets, state_dict.get("inner", []))
-        self._host_next()
-
-    def _take_own(self, inner: list[Any]) -> None:
-        self._inner.load_state_dict(self.buckets, inner)
+    def load_inner(self, saved: list[list[dict[str, Any]]] | None) -> None:
+        if saved is not None:
+            self._inner.load_state_dict(self.buckets, saved)
         self._host_next()
 
     @property
-    def _exchanges(self) -> bool:
+    def exchanges(self) -> bool:
         """Whether the step at hand is the last of its round."""
         return self._last or (self.param_groups[0]["steps"] + 1) % self.local_steps == 0
 
-    def _look_at(self, buckets: Sequence[Bucket], local: int) -> None:
-        super()._look_at(buckets, local)
-        if self.nonfinite == "stop":  # before they move the worker
-            refuse(buckets, local)
-
-    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
+    def move(self, bucket: Bucket, local: int) -> None:
         self._take_over(bucket, local)
         own = (rows[local] for rows in bucket.own.values())
-        with self.channel.timer("apply"), bucket.untouched(bucket.present(), *own):
+        with self.channel.timer.apply, bucket.untouched(bucket.present(), own):
             self._inner.step(bucket, local)
-        if self._exchanges:
-            super()._write_message(bucket, local, flag)
 
-    def _exchange_and_update(self) -> bool:
+    def end_step(self, exchanged: bool) -> None:
         # a round that not all could commit continues: what a worker has moved by is sent later
-        if self._exchanges and super()._exchange_and_update():
-            self._joined()
-        return True
+        if exchanged:
+            self.begin_round()
+        self._last = False
+        self._host_next()
 
-    def _check_elastic(self) -> None:
+    def begin_round(self) -> None:
+        for bucket in self.buckets:
+            bucket.own["local"].copy_(bucket.shared["outer"])
+        self.host(None)  # also where nobody takes part in the next step
+
+    def check_elastic(self) -> None:
         if isinstance(self._inner, OfTorch):
             raise ValueError(
                 "an inner optimizer of your own does not work with manager=: choose"
                 f" {', '.join(INNER)}"
             )
 
-    def _joined(self) -> None:
-        for bucket in self.buckets:
-            bucket.own["local"].copy_(bucket.shared["outer"])
-        self.host(None)  # also where nobody takes part in the next step
-
-    def _end_step(self) -> None:
-        super()._end_step()
-        self._last = False
-        self._host_next()
-
     def _host_next(self) -> None:
         """Put the parameters of the worker whose turn it is into the model."""
-        waiting = [i for i in self.channel.local_participants if i not in self._collected]
+        collected = self._step.collected
+        waiting = [i for i in self.channel.local_participants if i not in collected]
         if waiting:
             self.host(waiting[0])
 

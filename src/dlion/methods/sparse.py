@@ -9,6 +9,7 @@ import torch
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.step import rehearse
 from dlion.exchange import SparseMean
 from dlion.methods.rules import largest_entries
 from dlion.methods.updates import descent, momentum_descent
@@ -42,7 +43,7 @@ class SparseOptimizer(DistributedOptimizer):
         return SparseMean(self.channel, bucket.numel, **bucket.buffers)
 
     def prepare(self) -> None:
-        self._rehearse()
+        rehearse(self)
 
 
 class GradDrop(SparseOptimizer):

@@ -56,7 +56,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-def settle(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
+def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     """Return the settings of a run as plain values, without interpolations.
 
     The recipe's table ``methods.NAME`` replaces settings of ``optimizer=NAME``, and typed or swept

@@ -24,7 +24,7 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.exchange.channel import IN_FLIGHT, SLOW, TELLING
-from dlion.exchange.grid import WAYS, Way, bits_up, grid_shape
+from dlion.exchange.grid import TOPOLOGIES, Topology, bits_up, grid_shape
 from dlion.suite.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
 from dlion.suite.files import whole_file
 from dlion.suite.units import show_rate
@@ -138,7 +138,7 @@ class Setting:
     shares: tuple[float, ...] | None = None
     sharing: float = 1.0
     speed: float = 1.0
-    exchange: Way = "direct"
+    exchange: Topology = "direct"
     one_by_one: bool | None = None
 
 
@@ -306,7 +306,7 @@ def show(setting: Setting) -> None:
     Console().print(table)
 
 
-def accelerated(d: float, n: int, rate: float, exchange: Way = "direct") -> Setting:
+def accelerated(d: float, n: int, rate: float, exchange: Topology = "direct") -> Setting:
     """Return a cluster of accelerators, assumed, not measured.
 
     3,000 tokens a worker at 200 TFLOP/s; 10 µs a message, 20 µs until one has come; local work 100
@@ -409,7 +409,7 @@ def main(arguments: list[str]) -> None:
             f"--{name}", type=kind, metavar="X", default=argparse.SUPPRESS, help=shown
         )
     parser.add_argument(
-        "--exchange", choices=WAYS, default="direct", help="as in train.py; default: direct"
+        "--exchange", choices=TOPOLOGIES, default="direct", help="as in train.py; default: direct"
     )
     parser.add_argument(
         "--check", type=existing, metavar="END_TO_END.json", help="compare with it instead"

@@ -96,8 +96,8 @@ class Network:
 
 
 @dataclass
-class Use:
-    """Use of the samples of any data set.
+class Samples:
+    """Samples of the samples of any data set.
 
     Args:
         sharding: partition: every sample belongs to one worker; contiguous: to the worker of its
@@ -221,7 +221,7 @@ class Settings:
     model: Annotated[Any, Component()] = traits(
         bits=True, compared=1, evaluated=True, typed_keys=("_target_",)
     )
-    dataset: Annotated[Any, Component(shared=Use)] = traits(
+    dataset: Annotated[Any, Component(shared=Samples)] = traits(
         bits=True,
         without=("path", "loaders"),
         compared=1,

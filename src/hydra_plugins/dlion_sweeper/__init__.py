@@ -91,7 +91,7 @@ class QuickSweeper(BasicSweeper):
     def _check(self, batch: Sequence[Sequence[str]]) -> None:
         """Check every value of the sweep, each in a combination that will be run."""
         from dlion.errors import UserError
-        from dlion.suite.config import settle
+        from dlion.suite.config import resolve
         from dlion.suite.launch.check import check_settings, load_data
         from dlion.suite.launch.stored import settings_of_run
 
@@ -122,7 +122,7 @@ class QuickSweeper(BasicSweeper):
             if anew := settings is None or deciding not in composed:
                 composed.add(deciding)
                 config = self._compose(overrides)
-                settings = settle(config, config.hydra)
+                settings = resolve(config, config.hydra)
             for value in values:
                 if value.key_or_group not in groups:
                     OmegaConf.update(settings, value.key_or_group, value.value(), force_add=True)

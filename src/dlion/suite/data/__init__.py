@@ -16,7 +16,7 @@ from dlion.suite.data.own_images import images
 from dlion.suite.data.sharding import Sharding
 from dlion.suite.data.text import TextData, stdlib_text
 from dlion.suite.data.tokens import prepared_text
-from dlion.suite.settings import Use
+from dlion.suite.settings import Samples
 from dlion.values import parameters
 
 __all__ = [
@@ -44,7 +44,9 @@ __all__ = [
 
 def load(node: Any) -> Data:
     """Load the data set of a config node; ``validation`` replaces its test set by training data."""
-    data = instantiate({key: value for key, value in node.items() if key not in parameters(Use)})
+    data = instantiate(
+        {key: value for key, value in node.items() if key not in parameters(Samples)}
+    )
     if not node.validation:
         return data
     held_out = data.hold_out()

@@ -32,7 +32,7 @@ _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
 _FEWEST = 10  # pictures that a tenth can be taken of
 
 
-class Part(NamedTuple):
+class Split(NamedTuple):
     """Training or test pictures before they are decoded.
 
     Attributes:
@@ -102,7 +102,7 @@ def images(
 
 
 def _load(
-    part: Part, numbers: dict[Any, int], image_size: int | None, path: str
+    part: Split, numbers: dict[Any, int], image_size: int | None, path: str
 ) -> tuple[Tensor, Tensor]:
     """Return the pixels and labels of a part."""
     unknown = set(part.labels) - numbers.keys()
@@ -131,16 +131,16 @@ def _alike(
     return (train_x.contiguous(), train_y), (test_x.contiguous(), test_y)
 
 
-def _find_idx(root: Path) -> list[Part] | None:
+def _find_idx(root: Path) -> list[Split] | None:
     """Return the parts that lie in MNIST's IDX files, if there are any."""
-    parts: list[Part] = []
+    parts: list[Split] = []
     for names in (("train",), ("t10k", "test")):
         for name in names:
             pictures, labels = (find_idx(root, name, kind) for kind in ("idx3", "idx1"))
             if pictures and labels:
                 if names != ("train",) and not parts:
                     raise UserError(f"{pictures} has no files to train on beside it: add them")
-                parts.append(_read_part(pictures, labels))
+                parts.append(_read_split(pictures, labels))
                 break
             if pictures or labels:
                 raise UserError(
@@ -150,7 +150,7 @@ def _find_idx(root: Path) -> list[Part] | None:
     return parts or None
 
 
-def _read_part(pictures: Path, labels: Path) -> Part:
+def _read_split(pictures: Path, labels: Path) -> Split:
     pixels, numbers = read_idx(pictures), read_idx(labels)
     if pixels.ndim != 3 or numbers.ndim != 1 or len(pixels) != len(numbers):
         raise UserError(
@@ -159,14 +159,14 @@ def _read_part(pictures: Path, labels: Path) -> Part:
         )
     if not pixels.size:
         raise UserError(f"{pictures} holds no pictures: copy it again")
-    return Part([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
+    return Split([(f"{pictures}, number {i}", p) for i, p in enumerate(pixels)], numbers.tolist())
 
 
-def _find_folders(root: Path, left_out: LeftOut) -> list[Part] | None:
+def _find_folders(root: Path, left_out: LeftOut) -> list[Split] | None:
     """Return the parts that lie in folders of classes, if there are any."""
     parts = find_parts(root, TEST_NAMES, left_out)
     return parts and [
-        Part(
+        Split(
             [(str(file), file) for found in classes.values() for file in found],
             [name for name, found in classes.items() for _ in found],
         )
@@ -176,7 +176,7 @@ def _find_folders(root: Path, left_out: LeftOut) -> list[Part] | None:
 
 def _find_tables(
     root: Path, image_column: str | None, label_column: str | None, left_out: LeftOut
-) -> list[Part] | None:
+) -> list[Split] | None:
     """Return the parts that lie in parquet files, if there are any."""
     files = find_splits(root, {"train": ("train",), "test": TEST_NAMES}, left_out, any_name=True)
     if not files:
@@ -219,7 +219,7 @@ def _may_be_labels(kind: Any) -> bool:
     return str(getattr(kind, "dtype", "")).startswith(("int", "uint", "string", "large_string"))
 
 
-def _read_table(table: Any, split: str, image: str, label: str, where: str) -> Part:
+def _read_table(table: Any, split: str, image: str, label: str, where: str) -> Split:
     labels = table[label][:]
     if {type(value) for value in labels} not in ({int}, {str}):
         raise UserError(
@@ -228,4 +228,4 @@ def _read_table(table: Any, split: str, image: str, label: str, where: str) -> P
         )
     names = class_names(table, label)
     table = keep_encoded(table, image, where)
-    return Part(named_pictures(table, image, f"{split} in {where}"), labels, names)
+    return Split(named_pictures(table, image, f"{split} in {where}"), labels, names)

@@ -17,7 +17,7 @@ from yaml import MarkedYAMLError
 
 from dlion import __version__
 from dlion.errors import Finished, RunFailed, Stopped, UserError
-from dlion.suite.config import explain, settle, unlisted_method
+from dlion.suite.config import explain, resolve, unlisted_method
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.launch.environment import among_others, is_first
 from dlion.suite.launch.help import help_text
@@ -80,7 +80,7 @@ def guarded(config: DictConfig) -> Any:
     try:
         if not multirun:
             _check_single(hydra)
-        settings = settle(config, hydra)
+        settings = resolve(config, hydra)
         check_values(settings)
         _announce(settings, unlisted_method(config, hydra))
         from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
@@ -111,9 +111,9 @@ def _conclude(
         asked = signal.SIGINT
         signal.signal(asked, signal.SIG_IGN)  # another one would cut the record off
     if isinstance(error, KeyboardInterrupt | Stopped):
-        from dlion.suite.launch.resume import command_to_go_on
+        from dlion.suite.launch.resume import resume_command
 
-        command = command_to_go_on(output_dir, sweep)
+        command = resume_command(output_dir, sweep)
     if isinstance(error, Stopped):
         asked = error.signal
         error.command, command = command, None  # its sentence says it

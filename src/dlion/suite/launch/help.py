@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from dlion.errors import UserError
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.settings import SPECIAL, Settings, component_of, locate, sentences
 from dlion.values import Folder, Name, describe, did_you_mean, parameters, show
@@ -70,7 +70,7 @@ def help_text(arguments: Arguments, conf: Path) -> str:
         config = compose("config", overrides=words, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()
         names = {group: loader.get_group_options(group) for group in _groups()}
-    settings: Any = OmegaConf.to_container(settle(config, config.hydra))
+    settings: Any = OmegaConf.to_container(resolve(config, config.hydra))
     choices = config.hydra.runtime.choices
     typed_groups = [word.partition("=")[0] for word in words if word.partition("=")[0] in names]
     if typed_groups:

@@ -171,7 +171,7 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
     )
 
 
-def command_to_go_on(output_dir: Path, sweep: Path | None = None) -> str | None:
+def resume_command(output_dir: Path, sweep: Path | None = None) -> str | None:
     """Return the command that resumes a run, or its sweep; None: nothing was saved.
 
     It is what was typed with the directory and ``resume=auto``, quoted for a shell. What torchrun
@@ -180,15 +180,15 @@ def command_to_go_on(output_dir: Path, sweep: Path | None = None) -> str | None:
     if sweep is None and not has_checkpoint(output_dir):
         return None
     key = "output_dir=" if sweep is None else "hydra.sweep.dir="
-    goes_on = [f"{key}{sweep or output_dir}", "resume=auto"]
+    resumes = [f"{key}{sweep or output_dir}", "resume=auto"]
     if detect() is not None:
-        return f"the same command with {shlex.join(goes_on)}"
+        return f"the same command with {shlex.join(resumes)}"
     typed = [word for word in sys.argv[1:] if not word.startswith("resume=")]
     if any(word.startswith(key) and "${" not in word for word in typed):
-        goes_on = goes_on[1:]  # the directory as it was typed, with Hydra's own quotes
+        resumes = resumes[1:]  # the directory as it was typed, with Hydra's own quotes
     else:
         typed = [word for word in typed if not word.startswith(key)]
-    return shlex.join([sys.orig_argv[0], sys.argv[0], *typed, *goes_on])
+    return shlex.join([sys.orig_argv[0], sys.argv[0], *typed, *resumes])
 
 
 def finished_run(config: DictConfig, output_dir: Path) -> Run | None:

@@ -104,7 +104,8 @@ class Trainer:
         self.schedule = make_schedule(config.schedule, self.optimizer, job.steps, steps.start)
         self.batches = job.data.batches(self._requests(steps), job.device)
         self.timer = self.optimizer.channel.timer
-        self.timer.enabled = config.profile
+        if config.profile:
+            self.timer.enable()
         self.control.barrier()  # the first parameters have arrived
         self.meter = Meter(self.begun.seconds, count_bytes=job.rate is not None)
 
@@ -168,14 +169,14 @@ class Trainer:
         with self.virtual.hosting(i, step), self.local_steps.path():
             for each in self._passes(worker, step):
                 x, y = next(self.batches)
-                with self.timer("forward"):
+                with self.timer.forward:
                     loss = self.data.loss(self.model(x), y) * each.share
                 self.optimizer.flag = self.notice.first is not None  # goes with the messages
-                with self.timer("backward"), self._sending(i, step, each.sends):
+                with self.timer.backward, self._sending(i, step, each.sends):
                     loss.backward()
                 self.losses[i] += loss.detach().double()
                 if each.moves:
-                    with self.timer("apply"):
+                    with self.timer.apply:
                         self.local_steps.move()
 
     def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:

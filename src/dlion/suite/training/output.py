@@ -18,11 +18,9 @@ from dlion.suite.training.checkpoint import Progress, identity
 from dlion.suite.training.console import RunConsole
 from dlion.suite.training.job import Job
 from dlion.suite.units import human_bytes, show_rate
-from dlion.timer import Timer
+from dlion.timer import BESIDE, PHASES, Timer
 
 # these follow one another on the main thread; the others run beside them, or are waited for
-_PHASES = ("forward", "backward", "encode", "wait", "apply")
-_PHASES_BESIDE = ("travel", "vote")
 
 
 class Output:
@@ -79,14 +77,14 @@ class Output:
 
     def profile(self, timer: Timer, seconds: float) -> None:
         """Show where this process's time went and write profile.json (milliseconds per step)."""
-        phases = (*_PHASES, *_PHASES_BESIDE)
+        phases = (*PHASES, *BESIDE)
         steps = self.job.steps - self._begun.step  # since this process began
         table = {phase: 1e3 * timer.seconds[phase] / steps for phase in phases}
         spent = 1e3 * (seconds - self._begun.seconds) / steps
-        table["other"] = spent - sum(table[phase] for phase in _PHASES)
+        table["other"] = spent - sum(table[phase] for phase in PHASES)
         if self.active:
             write_atomically(self.job.output_dir / "profile.json", json.dumps(table, indent=2))
-        notes = dict.fromkeys(_PHASES_BESIDE, " (beside the rest, or waited for)")
+        notes = dict.fromkeys(BESIDE, " (beside the rest, or waited for)")
         self.console.table(
             {phase: f"{ms:.2f} ms a step{notes.get(phase, '')}" for phase, ms in table.items()}
         )

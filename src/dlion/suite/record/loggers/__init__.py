@@ -5,7 +5,7 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.config import instantiate
-from dlion.suite.record.loggers.base import Careful, Logger, Recording, without_secrets
+from dlion.suite.record.loggers.base import FaultTolerant, Logger, Recording, without_secrets
 from dlion.suite.record.loggers.csv_table import CsvLogger
 from dlion.suite.record.loggers.tensorboard import TensorBoardLogger
 from dlion.suite.record.loggers.wandb_run import WandbLogger
@@ -30,7 +30,7 @@ def make_logger(node: Any, recording: Recording) -> Logger:
     It sees no value whose name says that it is secret. Where it fails, it warns and does no more.
     """
     shown = replace(recording, config=without_secrets(recording.config))
-    return Careful(node.name, lambda: instantiate(node, shown))
+    return FaultTolerant(node.name, lambda: instantiate(node, shown))
 
 
 def check_logger(node: Any) -> None:

@@ -56,7 +56,7 @@ class Logger:
         """Show summary.json and end; None: the run stopped before its last step."""
 
 
-class Careful(Logger):
+class FaultTolerant(Logger):
     """Hands everything to a logger until that fails, which becomes one warning."""
 
     def __init__(self, name: str, make: Callable[[], Logger]):

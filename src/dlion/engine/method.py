@@ -1,0 +1,42 @@
+"""Interface between a method and its step: the part of an optimizer that the engine uses."""
+
+from typing import Any, ClassVar, Protocol
+
+from dlion.engine.bucket import Bucket, StateNames
+from dlion.engine.layout import Members
+from dlion.engine.node import Node
+from dlion.engine.saving import Files
+from dlion.exchange import Channel, Exchange
+from dlion.workers import Workers
+
+
+class Method(StateNames, Protocol):
+    """An optimizer, see :class:`dlion.engine.optimizer.DistributedOptimizer`."""
+
+    skips_missing: ClassVar[bool]
+    moves_alone: ClassVar[bool]
+    buckets: list[Bucket]
+    members: Members
+    workers: Workers
+    channel: Channel
+    node: Node | None
+    nonfinite: Any
+    flag: bool
+    flagged: bool
+    skipped: int
+    files: Files
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    @property
+    def params(self) -> Any: ...
+    @property
+    def exchanges(self) -> bool: ...
+    def include_unfrozen(self) -> None: ...
+    def make_exchange(self, bucket: Bucket) -> Exchange: ...
+    def move(self, bucket: Bucket, local: int) -> None: ...
+    def encode(self, bucket: Bucket, local: int) -> None: ...
+    def update(self, bucket: Bucket) -> None: ...
+    def after_step(self, bucket: Bucket) -> None: ...
+    def end_step(self, exchanged: bool) -> None: ...
+    def begin_round(self) -> None: ...

@@ -1,0 +1,169 @@
+"""The state dict of an optimizer, and what it refuses to load."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlion.engine import saving
+from dlion.engine.saving import APART, States, own_names
+from dlion.engine.shards import EXCHANGE, local_part
+
+
+def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Put the state of all buckets into what torch has packed, before others' hooks see it."""
+    for bucket in optimizer.buckets:
+        saving.adopt(bucket, optimizer.state)
+    found, params = _distributed(optimizer)[0], optimizer.params
+    state = {
+        key: {**value} if isinstance(key, int) else value
+        for key, value in state_dict["state"].items()
+    }
+    for index, param in enumerate(params):
+        if param in found:
+            state[index] = state.get(index, {}) | found[param]
+    packed, inner = {**state_dict, "state": state}, optimizer.inner_state()
+    if inner:
+        packed["inner"] = inner
+    if optimizer.workers_apart:
+        return _without_own(packed, optimizer)
+    if optimizer.own_state_is_apart and optimizer.saved_workers.processes > 1:
+        optimizer.files.here |= saving.CALLED
+    return packed
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Copy a saved state in; nothing is changed before all of it is known to fit."""
+    groups, apart = state_dict["param_groups"], state_dict.get(APART)
+    optimizer.include_unfrozen()
+    optimizer.members.check_sizes([len(group["params"]) for group in groups])
+    names = [name for group in groups for name in group["params"]]
+    param_of = dict(zip(names, optimizer.params, strict=True))
+    here, flats = _distributed(optimizer)
+    saved, foreign = _sort_out(state_dict["state"], param_of, here, apart is not None)
+    _check_groups(groups, {*optimizer._hyperparameters})
+    worker = saving.of_workers(optimizer.saved_workers)
+    for name, param in param_of.items():
+        own = here.get(param, {})
+        if apart is not None:
+            own = {key: own[key] for key in own.keys() & saved.get(param, {}).keys()}
+        _check_state(name, saved.get(param, {}), own, worker)
+    optimizer._step.restart()
+    for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
+        kept = {key: group[key] for key in ("params", "param_names") if key in group}
+        names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
+        group.clear()
+        group.update(new | kept | names_too)
+    optimizer.state.clear()
+    for bucket in optimizer.buckets:
+        saving.publish(bucket, optimizer.state, optimizer.saved_workers)
+    saving.put_back(optimizer.buckets, here, flats, saved)
+    for key, value in foreign.items():
+        if isinstance(key, torch.nn.Parameter):
+            optimizer.state[key] |= value
+        else:
+            optimizer.state[key] = value
+
+
+def _distributed(optimizer: Any) -> tuple[States, saving.Elementwise]:
+    state, params, buckets = optimizer.state, optimizer.params, optimizer.buckets
+    return saving.distributed_state(
+        state, params, buckets, optimizer.saved_workers, optimizer.own_state, optimizer.files
+    )
+
+
+def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Leave out what differs from worker to worker, and say of which save the rest is."""
+    if not optimizer.own_state_is_apart:
+        return packed
+    index_of = {param: index for index, param in enumerate(optimizer.params)}
+    for bucket in optimizer.buckets:
+        for slot in bucket.slots:
+            own = packed["state"].get(index_of[slot.tensor], {})
+            for name in own_names(bucket, own):
+                del own[name]
+    packed["state"] = {key: value for key, value in packed["state"].items() if value != {}}
+    return {key: value for key, value in packed.items() if key != "inner"} | {
+        APART: saving.mark(optimizer)
+    }
+
+
+def _sort_out(
+    state: dict[Any, Any], param_of: dict[Any, Any], here: States, apart: bool
+) -> tuple[States, dict[Any, Any]]:
+    """Tell an optimizer's state, as tensors, from entries that others have put there.
+
+    Numbers become tensors of the shape here; ``apart``: what a worker owns may be missing.
+    """
+    saved: States = {}
+    foreign: dict[Any, Any] = {}
+    for key, value in state.items():
+        param = param_of.get(key)
+        if param is None:
+            foreign[key] = value
+            continue
+        own = here.get(param, {})
+        complete = apart or own.keys() <= value.keys()
+        for name, found in value.items():
+            if name in own:
+                plain = local_part(own[name])
+                if not isinstance(found, Tensor):
+                    found = plain.new_full(plain.shape, found)
+                saved.setdefault(param, {})[name] = found
+            elif complete and own and not str(name).startswith(EXCHANGE):
+                foreign.setdefault(param, {})[name] = found
+            else:
+                saved.setdefault(param, {})[name] = torch.as_tensor(found)
+    return saved, foreign
+
+
+def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
+    """Refuse saved parameter groups without some hyperparameters."""
+    for group in saved:
+        missing = sorted(hyperparameters - group.keys())
+        if missing:
+            raise ValueError(
+                f"the saved state has no {', '.join(missing)}: it is of another method"
+            )
+
+
+def _check_state(
+    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
+) -> None:
+    """Refuse the saved state of other workers, and of another model or method.
+
+    Args:
+        parameter: its number or name.
+        saved, own: its tensors by name; ``worker`` says whose they are.
+        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
+    """
+    owner = local_part(saved.get("worker", worker)).cpu()
+    if not torch.equal(owner, worker):
+        raise ValueError(
+            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
+            " each process load what it has saved itself, with as many processes and virtual"
+            " workers; torch.distributed.checkpoint can give it to as many workers on other"
+            " processes"
+        )
+    if _shapes(saved) != _shapes(own):
+        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
+        if all(name.startswith(EXCHANGE) for name in differ):
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the groups,"
+                " bucket_cap_mb, ties and shards that it was saved with"
+            )
+        raise ValueError(
+            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
+            f" {_shapes(own)}: load it into the same model and method"
+        )
+
+
+def _owner(rows: Tensor) -> str:
+    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
+    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
+    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(local_part(value).shape) for name, value in state.items()}
