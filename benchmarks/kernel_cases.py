@@ -213,8 +213,8 @@ def encode_signs(length: int, dtype: torch.dtype, positive: bool, _: Compiled) -
 def encode_levels(length: int, dtype: torch.dtype, largest: int, _: Compiled) -> Iterator[Call]:
     momentum, gradients = bucket(length, dtype)
     rows = message(5, (2 * largest).bit_length(), len(momentum) // 320 + 1)
-    for multiplier in (largest / 1e-3, 0.0, NAN, 1e30):
-        factors = (0.9, 0.99, torch.tensor([multiplier, 1.0, largest / 1e-2]), largest)
+    for first, last in ((largest / 1e-3, NAN), (1e30, largest / 1e-2), (0.0, 1e30)):
+        factors = (0.9, 0.99, torch.tensor([first, 1.0, last]), largest)
         yield "encode_levels", (rows, momentum, gradients, *factors)
 
 

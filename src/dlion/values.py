@@ -1,4 +1,4 @@
-"""Types of settings: each says which values a setting may have, to people and to programs.
+"""Types of settings: the allowed values, for people and for programs.
 
 A setting is a parameter of a function or class, so its type is that parameter's annotation. Ranges
 stand in it as :class:`Limits`, or as pydantic's ``Field``, which has them by the same names;
@@ -68,7 +68,7 @@ _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value is one of a type; true for a type that says nothing.
+    """Whether a value is one of a type; true for a type without constraints.
 
     A list may stand for a tuple and a whole number for a float, but nothing is converted: True is
     no number, 1 is not true, "4" is not 4, and NaN and infinity are no numbers.
@@ -124,7 +124,7 @@ def describe(hint: Any) -> str:
 
 
 def refusal(value: Any, hint: Any) -> str | None:
-    """Return what is wrong with a value of a type and what to type, behind its name; or None."""
+    """Return the fault of a value and the advice, to stand behind its name; or None."""
     if accepts(hint, value):
         return None
     known = choices(hint)
@@ -134,7 +134,7 @@ def refusal(value: Any, hint: Any) -> str | None:
 
 
 def advice(hint: Any) -> str:
-    """Say what to type for a value of a type: "give a whole number, at least 1"."""
+    """Return the advice for a value of a type: "give a whole number, at least 1"."""
     verb = "choose" if choices(hint) else "type" if hint is bool else "give"
     return f"{verb} {describe(hint)}"
 
@@ -161,12 +161,12 @@ def show(value: Any) -> str:
 
 
 def _limits(hint: Any) -> list[Any]:
-    """Return what an annotated type says beside its type; pydantic's ``Field`` says several."""
+    """Return the constraints of an annotated type; pydantic's ``Field`` has several."""
     return [part for said in hint.__metadata__ for part in getattr(said, "metadata", [said])]
 
 
 def _within(value: Any, limit: Any) -> bool:
-    """Whether a value is inside a limit, or what is none."""
+    """Whether a value is inside a limit; true for other annotations."""
     holds = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
     bounds = ((holds[name], getattr(limit, name, None)) for name in holds)
     shortest = getattr(limit, "min_length", None)
@@ -176,7 +176,7 @@ def _within(value: Any, limit: Any) -> bool:
 
 
 def _limit(limit: Any) -> str:
-    """Return the words of a limit; nothing for what is none."""
+    """Return the words of a limit; empty for other annotations."""
     bounds = {words: getattr(limit, name, None) for name, words in _LIMITS.items()}
     return " and ".join(f"{words} {at}" for words, at in bounds.items() if at is not None)
 

@@ -211,6 +211,9 @@ def test_tables_of_any_names(tmp_path):
     assert torch.equal(images(str(tmp_path)).train_x, data.train_x)
     with pytest.raises(UserError, match=r"column id holds .*, not pictures"):
         images(str(tmp_path), image_column="id")
+    write_classes(tmp_path / "folders")
+    with pytest.raises(UserError, match="holds no parquet files with a column species"):
+        images(str(tmp_path / "folders"), label_column="species")
 
 
 @pytest.mark.parametrize("ending", [".parquet", "_0.parquet"])

@@ -427,7 +427,7 @@ class Bucket:
         flight.slow, flight.saved = read.slow, read.saved
 
     def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Compare what senders, a ``kind`` of such numbers, say of themselves."""
+        """Compare the headers of senders, a ``kind`` of such numbers."""
         if headers.agree:
             return
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)

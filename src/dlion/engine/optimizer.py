@@ -279,7 +279,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
     def after_step(self, bucket: Bucket) -> None:
-        """Run the collective work after all updates (averaging momenta, say)."""
+        """Run the collective work after all updates, such as averaging momenta."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
         """Return the names of the state of a bucket's parameters."""
@@ -679,7 +679,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     @property
     def saved_workers(self) -> Workers:
-        """Whose state is saved: with a manager each worker's by itself, as numbers change."""
+        """The workers of a saved state; with a manager each worker by itself, as numbers change."""
         return self.workers if self._step.elastic is None else Workers()
 
     def __getstate__(self) -> NoReturn:
@@ -697,7 +697,7 @@ def _listed(given: Any) -> Any:
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:
-    """Return the device of the first parameter, in whatever form parameters are given."""
+    """Return the device of the first parameter, for any form of ``params``."""
     for given in [params] if isinstance(params, Tensor) else params:
         if isinstance(given, Tensor):
             return given.device

@@ -84,7 +84,7 @@ class Overlap:
     # ---- hooks
 
     def watch(self, bucket: Bucket) -> None:
-        """Have autograd say when gradients of a bucket are there."""
+        """Register autograd hooks that report when a bucket's gradients are ready."""
         self._passes[bucket] = _Pass()
         ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
         tensors = (slot.tensor for slot in bucket.slots)
@@ -170,7 +170,7 @@ class Overlap:
                     )
 
     def check_restart(self) -> None:
-        """Refuse zero_grad() after a pass that went well, and whose messages have left."""
+        """Refuse zero_grad() after a successful pass whose messages have left."""
         if self.sent and not self.in_backward:
             raise RuntimeError(
                 "zero_grad() after a backward pass whose messages have left, before step(): call"
@@ -180,7 +180,7 @@ class Overlap:
             )
 
     def restart(self) -> None:
-        """Count gradients from zero, as they were dropped; what has left stays sent."""
+        """Count gradients from zero, as they were dropped; messages that left stay sent."""
         self.in_backward = False
         for here in self._passes.values():
             here.waiting, here.restarted = None, here.sent
@@ -244,7 +244,7 @@ class Overlap:
                 keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
 
     def finish(self) -> None:
-        """Wait for all pending work of this host, whatever its result."""
+        """Wait for all pending work of this host, successful or not."""
         for future in self._running.values():
             future.exception()
 

@@ -1,4 +1,4 @@
-"""The state dict of an optimizer, and what it refuses to load."""
+"""The state dict of an optimizer, and checks of a loaded one."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from dlion.engine.shards import EXCHANGE, local_part
 
 
 def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Put the state of all buckets into what torch has packed, before others' hooks see it."""
+    """Put the state of all buckets into torch's packed state, before others' hooks see it."""
     for bucket in optimizer.buckets:
         saving.adopt(bucket, optimizer.state)
     found, params = _distributed(optimizer)[0], optimizer.params
@@ -74,7 +74,7 @@ def _distributed(optimizer: Any) -> tuple[States, saving.Elementwise]:
 
 
 def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Leave out what differs from worker to worker, and say of which save the rest is."""
+    """Leave out per-worker state, and name the save that the rest belongs to."""
     if not optimizer.own_state_is_apart:
         return packed
     index_of = {param: index for index, param in enumerate(optimizer.params)}

@@ -206,7 +206,7 @@ class Step:
             bucket.write_back()
 
     def _conclude(self) -> None:
-        """Note what the headers of this step said, and count it."""
+        """Note the headers of this step, and count it."""
         method = self._method
         travelled = slow = method.flagged = False
         for bucket in method.buckets:

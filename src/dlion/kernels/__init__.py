@@ -400,7 +400,7 @@ def _missing_for_triton() -> str | None:
 
 
 def _inexact(triton: str, capability: tuple[int, int]) -> str | None:
-    """Return what is missing for kernels that round each product and each sum by itself.
+    """Return the missing requirement of kernels that round each product and sum by itself.
 
     On Blackwell the assembler of Triton 3.6 fuses them, although it is told not to.
     """

@@ -82,7 +82,7 @@ def errors_end_the_command() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Drop what was printed and not yet written, which Python would write at its end."""
+    """Drop printed output that Python would write at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

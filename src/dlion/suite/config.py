@@ -108,7 +108,7 @@ def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
 
 
 def _unresolved(node: Any) -> str | None:
-    """Name the first setting that looks up what is not there, and say why it cannot."""
+    """Name the first setting whose interpolation fails, and say why."""
     for key in node if isinstance(node, DictConfig) else range(len(node)):
         if key == "hydra":
             continue

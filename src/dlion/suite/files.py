@@ -100,7 +100,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file completely or, whatever happens, not at all."""
+    """Write a text file completely or not at all, even if the process dies."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -186,7 +186,7 @@ def step_seconds(method: Method, setting: Setting) -> float:
 
 
 def bottleneck(method: Method, setting: Setting) -> str:
-    """Return what a step would be shorter without: compute, bandwidth or messages."""
+    """Return the bottleneck of a step: compute, bandwidth or messages."""
     step = step_seconds(method, setting)
     if step < 1.1 * setting.compute:
         return "compute"
@@ -199,7 +199,7 @@ def _shares(setting: Setting) -> tuple[float, ...]:
 
 
 def _one_by_one(method: Method, setting: Setting, shape: tuple[int, ...]) -> bool:
-    """Whether messages tell how slow the links are, and wait for each other since."""
+    """Whether links were found slow, so that messages wait for each other."""
     if method.schedule == RING:
         return False
     if setting.one_by_one is not None:

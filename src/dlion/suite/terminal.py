@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TextIO
 
 
 def prepare() -> None:
-    """Prepare a command's process, before it imports what takes seconds and prints anything.
+    """Prepare a command's process, before slow imports and any output.
 
     Nothing that is printed ends it, though the terminal, pipe or log may go away: all goes through
     ``sys.stdout`` and ``sys.stderr``, which are replaced. Ctrl-C ends it with one line and exit
@@ -43,7 +43,7 @@ def end_now(code: int) -> NoReturn:
 
 
 class _Guarded:
-    """A text stream that drops what cannot be written, and writes again as soon as it can.
+    """A text stream that drops output it cannot write, and resumes when it can.
 
     A run outlives its ssh session, the reader of its pipe and a full disk under its log. Python's
     own streams would raise OSError from the next ``print``, in the middle of a checkpoint, say.

@@ -26,7 +26,7 @@ NOT_RECORDED = "not recorded"  # by runs of older commits
 
 
 def provenance(runs: list[Run]) -> str:
-    """Return lines that say where the figures of runs come from."""
+    """Return the provenance of runs' figures as lines."""
     origins: dict[str, list[str]] = {"commit": [], "machine": [], "versions": [], "command": []}
     for run in runs:
         summary = run.summary or {}

@@ -17,7 +17,7 @@ from dlion.suite.data.torchvision_ops import declare_missing_operators
 
 @dataclass(frozen=True)
 class PictureInput:
-    """Turns pictures into what a model was trained on.
+    """Turns pictures into the input that a model was trained on.
 
     ::
 

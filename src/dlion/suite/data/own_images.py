@@ -73,6 +73,11 @@ def images(
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with('images')}")
     left_out = LeftOut()
     parts = _find_idx(root) or _find_folders(root, left_out)
+    for column in filter(None, (image_column, label_column) if parts else ()):
+        raise UserError(
+            f"dataset.path={path} holds no parquet files with a column {column}: leave the setting"
+            " out"
+        )
     parts = parts or _find_tables(root, image_column, label_column, left_out)
     if parts is None:
         lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"

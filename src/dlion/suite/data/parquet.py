@@ -133,7 +133,7 @@ def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, A
 
 
 def be_quiet() -> None:
-    """Let ``datasets`` show no progress, and log nothing that its errors say anyhow."""
+    """Let ``datasets`` show no progress, and log nothing that its errors repeat."""
     from datasets import disable_progress_bars, logging
 
     disable_progress_bars()

@@ -1,4 +1,4 @@
-"""Turn text into tokens once and for all: a file of one's own, OpenWebText and its like.
+"""Turn text into tokens once: a file of your own, OpenWebText or another data set.
 
     dlion prepare book.txt -o DIR                    # bytes, nothing is downloaded
     dlion prepare a.jsonl b.jsonl -o DIR             # from files of one kind
@@ -169,7 +169,7 @@ def _is_of(tokenizer: Any, own: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Delete what was written into a folder, and the folder if it holds nothing else."""
+    """Delete the written files of a folder, and the folder if it is then empty."""
     for name in (FACTS, *(f"{part}.bin" for part in PARTS)):
         (folder / name).unlink(missing_ok=True)
     if {path.name for path in folder.iterdir()} == {TOKENIZER}:
@@ -179,7 +179,7 @@ def _remove(folder: Path) -> None:
 
 
 def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
-    """Open the file of a part, without what was written after the last count."""
+    """Open the file of a part, cut off after the last counted token."""
     file = (folder / f"{part}.bin").open("ab")
     file.truncate(facts["tokens"][part] * np.dtype(facts["dtype"]).itemsize)
     return file
@@ -209,7 +209,7 @@ def _append(
 
 
 def _parts_of(tokens: np.ndarray, number: int, facts: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what of a document goes into which part."""
+    """Return the pieces of a document and their parts."""
     if facts["held_out"]:
         return {"train" if number % facts["held_out"] else "val": tokens}
     least = min(_LEAST_TEST // facts["of"], len(tokens) // 2)
@@ -355,7 +355,7 @@ def _read_text(source: str, separator: str | None) -> list[str]:
 
 
 def how_to_train(folder: Path) -> str:
-    """Return the command that trains on a prepared folder, after a look at what it will train on.
+    """Return the command that trains on a prepared folder, after checking its contents.
 
     Its context is the longest power of two, at most 256 bytes or 1,024 other tokens, that the test
     has and that cuts the text into enough samples.
@@ -388,7 +388,7 @@ def _resolved(name: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Prepare what the command line names."""
+    """Prepare the text that the command line names."""
     parser = make_parser("prepare", __doc__, "book.txt -o DIR")
     parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")

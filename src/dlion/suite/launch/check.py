@@ -62,6 +62,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
     data = _for_its_model(load_data(config.dataset), config)
+    data.label_smoothing = config.label_smoothing
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -129,7 +130,7 @@ def _for_its_model(data: Data, config: DictConfig) -> Data:
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
-    """Check what the settings alone can show, without loading data or a model.
+    """Check the settings alone, without loading data or a model.
 
     Args:
         settings: of a run.
@@ -226,7 +227,7 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
 
 @contextmanager
 def _one_line(choice: str) -> Iterator[None]:
-    """Turn whatever goes wrong in a component, which may be anybody's, into one line.
+    """Turn any error of a component, which may be a user's own, into one line.
 
     Raises:
         UserError: the error, and the line of code that raised it.
@@ -284,7 +285,7 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
 
 
 def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
-    """Refuse what does not go with a method whose workers take steps of their own."""
+    """Refuse settings that contradict a method with local steps."""
     name = config.optimizer.name
     if config.local_steps > 1:
         raise UserError(
@@ -300,7 +301,7 @@ def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
 
 
 def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> None:
-    """Refuse to train on samples one by one what normalises over batches, if it cannot do that."""
+    """Refuse batches of one sample for a model that normalises over batches."""
     if not isinstance(data, Images):
         return
     images = torch.empty(1, data.channels, data.image_size, data.image_size, device="meta")

@@ -22,7 +22,7 @@ from dlion.suite.launch.arguments import Arguments
 from dlion.suite.launch.environment import among_others, is_first
 from dlion.suite.launch.help import help_text
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
-from dlion.suite.settings import check_values
+from dlion.suite.settings import check_effects, check_values
 from dlion.suite.terminal import end_now, raise_interrupts
 
 _EXIT_CODES = {
@@ -69,7 +69,7 @@ def run(main: Callable[[], Any], conf: Path) -> None:
 
 
 def guarded(config: DictConfig) -> Any:
-    """Launch what was configured, from inside Hydra's main function, and end as it ended.
+    """Launch the configured run, from inside Hydra's main function, and end as it ended.
 
     The exception is the outcome: Stopped, RunFailed, UserError; none: the run has finished.
     """
@@ -82,6 +82,8 @@ def guarded(config: DictConfig) -> Any:
             _check_single(hydra)
         settings = resolve(config, hydra)
         check_values(settings)
+        if not multirun:  # the sweeper has checked it
+            check_effects(settings, hydra.overrides.task)
         _announce(settings, unlisted_method(config, hydra))
         from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
         from dlion.suite.launch.runner import launch
@@ -147,7 +149,7 @@ def _record(error: BaseException, config: DictConfig, output_dir: Path, of_sweep
 
 
 def _check_single(hydra: DictConfig) -> None:
-    """Refuse what only sweeps use.
+    """Refuse settings that only sweeps use.
 
     Raises:
         UserError: what to type instead.
@@ -158,7 +160,7 @@ def _check_single(hydra: DictConfig) -> None:
 
 
 def _announce(settings: DictConfig, method: str | None) -> None:
-    """Print what is about to run, before anything that takes time.
+    """Print a line about the run, before anything that takes time.
 
     Args:
         settings: of the run.

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 def help_text(arguments: Arguments, conf: Path) -> str:
-    """Return the help on what was typed beside ``--help``: choices, keys, or nothing.
+    """Return the help on the words beside ``--help``: choices, keys, or nothing.
 
     Raises:
         UserError: if the key is unknown.
@@ -104,7 +104,7 @@ def _overview(
 
 
 def _choice(group: str, name: str, settings: dict[str, Any], folders: list[str]) -> str:
-    """Return what a file of a group is, and its settings."""
+    """Return the description of a choice, and its settings."""
     file = next(f for folder in folders if (f := Path(folder, group, f"{name}.yaml")).exists())
     comments, body = [], file.read_text("utf-8").strip().splitlines()
     while body and body[0].startswith("#"):
@@ -138,7 +138,7 @@ def settings_of_runs(settings: dict[str, Any]) -> Iterator[Entry]:
 
 
 def settings_of_choice(group: str, node: dict[str, Any]) -> Iterator[Entry]:
-    """Yield the settings of what was chosen from a group: ``node`` has its values."""
+    """Yield the settings of a choice of a group: ``node`` has its values."""
     component = component_of(parameters(Settings)[group])
     assert component is not None
     target = locate(node["_target_"], group) if "_target_" in node else component.own
@@ -166,7 +166,7 @@ def _line(entry: Entry) -> str:
 
 
 def _as_typed(sentence: str) -> str:
-    """Return a sentence of a docstring as people read it who type settings."""
+    """Return a sentence of a docstring in the words of the command line."""
     plain = re.sub(r":\w+:`([^`]*)`", r"\1", sentence).replace("``", "")
     return re.sub(r"\bNone\b", "null", plain).rstrip(".")
 

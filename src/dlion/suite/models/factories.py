@@ -320,7 +320,7 @@ def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
 
 @contextmanager
 def _model_errors_named(setting: str) -> Iterator[None]:
-    """Turn what transformers raises about a model into a UserError that names the setting."""
+    """Turn an error of transformers about a model into a UserError that names the setting."""
     try:
         yield
     except (OSError, ValueError) as error:

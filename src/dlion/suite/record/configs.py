@@ -15,7 +15,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(file: Path) -> Any:
-    """Return what a YAML file says, as it is written: nothing is looked up, nothing is executed.
+    """Return the contents of a YAML file as written: nothing is resolved or executed.
 
     Raises:
         OmegaConfBaseException, yaml.YAMLError: if it cannot be parsed.

@@ -60,7 +60,7 @@ def _weights(directory: Path) -> list[Path]:
 
 
 def _export_input(file: Path, folder: Path) -> None:
-    """Write what the model's input is made by: input.json, and the tokenizer's files."""
+    """Write the description of the model's input: input.json, and the tokenizer's files."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -228,7 +228,7 @@ class Trainer:
         )
 
     def _resume(self) -> Progress:
-        """Put back what a checkpoint holds, if there is one; return how far it was."""
+        """Restore the checkpoint to resume from, if any; return its progress."""
         if self.job.resume is None:
             return Progress()
         progress = self.checkpoints.load(self.job.resume)
@@ -283,7 +283,7 @@ class Trainer:
         return self.byzantine.attacking(i, step) if sends else self.optimizer.no_sync()
 
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
-        """Yield what a worker does between two exchanges."""
+        """Yield the passes of a worker between two exchanges."""
         turns, parts = self.config.local_steps, self.config.accumulate
         for turn in range(turns):
             local_step = step * turns + turn
@@ -299,7 +299,7 @@ class Trainer:
                 )
 
     def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the samples of every pass of this process and the seed of what is random there."""
+        """Yield the samples and the seed of every pass of this process."""
         for step in steps:
             participants = self.participation.at(step)
             for worker in self.job.workers.ids:

@@ -32,7 +32,7 @@ class Output:
     def __init__(
         self, job: Job, model: nn.Module, optimizer: DistributedOptimizer, state_bytes: int
     ):
-        """``state_bytes``: what a worker keeps beside parameters and gradients."""
+        """``state_bytes``: memory of a worker beside parameters and gradients."""
         self.job, self.optimizer, self.state_bytes = job, optimizer, state_bytes
         self.parameters = sum(p.numel() for p in model.parameters())
         self.active = job.workers.rank == 0
@@ -54,7 +54,7 @@ class Output:
             self.logger = make_logger(job.config.logger, recording)
 
     def banner(self) -> None:
-        """Show what runs; what a step puts on the network was counted in the first one."""
+        """Show the facts of the run; traffic was counted in the first step."""
         self.console.begin(_facts(self.job, self.parameters, self.optimizer))
 
     def record_row(self, row: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Output:
         )
 
     def finish(self, parameters_sha256: str) -> float | None:
-        """Write the summary; return what a sweep compares, the test accuracy or else the loss."""
+        """Write the summary; return the objective of a sweep: test accuracy, else loss."""
         if self.active:
             summary = finite(self._summary(parameters_sha256))
             self.record.finish(summary)
@@ -134,7 +134,7 @@ class Output:
 
 
 def _group(job: Job) -> str:
-    """Return a name for the runs with the settings of this one, whatever their seeds."""
+    """Return a name for the runs that differ from this one by seed alone."""
     settings = identity(job.config) | {"steps": job.steps}
     del settings["seed"]
     digest = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
@@ -142,7 +142,7 @@ def _group(job: Job) -> str:
 
 
 def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[str, str]:
-    """Return what the table at the beginning of a run shows."""
+    """Return the table at the beginning of a run."""
     config, workers, traffic = job.config, job.workers, optimizer.channel.traffic
     n = workers.count
     network = f"{job.backend} on {job.device}"

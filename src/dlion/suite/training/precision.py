@@ -1,4 +1,4 @@
-"""The number formats of parameters and of what a model computes."""
+"""The number formats of parameters and computation."""
 
 import torch
 from torch import nn

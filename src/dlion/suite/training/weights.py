@@ -48,7 +48,7 @@ _FROM_ELSEWHERE = ("pretrained", "checkpoint_path")  # where timm's models take 
 
 
 def save_model(model: nn.Module, data: Data, directory: Path) -> None:
-    """Write a run's model; it is there as a whole or not at all.
+    """Write a run's model, completely or not at all.
 
     Tensors with several names (tied embeddings) are written once, under the first of them.
 
@@ -122,7 +122,7 @@ def load_model(
 
 
 def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
-    """Return what makes the input of the model in a run, or in another source of weights.
+    """Return the input maker of the model in a run, or in another source of weights.
 
     None: it is not recorded, as in a run of an earlier version.
     """
@@ -216,7 +216,7 @@ def _is_left(names: Iterable[str], pattern: str | None) -> bool:
 
 
 def _other_head(misshapen: list[str], complaints: dict[str, Any]) -> str:
-    """Return what to type where all that does not fit is one module of another shape."""
+    """Return the advice for weights that differ in the shape of one module only."""
     modules = {entry.split(" ")[0].rpartition(".")[0] for entry in misshapen}
     others = any(found for what, found in complaints.items() if what != "of another shape")
     if others or len(modules) != 1:
@@ -317,7 +317,7 @@ def recorded_settings(run: Run, keys: Iterable[str], given: Collection[str] = ()
 
 
 def _own(group: str) -> set[str]:
-    """Return the names of what a recorded run may call."""
+    """Return the names that a recorded run may call."""
     room = _ROOMS[group]
     return {f"{room.__name__}.{name}" for name in room.__all__}
 
@@ -325,7 +325,7 @@ def _own(group: str) -> set[str]:
 def _maker(
     node: dict[str, Any], build: Callable[..., nn.Module] | None
 ) -> Callable[[Any], nn.Module]:
-    """Return what makes a recorded model of a data set or its shape."""
+    """Return the function that builds a recorded model."""
     if build is None:
         return functools.partial(models.build, node)
     options = {key: value for key, value in node.items() if key not in SPECIAL}

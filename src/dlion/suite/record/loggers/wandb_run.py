@@ -175,7 +175,7 @@ def _init(mode: Literal["online", "offline"], options: dict[str, Any]) -> Any:
 
 
 def _define_metrics(run: Any) -> None:
-    """Say what each curve is drawn over, and what the table of runs shows of it."""
+    """Define the x-axis of each curve, and its summary in the table of runs."""
     for axis in ("step", "sent_bits_per_parameter"):
         run.define_metric(axis)
     for name, best in (("loss", "min"), ("accuracy", "max")):
