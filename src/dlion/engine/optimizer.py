@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlion.engine import nonfinite, saving, state_dicts, worker_files
+from dlion.engine import nonfinite, saving, state_dicts, uneven, worker_files
 from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.checks import (
     check_alone,
@@ -25,7 +26,13 @@ from dlion.engine.checks import (
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt
 from dlion.engine.layout import Member, Members
-from dlion.engine.lockstep import check_equal, check_local_workers, facts_about, plain_values
+from dlion.engine.lockstep import (
+    check_data,
+    check_equal,
+    check_local_workers,
+    facts_about,
+    plain_values,
+)
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap
 from dlion.engine.shards import check_sharding, local_part
@@ -51,9 +58,10 @@ class Common(TypedDict, total=False):
     overlap: bool
     bucket_cap_mb: float | Literal["auto"] | None
     nonfinite: Nonfinite | None
+    stochastic_rounding: bool
 
 
-class DistributedOptimizer(torch.optim.Optimizer, ABC):
+class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     """A ``torch.optim.Optimizer`` whose workers exchange packed messages instead of gradients.
 
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
@@ -70,9 +78,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
 
-    Parameter groups that are given here share buckets, so a group for each layer costs no more
-    exchanges than one for all; rates may differ and change. A group that is added later, and what
-    is unfrozen later, has buckets of its own.
+    Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
+    all; rates may differ and change. Groups that are added after a step, or after a state was
+    loaded, share buckets of their own, as does what is unfrozen later.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
@@ -142,6 +150,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             as a parameter without a gradient there, in that step; None sends it as it is. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the
+            mean of many small steps is right. All workers draw the same. Rounding to the nearest,
+            which is torch's, loses a step below 1/512 of its parameter (a warning says so); a sign
+            step is as small for all. It takes no memory but float32 values of a bucket during its
+            update. Parameters of other dtypes, and methods of local steps, which keep float32
+            parameters, are not concerned.
 
     Attributes:
         buckets: of all groups, in the order in which their messages leave.
@@ -195,9 +209,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         overlap: bool = False,
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
+        stochastic_rounding: bool = False,
     ):
+        Joinable.__init__(self)
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
+        self.files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
             given = alone(workers or process_group or mesh or dense_group)
@@ -207,11 +224,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_local_workers(given)
+        self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
+        self.stochastic_rounding = stochastic_rounding
         settings = self._settings()
         check_equal(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
@@ -225,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.skipped = 0
         self.members = Members(bucket_cap_mb, self.kind, self.whole_matrices)
         self._step = Step(self, overlap)
-        self._constructed = False
+        self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
@@ -311,7 +330,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
+        group, before = self.param_groups[-1], copy.copy(self.members)
+        groups, first = self._used
+        earlier = self.buckets[first:]
         try:
             check_hyperparameters(type(self), group)
             check_sharding(
@@ -320,16 +341,31 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
             self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
-                self._add_buckets([group])
+                del self.buckets[first:]
+                self._add_buckets(self.param_groups[groups:])
         except Exception:
             self.param_groups.pop()
             self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
-            del self.buckets[first:]
+            self._drop(self.buckets[first:])
+            self.buckets[first:] = earlier
+            for bucket in earlier:
+                saving.publish(bucket, self.state, self.saved_workers)
             raise
         if self._constructed:
+            self._drop(earlier)
             self._hand_out([group], self.buckets[first:])
+
+    def _drop(self, buckets: list[Bucket]) -> None:
+        """Forget buckets whose parameters have a place in others."""
+        if self._step.overlap is not None:
+            for bucket in buckets:
+                self._step.overlap.unwatch(bucket)
+
+    def _note_use(self) -> None:
+        """Note that the groups and buckets of now have state: later ones do not join them."""
+        self._used = len(self.param_groups), len(self.buckets)
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
@@ -353,6 +389,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Make buckets for parameters that were unfrozen since the last step."""
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
+        self._note_use()
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -415,6 +452,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("set_participants() in the middle of a step")
         if self._step.elastic is not None:
             raise RuntimeError("set_participants() with manager=, which names the participants")
+        if self._join_config.enable:
+            raise RuntimeError("set_participants() inside torch's Join, which names them")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -492,7 +531,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._join_config.enable:
+            uneven.meet(self, here=True)
         self._check_ready()
+        self._note_use()
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
@@ -510,6 +552,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Refuse a step that would go wrong, and take over what others have put into the state."""
         if not self._step.taken:
             check_bare(self.params)
+            if self._peers.processes > 1 and self._peers.local == 1:
+                check_data(self.params, self._peers)
             if self._met_nobody:
                 check_alone()
         if self._awaits is not None:
@@ -521,6 +565,35 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.members.check_unedited(self.param_groups)
         for bucket in self.buckets:
             saving.adopt(bucket, self.state)
+
+    def join_hook(self, **kwargs: Any) -> uneven.Shadow:
+        """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.
+
+        A worker that has no batch left takes no part: it sends nothing, keeps its state, and
+        follows updates and hyperparameters of the others::
+
+            with Join([optimizer]):
+                for batch in batches:  # fewer on some processes
+                    loss_of(batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Raises:
+            RuntimeError: with ``overlap``, virtual workers, ``dense_group`` or ``manager``; after
+                :meth:`set_participants`.
+        """
+        uneven.check_possible(self)
+        return uneven.Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of ``Join``."""
+        return self.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the workers, for ``Join``."""
+        return self.workers.group or dist.group.WORLD
 
     # ------------------------------------------------------------------ a step that moves by itself
 
@@ -555,7 +628,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         views = {}
         for bucket in self.buckets:
             views[f"{bucket.index}.parameters"] = bucket.params
-            for name, values in (bucket.shared | bucket.counters).items():
+            counters = {} if bucket.counts_steps else bucket.counters
+            for name, values in (bucket.shared | counters).items():
                 views[f"{bucket.index}.{name}"] = values
         return views
 
@@ -574,8 +648,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         number of workers it raises CheckpointException before this optimizer hears of it: "Size
         mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
         where 4 workers have saved and 2 load; let processes host several, until there are as many.
-        With ``torch.save``, which writes the local part, save on every rank, and import
-        ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
+        With ``torch.save``, which writes the local part, save on every rank: a warning follows
+        where one alone does. Where FSDP has sharded the parameters, all processes
         must call this together.
         """
         return super().state_dict()

@@ -58,6 +58,7 @@ __all__ = [
     "momentum_descent",
     "nearest_level",
     "pack_votes",
+    "round_at_random",
     "step_size",
     "sum_planes",
     "take_mean",
@@ -351,6 +352,20 @@ def lion(
     """
     module = choose(params, momentum, grad)
     module.lion(params, momentum, grad, beta1, beta2, lr, weight_decay)
+
+
+def round_at_random(params: Tensor, values: Tensor, key: tuple[int, int]) -> None:
+    """Round float32 values to bfloat16, up or down at random: the mean is the value itself.
+
+    What bfloat16 can represent stays as it is. The 16 random bits of a place are a hash of the
+    place and the key, so every process and device that has the key draws the same.
+
+    Args:
+        params: bfloat16 ``[m]``, overwritten.
+        values: float32 ``[m]``.
+        key: two integers of 32 bits.
+    """
+    choose(params, values).round_at_random(params, values, key)
 
 
 def choose(*vectors: Tensor, length: int = 0) -> ModuleType:

@@ -78,6 +78,7 @@ class Trainer:
             overlap=config.overlap,
             bucket_cap_mb=config.bucket_cap_mb,
             nonfinite=config.nonfinite,
+            stochastic_rounding=config.precision == "bf16_stochastic",
         )
         self.virtual = VirtualWorkers(model, workers, config.seed)
         self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
