@@ -97,9 +97,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     copy of the parameters, is of the local shards. Methods that need whole matrices (GMuon,
     SignMuon, PowerSGD, DeMo, ...) gather them inside a replica, each on one of its processes. A
     scale or a number of entries that another method takes of each tensor it takes of each shard
-    (LionCub, TernGrad, DGC, ...), so for these methods results depend on the shards. Voters are
-    replicas here, whose gradients have less noise than those of single processes: that is better
-    where links between nodes are slow, and another method than a vote of all processes.
+    (LionCub, TernGrad, DGC, the first step size of DLionADM, ...), so for these methods results
+    depend on the shards. Voters are replicas here, whose gradients have less noise than those of
+    single processes: that is better where links between nodes are slow, and another method than a
+    vote of all processes.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
