@@ -14,7 +14,59 @@ from dlion.methods.updates import sign_descent
 from dlion.values import Betas, Limits, NotNegative
 
 
-class DLionADM(DistributedOptimizer):
+class DeltaModulated(DistributedOptimizer):
+    """Workers whose Lion directions owners follow bit by bit, and signs of the sum as answers."""
+
+    own_state = ["momentum"]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        rise: int,
+        lookahead: float,
+        limit: float | None = None,
+        weighted: bool = False,
+        **common: Unpack[Common],
+    ):
+        self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
+        super().__init__(params, defaults, **common)
+
+    @property
+    def paper_bits(self) -> tuple[float, float]:
+        return 1, 1
+
+    def make_exchange(self, bucket: Bucket) -> DeltaVote:
+        return DeltaVote(
+            self.channel,
+            bucket.numel,
+            bucket.sizes,
+            rise=self.rise,
+            lookahead=self.lookahead,
+            limit=self.limit,
+            weighted=self.weighted,
+            mask=bucket.mask,
+            **bucket.buffers,
+        )
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        exchange, momentum = bucket.exchange, bucket.own["momentum"][local]
+        parts = [(bucket.grads_of(run.slots), *run.values[0]) for run in bucket.runs("betas")]
+        if not exchange.begun:
+            sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in parts]
+            exchange.start(local, torch.cat(sizes))
+        message, coder = exchange.message(local), exchange.coder(local)
+        for grads, beta1, beta2 in parts:
+            kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
+
+    def update(self, bucket: Bucket) -> None:
+        sign_descent(bucket)
+
+    def prepare(self) -> None:
+        rehearse(self)
+
+
+class DLionADM(DeltaModulated):
     """Distributed Lion whose directions are followed by adaptive delta modulation, not voted on.
 
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``m_i <- b2 m_i + (1 - b2) g_i``, sends
@@ -55,8 +107,6 @@ class DLionADM(DistributedOptimizer):
         weighted: weigh workers by how often their estimates had the sign of the answer.
     """
 
-    own_state = ["momentum"]
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -69,39 +119,5 @@ class DLionADM(DistributedOptimizer):
         weighted: bool = False,
         **common: Unpack[Common],
     ):
-        self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, **common)
-
-    @property
-    def paper_bits(self) -> tuple[float, float]:
-        return 1, 1
-
-    def make_exchange(self, bucket: Bucket) -> DeltaVote:
-        return DeltaVote(
-            self.channel,
-            bucket.numel,
-            bucket.sizes,
-            rise=self.rise,
-            lookahead=self.lookahead,
-            limit=self.limit,
-            weighted=self.weighted,
-            mask=bucket.mask,
-            **bucket.buffers,
-        )
-
-    def encode(self, bucket: Bucket, local: int) -> None:
-        exchange, momentum = bucket.exchange, bucket.own["momentum"][local]
-        parts = [(bucket.grads_of(run.slots), *run.values[0]) for run in bucket.runs("betas")]
-        if not exchange.begun:
-            sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in parts]
-            exchange.start(local, torch.cat(sizes))
-        message, coder = exchange.message(local), exchange.coder(local)
-        for grads, beta1, beta2 in parts:
-            kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
-
-    def update(self, bucket: Bucket) -> None:
-        sign_descent(bucket)
-
-    def prepare(self) -> None:
-        rehearse(self)
+        super().__init__(params, defaults, rise, lookahead, limit, weighted, **common)
