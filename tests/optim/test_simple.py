@@ -193,7 +193,7 @@ def demo(side: int, k: int, bits: int):
 def dlion_adm(rise: int, lookahead: float):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         coder = (s.estimate, s.level, s.last, s.repeated)
-        settings = (LR, (0.9, 0.99), WD, rise, lookahead, SPANS)
+        settings = (LR, (0.8, 0.9), WD, rise, lookahead, SPANS)
         simple.dlion_adm(x, s.momentum, *coder, s.total, s.outcome, g, t, *settings)
 
     return step

@@ -89,11 +89,15 @@ class DLionADM(DeltaModulated):
     estimate, a level and two bits on the worker, a level and two bits of each worker and the sum on
     the owner; 4 more with ``limit`` or ``weighted``.
 
+    The default betas are not Lion's: a momentum of 0.99 begins far below the gradients, so the
+    estimates start small, and what they miss lasts. On digits with alpha 0.1 (8 workers of 16, 400
+    steps, one seed) it has 89.5 % with (0.8, 0.9), and 78.7 with Lion's (0.9, 0.99).
+
     When not to use it: with Byzantine workers and no ``limit``, as one with large gradients
-    dominates; where memory is short. In the first hundred steps, and with long momenta, it lags
-    behind a vote on i.i.d. data. Gradients whose entries are below 1e-9 or above 100 are too small
-    or too large for the step sizes, 2.3e-10 to 0.94: scale the loss. It is as good as Lion on the
-    mean gradient in small trainings (results/unlike_data, unlike_cifar10, unlike_text), and not
+    dominates; where memory is short. In the first hundred steps, and with long momenta (0.99), it
+    lags behind a vote on i.i.d. data. Gradients whose entries are below 1e-9 or above 100 are too
+    small or too large for the step sizes, 2.3e-10 to 0.94: scale the loss. It is as good as Lion on
+    the mean gradient in small trainings (results/unlike_data, unlike_cifar10, unlike_text), and not
     tried in large ones.
 
     Args:
@@ -111,7 +115,7 @@ class DLionADM(DeltaModulated):
         self,
         params: Iterable[Any],
         lr: NotNegative = 1e-4,
-        betas: Betas = (0.9, 0.99),
+        betas: Betas = (0.8, 0.9),
         weight_decay: NotNegative = 0.0,
         rise: Annotated[int, Limits(ge=1, le=32)] = 3,
         lookahead: NotNegative = 0.5,
