@@ -139,7 +139,7 @@ class Workers:
 
 
 def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return what carries tensors of a group, by type of device: ``{"cpu": "gloo", ...}``."""
+    """Return the backends of a group by type of device: ``{"cpu": "gloo", ...}``."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 

@@ -435,43 +435,42 @@ CASES = {
 } | ROWS
 
 
-def gradients(n: int, seed: int, step: int) -> Tensor:
+def gradients(n: int, step: int) -> Tensor:
     """Random ones, some of which are exactly zero on all or on all but one worker."""
-    rows = torch.randn(n, D, generator=torch.Generator().manual_seed(1000 * seed + step))
+    rows = torch.randn(n, D, generator=torch.Generator().manual_seed(1000 * n + step))
     rows[:, :3] = 0
     rows[1:, 3:9] = 0
     return rows
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_is_its_specification(name, n):
     options, step, tolerance = CASES[name]
     method = METHODS[name.split()[0]]
-    for seed in range(2):
-        start = torch.randn(D, generator=torch.Generator().manual_seed(seed))
-        params = [
-            torch.nn.Parameter(part.view(shape).clone())
-            for part, shape in zip(start.split(SIZES), SHAPES, strict=True)
-        ]
-        named = [(str(t), param) for t, param in enumerate(params)]
-        settings = {"lr": LR, "weight_decay": WD, "seed": SEED, **method.options, **options}
-        optimizer = method.cls(named, workers=Workers(local=n), **settings)
-        spec, x = Spec(optimizer, n), start.clone()
-        for t in range(STEPS):
-            rows = gradients(n, seed, t)
-            for worker in range(n):
-                for param, part in zip(params, rows[worker].split(SIZES), strict=True):
-                    param.grad = part.view(param.shape).clone()
-                optimizer.collect(worker)
-            optimizer.step()
-            optimizer.host(None)
-            step(spec, x, rows, t)
-            ours = torch.cat([param.detach().flatten() for param in params])
-            if tolerance:
-                torch.testing.assert_close(ours, x, rtol=tolerance, atol=tolerance)
-            else:
-                assert torch.equal(ours, x), f"step {t}: {(ours - x).abs().max()}"
+    start = torch.randn(D, generator=torch.Generator().manual_seed(n))
+    params = [
+        torch.nn.Parameter(part.view(shape).clone())
+        for part, shape in zip(start.split(SIZES), SHAPES, strict=True)
+    ]
+    named = [(str(t), param) for t, param in enumerate(params)]
+    settings = {"lr": LR, "weight_decay": WD, "seed": SEED, **method.options, **options}
+    optimizer = method.cls(named, workers=Workers(local=n), **settings)
+    spec, x = Spec(optimizer, n), start.clone()
+    for t in range(STEPS):
+        rows = gradients(n, t)
+        for worker in range(n):
+            for param, part in zip(params, rows[worker].split(SIZES), strict=True):
+                param.grad = part.view(param.shape).clone()
+            optimizer.collect(worker)
+        optimizer.step()
+        optimizer.host(None)
+        step(spec, x, rows, t)
+        ours = torch.cat([param.detach().flatten() for param in params])
+        if tolerance:
+            torch.testing.assert_close(ours, x, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(ours, x), f"step {t}: {(ours - x).abs().max()}"
 
 
 def test_the_streams_of_ties_are_named_after_the_bucket():

@@ -109,6 +109,7 @@ class Bucket:
         shared: state that is equal everywhere, name -> float32 ``[padded]``.
         counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
         own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
+        counts_steps: whether ``counters["step"]`` is for others to read: the method has none.
         flight: what the present step has to remember.
         published: parameter, name and view of what ``state[param]`` of the optimizer shows.
         run_led: runs the exchange, if only one process of a node does.
@@ -146,7 +147,9 @@ class Bucket:
         counters = names.own_counters
         self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
         self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
-        self.counters = {name: zeros(len(self.slots), device="cpu") for name in names.counters}
+        counters = [*names.counters, *([] if "step" in (*names.counters, *counters) else ["step"])]
+        self.counts_steps = "step" not in names.counters and "step" in counters
+        self.counters = {name: zeros(len(self.slots), device="cpu") for name in counters}
         self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
         self.adopt()
 
@@ -356,6 +359,12 @@ class Bucket:
         norms = [zero if grad is None else next(found) for grad in grads.tensors]
         return torch.stack(norms).to(torch.float32)
 
+    def count_step(self) -> None:
+        """Count a step in ``state[param]["step"]``, as torch's optimizers do, if no update does."""
+        if self.counts_steps:
+            present = self.flight.present or self.trained()  # a local step knows of no others
+            self.counters["step"] += torch.tensor(present, device="cpu")
+
     def count(self, name: str) -> list[tuple[int, slice]]:
         """Count a step for every parameter that some worker has a gradient for.
 
@@ -426,7 +435,7 @@ class Bucket:
         self.flight.present, self.flight.flag, self.flight.slow = read.present, read.flag, read.slow
 
     def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Compare what senders, a ``kind`` of such numbers, say of themselves."""
+        """Compare the headers of senders, a ``kind`` of such numbers."""
         if headers.agree:
             return
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)

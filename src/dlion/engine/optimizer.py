@@ -51,6 +51,7 @@ class Common(TypedDict, total=False):
     overlap: bool
     bucket_cap_mb: float | Literal["auto"] | None
     nonfinite: Nonfinite | None
+    stochastic_rounding: bool
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -70,9 +71,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
 
-    Parameter groups that are given here share buckets, so a group for each layer costs no more
-    exchanges than one for all; rates may differ and change. A group that is added later, and what
-    is unfrozen later, has buckets of its own.
+    Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
+    all; rates may differ and change. Groups that are added after a step, or after a state was
+    loaded, share buckets of their own, as does what is unfrozen later.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
@@ -142,6 +143,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             as a parameter without a gradient there, in that step; None sends it as it is. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the
+            mean of many small steps is right. All workers draw the same. Rounding to the nearest,
+            which is torch's, loses a step below 1/512 of its parameter (a warning says so); a sign
+            step is as small for all. It takes no memory but float32 values of a bucket during its
+            update. Parameters of other dtypes, and methods of local steps, which keep float32
+            parameters, are not concerned.
 
     Attributes:
         buckets: of all groups, in the order in which their messages leave.
@@ -195,6 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         overlap: bool = False,
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
+        stochastic_rounding: bool = False,
     ):
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
@@ -212,6 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
+        self.stochastic_rounding = stochastic_rounding
         settings = self._settings()
         check_equal(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
@@ -230,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             lambda group: self.owners(group) is not None,
         )
         self._step = Step(self, overlap)
-        self._constructed = False
+        self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
@@ -274,7 +283,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
     def after_step(self, bucket: Bucket) -> None:
-        """Run the collective work after all updates (averaging momenta, say)."""
+        """Run the collective work after all updates, such as averaging momenta."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
         """Return the names of the state of a bucket's parameters."""
@@ -319,7 +328,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
+        group, before = self.param_groups[-1], copy.copy(self.members)
+        groups, first = self._used
+        earlier = self.buckets[first:]
         try:
             check_hyperparameters(type(self), group)
             check_sharding(
@@ -328,16 +339,31 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
             self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
-                self._add_buckets([group])
+                del self.buckets[first:]
+                self._add_buckets(self.param_groups[groups:])
         except Exception:
             self.param_groups.pop()
             self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
-            del self.buckets[first:]
+            self._drop(self.buckets[first:])
+            self.buckets[first:] = earlier
+            for bucket in earlier:
+                saving.publish(bucket, self.state, self.saved_workers)
             raise
         if self._constructed:
+            self._drop(earlier)
             self._hand_out([group], self.buckets[first:])
+
+    def _drop(self, buckets: list[Bucket]) -> None:
+        """Forget buckets whose parameters have a place in others."""
+        if self._step.overlap is not None:
+            for bucket in buckets:
+                self._step.overlap.unwatch(bucket)
+
+    def _note_use(self) -> None:
+        """Note that the groups and buckets of now have state: later ones do not join them."""
+        self._used = len(self.param_groups), len(self.buckets)
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
@@ -361,6 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Make buckets for parameters that were unfrozen since the last step."""
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
+        self._note_use()
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -501,6 +528,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._check_ready()
+        self._note_use()
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
@@ -563,7 +591,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         views = {}
         for bucket in self.buckets:
             views[f"{bucket.index}.parameters"] = bucket.params
-            for name, values in (bucket.shared | bucket.counters).items():
+            counters = {} if bucket.counts_steps else bucket.counters
+            for name, values in (bucket.shared | counters).items():
                 views[f"{bucket.index}.{name}"] = values
         return views
 
@@ -642,7 +671,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def saved_workers(self) -> Workers:
-        """Whose state is saved: with a manager each worker's by itself, as numbers change."""
+        """The workers of a saved state; with a manager each worker by itself, as numbers change."""
         return self.workers if self._step.elastic is None else Workers()
 
     def __getstate__(self) -> NoReturn:
@@ -660,7 +689,7 @@ def _listed(given: Any) -> Any:
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:
-    """Return the device of the first parameter, in whatever form parameters are given."""
+    """Return the device of the first parameter, for any form of ``params``."""
     for given in [params] if isinstance(params, Tensor) else params:
         if isinstance(given, Tensor):
             return given.device

@@ -87,7 +87,7 @@ def _dtensor(
 
 
 def of_workers(workers: Workers) -> Tensor:
-    """Say whose per-worker state is: ids and the number of workers, int64 ``[k, 2]``."""
+    """Return the owners of per-worker state: ids and number of workers, int64 ``[k, 2]``."""
     rows = [[worker, workers.count] for worker in workers.ids]
     return torch.tensor(rows, device="cpu")
 
@@ -213,7 +213,7 @@ def own_names(bucket: Bucket, names: Iterable[str]) -> list[str]:
 
 
 def mark(optimizer: Any) -> list[int]:
-    """Return numbers that tell a save from others: equal on all processes."""
+    """Return numbers that identify a save: equal on all processes."""
     first = [view.flatten()[:64].cpu() for view in optimizer.common_state().values()]
     content = b"".join(view.view(torch.uint8).numpy().tobytes() for view in first)
     return [optimizer.param_groups[0]["steps"], zlib.crc32(content)]

@@ -213,7 +213,7 @@ class PolarDeltaVote(DeltaVote):
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Add values in float64 one after the other on a CPU, so whatever the number of threads.
+    """Add values in float64 one after the other on a CPU: independent of the threads.
 
     On a GPU ``cumsum`` is not deterministic, and ``sum`` is.
     """

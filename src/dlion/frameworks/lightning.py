@@ -1,4 +1,4 @@
-"""The door to Lightning: checkpoints with every worker's state."""
+"""Lightning: checkpoints with every worker's state."""
 
 import shutil
 from pathlib import Path

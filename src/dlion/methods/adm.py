@@ -77,8 +77,8 @@ class DLionADM(DeltaModulated):
     answers, in one bit, ``D = sign(sum h_i + lookahead * sum (steps of those who sent))``; where
     that is 0 its previous answer. Everyone: ``x <- (1 - lr wd) x - lr D``.
 
-    The coder is that of adaptive delta modulation (Jayant 1970), with two bits of memory: so step
-    sizes rest at that of the noise where there is noise, and fall to nothing where there is none.
+    Source: the coder is that of adaptive delta modulation (Jayant 1970), with two bits of memory:
+    step sizes rest at the size of the noise, and fall to nothing where there is none.
     Lion's direction: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
 
     A gradient that is missing counts as zero and leaves the momentum alone, but the estimate still

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, and the cache of what came from it."""
+"""The Hugging Face hub and its cache."""
 
 import socket
 from functools import cache

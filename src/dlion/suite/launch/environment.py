@@ -1,4 +1,4 @@
-"""Reads what torchrun or SLURM says about this process."""
+"""Reads this process's place from the variables of torchrun or SLURM."""
 
 import os
 import re
@@ -100,7 +100,7 @@ def among_others() -> bool:
 
 
 def restarted() -> bool:
-    """Whether SLURM or torchrun says that it has started this run again after it was cut off.
+    """Whether SLURM or torchrun has restarted this run after an interruption.
 
     Of torchrun's agents, each counts for itself, and one whose processes ended because of another's
     does not count that: see :func:`job_name`.

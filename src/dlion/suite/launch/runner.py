@@ -115,7 +115,7 @@ def _run(job: Job) -> float | None:
 
 
 def work(job: Job) -> float | None:
-    """Train or evaluate in one process of a run; torchrun's variables say which one this is."""
+    """Train or evaluate in one process of a run, numbered by torchrun's variables."""
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -141,7 +141,7 @@ def _train(job: Job) -> float | None:
 
 
 def _resume_as_first(job: Job) -> Job:
-    """Go on from the checkpoint that process 0 has chosen, as it alone has read all of it."""
+    """Resume from the checkpoint that process 0 has chosen, as it alone has read all of it."""
     found = job.resume
     name = json.loads(_from_first(json.dumps(found and found.directory.name)))
     if found is None or name in (None, found.directory.name):
