@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.layout import Member, Slot, lay_out
+from dlion.engine.layout import Member, Slot, dealt, lay_out
 from dlion.engine.lockstep import check_in_step, hyperparameters
 from dlion.engine.shards import local_part
 from dlion.engine.whole import Whole
@@ -120,11 +120,15 @@ class Bucket:
     run_led: Callable[["Bucket"], None] | None = None
     exchange: Any  # the kind that the method made
 
-    def __init__(self, index: int, members: Sequence[Member]):
+    def __init__(self, index: int, members: Sequence[Member], owners: int | None = None):
         self.index, first = index, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
         self.sharded = isinstance(first, DTensor)
-        self.slots, self.numel = lay_out(members)
+        if owners is None:
+            self.slots, self.numel = lay_out(members)
+        else:  # each parameter in one slice of so many
+            members, starts, self.numel = dealt(members, owners)
+            self.slots, _ = lay_out(members, starts)
         self.regroup(member.group for member in members)
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
         self.header = Header(len(members))

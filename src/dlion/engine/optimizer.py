@@ -243,7 +243,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self.members = Members(bucket_cap_mb, self.kind, self.whole_matrices)
+        self.members = Members(
+            bucket_cap_mb,
+            self.kind,
+            self.whole_matrices,
+            lambda group: self.owners(group) is not None,
+        )
         self._step = Step(self, overlap)
         self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
@@ -298,6 +303,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     @staticmethod
     def kind(group: dict[str, Any]) -> Hashable:
         """Return the settings that parameter groups must share to share buckets."""
+
+    def owners(self, group: dict[str, Any]) -> int | None:
+        """Return how many owners a bucket's parameters are dealt to; None: slices may cut them."""
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
@@ -374,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[Member]) -> None:
-        bucket = Bucket(len(self.buckets), members)
+        bucket = Bucket(len(self.buckets), members, self.owners(members[0].group))
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
