@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import operator
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Limits:
     lt: float | None = None
     le: float | None = None
     min_length: int | None = None
+    pattern: str | None = None
 
 
 class Called(NamedTuple):
@@ -55,7 +57,9 @@ Betas = Annotated[
     tuple[Probability, Probability], Called("two numbers, [B1, B2], each at least 0 and below 1")
 ]
 Name = Annotated[str, Limits(min_length=1)]
-Folder = Annotated[str, Limits(min_length=1), Called("a folder")]
+Folder = Annotated[
+    str, Limits(min_length=1, pattern=r"^(?!\w+://)"), Called("a folder of this machine")
+]
 
 _NOUNS = {
     bool: "true or false",
@@ -169,9 +173,11 @@ def _within(value: Any, limit: Any) -> bool:
     """Whether a value is inside a limit; true for other annotations."""
     holds = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
     bounds = ((holds[name], getattr(limit, name, None)) for name in holds)
-    shortest = getattr(limit, "min_length", None)
-    return all(at is None or compare(value, at) for compare, at in bounds) and (
-        shortest is None or len(value) >= shortest
+    shortest, pattern = (getattr(limit, name, None) for name in ("min_length", "pattern"))
+    return (
+        all(at is None or compare(value, at) for compare, at in bounds)
+        and (shortest is None or len(value) >= shortest)
+        and (pattern is None or re.search(pattern, value) is not None)
     )
 
 

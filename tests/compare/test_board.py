@@ -171,6 +171,12 @@ def test_the_best_trial_of_each_method_is_read_from_the_list(task, command):
     assert "('optimizer=dgc' names no candidate)" in command(main, task, "--search").stderr
     (task / "search.csv").write_text("status,optimizer,test_loss,overrides\n" + lines[1])
     assert "does not list trials ('test_accuracy')" in command(main, task, "--search").stderr
+    (task / "search.csv").write_text("a,b\n")
+    assert "(it has no column optimizer)" in command(main, task, "--search").stderr
+    (task / "search.csv").write_text(lines[0])
+    assert "lists no trial that has ended" in command(main, task, "--search").stderr
+    (task / "README.md").write_text("no marks")
+    assert "README.md has no place for a table" in command(main, task, "--page").stderr
 
 
 def test_one_seed_measures_no_noise(task, command, tmp_path):

@@ -163,7 +163,9 @@ WRONG = {
     "'seed=${seed}'": "seed=${seed} could not be resolved (Recursive interpolation detected)",
     "'seed=${optimizer}'": "seed={name: dlion_mavo",
     "'optimizer.lr=${nosuch:3}'": "optimizer.lr=${nosuch:3} could not be resolved",
-    "optimizer=[g_lion,dlion_mavo]": "type optimizer=A,B and -m for all",
+    "optimizer=[g_lion,dlion_mavo]": "or optimizer=A,B and -m for all",
+    "logger=[csv,tensorboard]": "is a list, of which one is taken: type logger=csv",
+    "--config-dir own optimizer=bomb": "would stand for more than 1,000,000 characters",
     # what one setting says of another
     "workers=8 processes=3": "processes may be 1, 2, 4, 8",
     "workers=100000": "type workers=1397 or fewer",
@@ -226,6 +228,9 @@ WRONG = {
     "--steps 5": "type steps=5",
     "--batch-size=4": "type batch_size=4",
     "workers 4": "type workers=4",
+    "@file": "settings are not read from files",
+    "optimizer=/etc/passwd": "optimizer=/etc/passwd is unknown",
+    "optimizer@model=g_lion": "optimizer@model is not a setting (did you mean optimizer?)",
     "foo": "foo is not a setting of the form KEY=VALUE",
     "optimizer = g_lion": "leave out the spaces around =",
     "optimizer=[": "cannot read optimizer=[",
@@ -241,6 +246,11 @@ WRONG = {
     "output_dir=": "output_dir= is not possible: give a folder",
     "output_dir=null": "output_dir=null is not possible: give a folder",
     "output_dir=file": "output_dir=file is not writable",
+    "output_dir=gone": "gone is a link to nowhere, which is not there",
+    "output_dir=gone/below": "gone is a link to nowhere",
+    "output_dir=s3://bucket/run": "is not possible: give a folder of this machine",
+    f"init_from={'a' * 256}": "could not be read or written (File name too long)",
+    f"dataset=images dataset.path={'a' * 256}": "is not a folder",
     "output_dir=file/below": "is not writable",
     """'output_dir="~no-one/x"'""": "output_dir=~no-one/x names an unknown user's home folder",
     f"output_dir={'a' * 256}": "is not writable (File name too long)",
@@ -267,11 +277,15 @@ WRONG = {
     "--config-dir own optimizer=tab": "tab.yaml, line 2 is not YAML (found character",
     "--config-dir own optimizer=twice": "twice.yaml, line 3 is not YAML (found duplicate key lr)",
     "--config-dir own optimizer=latin": "latin.yaml is not text in UTF-8 (byte 15): save it as",
+    "-m seed=0,1 hydra.sweep.dir=s3://x": "give a folder of this machine",
+    "--config-dir own experiment=order candidate=a,b": "is defined before 'search: board'",
+    "--config-dir own optimizer=lost": "the defaults of optimizer/lost.yaml: optimizer=nosuch is",
     "-m evaluate=nowhere,elsewhere": "evaluate=nowhere takes steps",
     "evaluate=nowhere experiment=vote_attack": "takes optimizer, faults.byzantine, seed",
     "hydra/launcher=slurm": "add -m",
     "experiment=": "experiment= names nothing",
     # what the data and the model allow together
+    "model.dim=100000000": "parameters, which take",
     "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
     "--config-dir own model=broken": "could not be imported (NameError: name 'nohing'",
@@ -307,6 +321,7 @@ def answers(request, tmp_path_factory):
     lines = lines or [*WRONG]
     folder = tmp_path_factory.mktemp("folder")
     (folder / "file").write_text("")
+    (folder / "gone").symlink_to("nowhere")
     (folder / "own_models.py").write_text(
         "from torch import nn\n"
         "def typed(data, width: int = 4): return nn.Linear(width, 10)\n"
@@ -331,6 +346,11 @@ def answers(request, tmp_path_factory):
         (optimizers / f"{name}.yaml").write_text(f"name: {name}\n{line}\n")
     (optimizers / "latin.yaml").write_bytes(b"name: bad\nlr: \xff\n")
     (recipes / "trials.yaml").write_text(TRIALS)
+    order = "defaults:\n  - override /model: linear\n  - /search: board\ncandidate: a\n"
+    (recipes / "order.yaml").write_text(f"# @package _global_\n{order}")
+    (optimizers / "lost.yaml").write_text("defaults: [nosuch]\n")
+    doubled = "".join(f"a{i}: ${{.a{i - 1}}}${{.a{i - 1}}}\n" for i in range(1, 40))
+    (optimizers / "bomb.yaml").write_text(f"name: bomb\na0: text\n{doubled}")
     commands = [_quick(shlex.split(line)) for line in lines]
     (folder / "commands.json").write_text(json.dumps(commands))
     before = sorted(folder.rglob("*"))

@@ -147,20 +147,37 @@ def warm_up() -> None:
     from hydra import compose, initialize_config_dir
     from hydra.core.plugins import Plugins
 
+    from dlion.methods import METHODS
     from dlion.suite.launch.check import check
+    from dlion.workers import Workers
 
     Plugins.instance()  # looks through all of Hydra's plugins
+    compose_once()
     with torch.device("meta"):  # which imports much of torch's compiler
         torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
-    methods = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
+    for method in METHODS.values():  # loads compiled kernels
+        params = [torch.nn.Parameter(torch.zeros(64))]
+        method.cls(params, workers=Workers(local=2), **method.options).prepare()
     with (
         initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"),
         tempfile.TemporaryDirectory() as directory,
     ):
-        for method in methods:
-            overrides = [f"optimizer={method}", "dataset=digits", f"output_dir={directory}"]
-            check(compose("config", overrides=overrides), Path(directory), None)
+        overrides = ["dataset=digits", f"output_dir={directory}"]
+        check(compose("config", overrides=overrides), Path(directory), None)
     gc.freeze()  # what is shared with the copies is not looked through again
+
+
+def compose_once() -> None:
+    """Let Hydra compose no configuration to read its mode, which only recipes and users give."""
+    from hydra._internal.hydra import Hydra
+
+    read = Hydra.get_mode
+
+    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> object:
+        given = any("experiment" in word or "hydra" in word for word in overrides)
+        return read(self, config_name, overrides) if given else None
+
+    Hydra.get_mode = get_mode
 
 
 def main() -> None:

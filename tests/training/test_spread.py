@@ -60,6 +60,7 @@ HARD = {
     "participation": 0.75,
     "local_steps": 2,
     "nonfinite": "skip",
+    "precision": "bf16_stochastic",
     "faults": {"byzantine": 2, "attack": "random", "scale": 3.0, "stale_steps": 1, "drop": 0.2},
 }
 

@@ -21,6 +21,8 @@ class Method(StateNames, Protocol):
     channel: Channel
     node: Node | None
     nonfinite: Any
+    seed: int
+    stochastic_rounding: bool
     flag: bool
     flagged: bool
     skipped: int

@@ -59,6 +59,7 @@ class Common(TypedDict, total=False):
     overlap: bool
     bucket_cap_mb: float | Literal["auto"] | None
     nonfinite: Nonfinite | None
+    stochastic_rounding: bool
 
 
 class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
@@ -78,9 +79,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
 
-    Parameter groups that are given here share buckets, so a group for each layer costs no more
-    exchanges than one for all; rates may differ and change. A group that is added later, and what
-    is unfrozen later, has buckets of its own.
+    Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
+    all; rates may differ and change. Groups that are added after a step, or after a state was
+    loaded, share buckets of their own, as does what is unfrozen later.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
@@ -97,9 +98,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     copy of the parameters, is of the local shards. Methods that need whole matrices (GMuon,
     SignMuon, PowerSGD, DeMo, ...) gather them inside a replica, each on one of its processes. A
     scale or a number of entries that another method takes of each tensor it takes of each shard
-    (LionCub, TernGrad, DGC, ...), so for these methods results depend on the shards. Voters are
-    replicas here, whose gradients have less noise than those of single processes: that is better
-    where links between nodes are slow, and another method than a vote of all processes.
+    (LionCub, TernGrad, DGC, the first step size of DLionADM, ...), so for these methods results
+    depend on the shards. Voters are replicas here, whose gradients have less noise than those of
+    single processes: that is better where links between nodes are slow, and another method than a
+    vote of all processes.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
@@ -150,6 +152,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             as a parameter without a gradient there, in that step; None sends it as it is. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the
+            mean of many small steps is right. All workers draw the same. Rounding to the nearest,
+            which is torch's, loses a step below 1/512 of its parameter (a warning says so); a sign
+            step is as small for all. It takes no memory but float32 values of a bucket during its
+            update. Parameters of other dtypes, and methods of local steps, which keep float32
+            parameters, are not concerned.
 
     Attributes:
         buckets: of all groups, in the order in which their messages leave.
@@ -203,6 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         overlap: bool = False,
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
+        stochastic_rounding: bool = False,
     ):
         Joinable.__init__(self)
         self.workers_apart = False
@@ -223,6 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
+        self.stochastic_rounding = stochastic_rounding
         settings = self._settings()
         check_equal(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
@@ -234,9 +244,14 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self.members = Members(bucket_cap_mb, self.kind, self.whole_matrices)
+        self.members = Members(
+            bucket_cap_mb,
+            self.kind,
+            self.whole_matrices,
+            lambda group: self.owners(group) is not None,
+        )
         self._step = Step(self, overlap)
-        self._constructed = False
+        self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
@@ -290,6 +305,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     def kind(group: dict[str, Any]) -> Hashable:
         """Return the settings that parameter groups must share to share buckets."""
 
+    def owners(self, group: dict[str, Any]) -> int | None:
+        """Return how many owners a bucket's parameters are dealt to; None: slices may cut them."""
+
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
 
@@ -322,7 +340,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
+        group, before = self.param_groups[-1], copy.copy(self.members)
+        groups, first = self._used
+        earlier = self.buckets[first:]
         try:
             check_hyperparameters(type(self), group)
             check_sharding(
@@ -331,16 +351,31 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
             self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
-                self._add_buckets([group])
+                del self.buckets[first:]
+                self._add_buckets(self.param_groups[groups:])
         except Exception:
             self.param_groups.pop()
             self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
-            del self.buckets[first:]
+            self._drop(self.buckets[first:])
+            self.buckets[first:] = earlier
+            for bucket in earlier:
+                saving.publish(bucket, self.state, self.saved_workers)
             raise
         if self._constructed:
+            self._drop(earlier)
             self._hand_out([group], self.buckets[first:])
+
+    def _drop(self, buckets: list[Bucket]) -> None:
+        """Forget buckets whose parameters have a place in others."""
+        if self._step.overlap is not None:
+            for bucket in buckets:
+                self._step.overlap.unwatch(bucket)
+
+    def _note_use(self) -> None:
+        """Note that the groups and buckets of now have state: later ones do not join them."""
+        self._used = len(self.param_groups), len(self.buckets)
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
@@ -348,7 +383,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[Member]) -> None:
-        bucket = Bucket(len(self.buckets), members)
+        bucket = Bucket(len(self.buckets), members, self.owners(members[0].group))
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
@@ -364,6 +399,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Make buckets for parameters that were unfrozen since the last step."""
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
+        self._note_use()
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -508,6 +544,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if self._join_config.enable:
             uneven.meet(self, here=True)
         self._check_ready()
+        self._note_use()
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
@@ -602,7 +639,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         views = {}
         for bucket in self.buckets:
             views[f"{bucket.index}.parameters"] = bucket.params
-            for name, values in (bucket.shared | bucket.counters).items():
+            counters = {} if bucket.counts_steps else bucket.counters
+            for name, values in (bucket.shared | counters).items():
                 views[f"{bucket.index}.{name}"] = values
         return views
 

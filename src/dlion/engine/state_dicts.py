@@ -41,7 +41,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, flats = _distributed(optimizer)
-    saved, foreign = _sort_out(state_dict["state"], param_of, here, apart is not None)
+    state = _with_steps(state_dict["state"], groups)
+    saved, foreign = _sort_out(state, param_of, here, apart is not None)
     _check_groups(groups, {*optimizer._hyperparameters})
     worker = saving.of_workers(optimizer.saved_workers)
     for name, param in param_of.items():
@@ -60,7 +61,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         saving.publish(bucket, optimizer.state, optimizer.saved_workers)
     saving.put_back(optimizer.buckets, here, flats, saved)
     for key, value in foreign.items():
-        if isinstance(key, torch.nn.Parameter):
+        if isinstance(key, Tensor):
             optimizer.state[key] |= value
         else:
             optimizer.state[key] = value
@@ -86,6 +87,15 @@ def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     packed["state"] = {key: value for key, value in packed["state"].items() if value != {}}
     return {key: value for key, value in packed.items() if key != "inner"} | {
         APART: saving.mark(optimizer)
+    }
+
+
+def _with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Give parameters whose steps an earlier state did not count those of their group."""
+    steps = {name: group.get("steps", 0) for group in groups for name in group["params"]}
+    return {
+        key: value | {"step": value.get("step", steps[key])} if key in steps and value else value
+        for key, value in state.items()
     }
 
 

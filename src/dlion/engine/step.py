@@ -14,6 +14,7 @@ from dlion.engine.elastic import Elastic
 from dlion.engine.layout import Member
 from dlion.engine.method import Method
 from dlion.engine.overlap import Overlap, Work
+from dlion.engine.rounding import Rounder
 from dlion.exchange import run_together
 from dlion.transfer import download
 
@@ -47,6 +48,7 @@ class Step:
         if overlap:
             self.overlap = Overlap(method.buckets, self._encode_last, self._is_last_pass)
         self.elastic: Elastic | None = None
+        self._rounder = Rounder(method.stochastic_rounding, method.seed)
         self._skipping: set[int] = set()  # workers that leave out a gradient in this step
         self._late: dict[Bucket, Work] = {}  # what the exchange's thread does before an exchange
 
@@ -201,7 +203,8 @@ class Step:
         for bucket in buckets:
             bucket.adopt()
             flats = (bucket.params, *bucket.shared.values())
-            with method.channel.timer.apply, bucket.untouched(bucket.flight.present, flats):
+            kept = bucket.untouched(bucket.flight.present, flats)
+            with method.channel.timer.apply, kept, self._rounder(bucket):
                 method.update(bucket)
             bucket.write_back()
 
@@ -213,6 +216,8 @@ class Step:
             flight = bucket.flight
             travelled, slow = travelled or any(flight.present), slow or flight.slow
             method.flagged = method.flagged or flight.flag
+            bucket.count_step()
+        self._rounder.end_step()
         if travelled:
             method.channel.adapt(slow)
             method.files.compare(method.buckets[0].flight.saved)

@@ -2,10 +2,11 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -97,6 +98,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def as_argument(path: Path) -> str:
+    """Return a path as it is typed behind a command, to which -x would be an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def sha256_of(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of files, one behind the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, text: str) -> None:

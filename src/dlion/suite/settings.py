@@ -176,7 +176,8 @@ class Settings:
         batch_size: samples per worker and step.
         accumulate: backward passes a batch is cut into, where memory is short.
         label_smoothing: share of a training label that is spread over all classes.
-        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too.
+        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too, and bf16_stochastic
+            rounds their updates at random, so that small steps add up.
         seed: of all random choices.
         device: null: cuda where there is one.
         backend: null: gloo on cpu, nccl on cuda.
@@ -206,7 +207,7 @@ class Settings:
             failure.
         timeout: seconds to wait for another process before the run fails.
         nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
-            worker had none, or null: send it.
+            worker had none, or null: send it. With null a run may end with such a model, too.
         box: evaluations also measure the two phases of Lion's theory
             (dlion.suite.training.evaluation).
         agreement: evaluations also measure what the vote keeps of the workers' mean, and how far
@@ -240,7 +241,7 @@ class Settings:
     batch_size: Count = traits(bits=True, compared=2, evaluated=True)
     accumulate: Count = traits(bits=True, compared=3)
     label_smoothing: Share = traits(bits=True, compared=1, unrecorded=0.0)
-    precision: Literal["float32", "bf16_mixed", "bf16"] = traits(
+    precision: Literal["float32", "bf16_mixed", "bf16", "bf16_stochastic"] = traits(
         bits=True, compared=1, evaluated=True
     )
     seed: Whole = traits(bits=True, evaluated=True)

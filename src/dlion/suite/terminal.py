@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any, NoReturn, TextIO
 
 
@@ -13,7 +15,7 @@ def prepare() -> None:
 
     Nothing that is printed ends it, though the terminal, pipe or log may go away: all goes through
     ``sys.stdout`` and ``sys.stderr``, which are replaced. Ctrl-C ends it with one line and exit
-    code 130, until :func:`raise_interrupts` is called.
+    code 130, until :func:`raise_interrupts` is called. Without a folder to be in it ends at once.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # it takes the place of one that was closed, which no other file may get
@@ -23,6 +25,11 @@ def prepare() -> None:
         if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream))
     _at_interrupt(_leave)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("error: the folder you are in was deleted: type cd DIR first", file=sys.stderr)
+        sys.exit(2)
 
 
 def raise_interrupts() -> None:
@@ -33,6 +40,23 @@ def raise_interrupts() -> None:
 def ignore_interrupts() -> None:
     """Let Ctrl-C do nothing while Python ends, which would end it with a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def patience(doing: str, seconds: float = 20) -> Iterator[None]:
+    """Say what a command is doing, where that takes longer than so many seconds."""
+    timer = Timer(seconds, lambda: print(f"still {doing}", flush=True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # no thread may run while processes are forked
+
+
+def in_one_line(text: str) -> str:
+    """Return a text whose control characters, in a typed value perhaps, are written as ``\\n``."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def end_now(code: int) -> NoReturn:

@@ -37,6 +37,7 @@ class QuickSweeper(BasicSweeper):
         from dlion.errors import UserError
         from dlion.suite.launch.environment import detect
         from dlion.suite.launch.resume import make_sweep_dir
+        from dlion.values import Folder, refusal, show
 
         assert self.hydra_context is not None and self.config is not None
         if (started := detect()) is not None:
@@ -76,8 +77,8 @@ class QuickSweeper(BasicSweeper):
         print(f"{len(batch)} run{'s' * (len(batch) > 1)}", flush=True)
         varied = {each.key_or_group for each in overrides if each.is_sweep_override()}
         self._check(batch, arguments, varied)
-        if self.config.hydra.sweep.dir == "":
-            raise UserError("hydra.sweep.dir= is not possible: give a folder")
+        if wrong := refusal(directory := self.config.hydra.sweep.dir, Folder):
+            raise UserError(f"hydra.sweep.dir={show(directory)} {wrong}")
         _check_subdir(self.config, len(batch))
         make_sweep_dir(Path(self.config.hydra.sweep.dir))
         return super().sweep(arguments)

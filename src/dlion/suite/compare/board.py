@@ -37,7 +37,7 @@ from dlion.suite.compare.curves import (
 from dlion.suite.compare.options import add_only, conditions_of
 from dlion.suite.compare.plot import FRONTS, Figure, draw
 from dlion.suite.compare.reading import read_runs
-from dlion.suite.compare.readme import refresh
+from dlion.suite.compare.readme import MARK, refresh
 from dlion.suite.compare.style import (
     display_name,
     end_values,
@@ -308,11 +308,16 @@ def make_page(folder: Path, conditions: Conditions) -> None:
     task, page = read_task(folder, conditions), folder / "README.md"
     if not page.is_file():
         raise UserError(f"{page} is missing: write one with <!-- table: dlion board {folder} -->")
+    text = page.read_text("utf-8")
+    if not MARK.search(text):
+        raise UserError(
+            f"{page} has no place for a table: write a line <!-- table: dlion board {folder} -->"
+        )
     if not task.curves:
         raise UserError(f"{folder} has no run yet: dlion publish RUNS -o {folder} adds some")
     for bits in FRONTS:
         draw(task.curves, Figure(task.metric, bits), folder / f"{bits}.png")
-    write_atomically(page, refresh(page.read_text("utf-8")))
+    write_atomically(page, refresh(text))
 
 
 def _board(options: argparse.Namespace) -> str:

@@ -9,6 +9,7 @@ writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,53
 continues.
 """
 
+import codecs
 import json
 import os
 import shlex
@@ -54,6 +55,17 @@ _TABLES = {  # other files are text
     ".csv": "csv",
     ".tsv": "csv",
 }
+_BINARY = (
+    f"not text, but binary: give text, or {', '.join(_TABLES)}, also compressed"
+    f" ({', '.join(SUFFIXES)})"
+)
+_MARKS = {  # that of UTF-32 begins with one of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_PRINTED = bytes([*range(7, 14), 27, *range(32, 256)])  # what text has; others are control codes
 
 
 class Texts:
@@ -295,6 +307,11 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
             files = [
                 _unpacked(Path(source), Path(folder, str(i))) for i, source in enumerate(sources)
             ]
+            for file, source in zip(files, sources, strict=True):
+                with file.open("rb") as opened:
+                    encoding = _marked_encoding(opened.read(4))
+                if encoding and kind != "parquet":
+                    raise _other_encoding(source, encoding)
             options = _as_text(files, suffixes) if kind == "csv" else {}
             names = [escape(str(file)) for file in files]
             return load_dataset(kind, data_files=names, split="train", **options)
@@ -302,7 +319,10 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
         raise
     except Exception as error:  # pyarrow and datasets have many, all about the files
         check_cache(error)
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise _other_encoding(", ".join(sources), "latin1") from error
+        reason = str(cause).strip().partition("\n")[0]
         raise UserError(
             f"{', '.join(sources)} could not be read ({reason or 'no documents'}): give whole files"
             " with the same columns"
@@ -331,22 +351,38 @@ def _as_text(files: list[Path], suffixes: Collection[str]) -> dict[str, Any]:
     return {**options, "features": features}
 
 
+def _marked_encoding(content: bytes) -> str | None:
+    """Return the name of UTF-16 or UTF-32, if a text begins with the mark of one."""
+    return next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
+
+
+def _other_encoding(source: str, encoding: str, where: str = "") -> UserError:
+    """Return the error about a file that is not in UTF-8."""
+    return UserError(
+        f"{source} is not text in UTF-8{where}: convert it, with `iconv -f {encoding} -t utf-8`"
+        " for instance"
+    )
+
+
 def _read_text(source: str, separator: str | None) -> list[str]:
-    """Return the documents of a text file as they are, with their newlines."""
+    """Return the documents of a text file as they are, with their newlines.
+
+    UTF-16 and UTF-32 are known by their mark.
+
+    Raises:
+        UserError: if the file is not text, or of another encoding.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
+    marked = _marked_encoding(content)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
-        if b"\0" in content[:4096] and not content.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(
-                f"{source} is not text, as it has bytes of 0: give text, or"
-                f" {', '.join(_TABLES)}, also compressed ({', '.join(SUFFIXES)})"
-            )
-        text = content.decode()
+        if b"\0" in content[:4096] and not marked:
+            raise UserError(f"{source} is {_BINARY}")
+        text = content.decode(marked or "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
-            f" `iconv -f {'utf-16' if error.start == 0 else 'latin1'} -t utf-8` for instance"
-        ) from error
+        if content[:4096].translate(None, _PRINTED):
+            raise UserError(f"{source} is {_BINARY}") from error
+        raise _other_encoding(source, "latin1", f" (byte {error.start:,})") from error
     marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
     documents = text.split(marker) if marker else [text]
     if not text.strip():

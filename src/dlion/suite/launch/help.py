@@ -5,11 +5,13 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -60,15 +62,8 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     """
     words = [word for word in arguments.settings if "=" in word]
     keys = [word for word in arguments.settings if "=" not in word]
-    own = arguments.options.config_dir
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        if own:
-            loader = GlobalHydra.instance().config_loader()
-            path = loader.get_search_path()
-            path.prepend("command-line", f"file://{Path(own).resolve()}", "schema")
-            GlobalHydra.instance().hydra.config_loader = ConfigLoaderImpl(path)
+    with opened(conf, arguments.options.config_dir) as loader:
         config = compose("config", overrides=words, return_hydra_config=True)
-        loader = GlobalHydra.instance().config_loader()
         names = {group: loader.get_group_options(group) for group in _groups()}
     settings: Any = OmegaConf.to_container(resolve(config, config.hydra))
     choices = config.hydra.runtime.choices
@@ -81,6 +76,17 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     else:
         parts = _overview(names, choices, settings)
     return "\n".join(parts)
+
+
+@contextmanager
+def opened(conf: Path, own: str | None) -> Iterator[ConfigLoader]:
+    """Give what loads files of ``conf`` and, if it is given, of a folder of the user's own."""
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        if own:
+            path = GlobalHydra.instance().config_loader().get_search_path()
+            path.prepend("command-line", f"file://{Path(own).resolve()}", "schema")
+            GlobalHydra.instance().hydra.config_loader = ConfigLoaderImpl(path)
+        yield GlobalHydra.instance().config_loader()
 
 
 def _groups() -> list[str]:

@@ -10,6 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dlion.suite.lookups import check_size
+
 _ALIASES = 10  # with as many, a file can hold at most some 40 times what is in it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -38,7 +40,9 @@ def resolve(recorded: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be parsed.
+        ValueError: if they would stand for more than fits into memory.
     """
+    check_size(recorded)
     outside: list[str] = []
     loaded = OmegaConf.create(_set_aside(recorded, outside))
     resolved = {}

@@ -26,6 +26,7 @@ METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
 MODEL, PRETRAINED = "model.safetensors", "model"  # a file, or a folder of save_pretrained
 TOKENIZER = "tokenizer"  # the folder of a model's tokenizer, beside MODEL
+INPUT = "input.json"  # what makes the input of a model, where MODEL does not say it
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 

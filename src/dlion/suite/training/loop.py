@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dlion.errors import Stopped
+from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, sum_in_order
 from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
 from dlion.suite import models
 from dlion.suite.config import instantiate
+from dlion.suite.data import Text
+from dlion.suite.models.causal import check_causal
 from dlion.suite.training.agreement import Agreement
 from dlion.suite.training.checkpoint import Checkpoints, Progress, identity
 from dlion.suite.training.evaluation import box_state, evaluate
@@ -64,6 +66,8 @@ class Trainer:
         model = in_precision(models.build(config.model, job.data), config.precision, job.device)
         if config.init_from is not None:  # a checkpoint lacks what is frozen
             load_weights(model, config.init_from, config.init_from_except)
+        if isinstance(job.data, Text):
+            check_causal(model, job.data.vocabulary, job.data.context, job.device)
         self.model = model.train()
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
         self.optimizer: DistributedOptimizer = instantiate(
@@ -74,6 +78,7 @@ class Trainer:
             overlap=config.overlap,
             bucket_cap_mb=config.bucket_cap_mb,
             nonfinite=config.nonfinite,
+            stochastic_rounding=config.precision == "bf16_stochastic",
         )
         self.virtual = VirtualWorkers(model, workers, config.seed)
         self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
@@ -270,13 +275,29 @@ class Trainer:
         if self.config.profile:
             self.output.profile(self.timer, self.meter.seconds)
         progress = self.progress(self.job.steps)
-        if self.job.workers.rank == 0:
-            save_model(self.model, self.data, self.job.output_dir)  # with the mean buffers still
-        result = self.output.finish(parameters_sha256(self.model))
+        self._check_finite()
+        model_sha256 = None
+        if self.job.workers.rank == 0:  # with the mean buffers still
+            model_sha256 = save_model(self.model, self.data, self.job.output_dir)
+        result = self.output.finish(parameters_sha256(self.model), model_sha256)
         self.checkpoints.save(progress)
         self.checkpoints.wait()
         self.control.barrier()
         return result
+
+    @torch.no_grad()
+    def _check_finite(self) -> None:
+        """Refuse to finish with a model that the last steps have made infinite or NaN.
+
+        Raises:
+            TrainingFailed: in that case, unless ``nonfinite`` allows it.
+        """
+        values = [self.output.row["test_loss"], *(p.abs().max() for p in self.model.parameters())]
+        if self.config.nonfinite is not None and not torch.tensor(values).isfinite().all():
+            raise TrainingFailed(
+                "the model is not finite after the last step, as it has diverged: type a smaller"
+                " optimizer.lr, or nonfinite=null to keep it"
+            )
 
     def _sending(self, i: int, step: int, sends: bool) -> AbstractContextManager[None]:
         """Let messages leave during the backward pass in here, or only sum its gradients."""
