@@ -511,8 +511,9 @@ def test_shards_of_fsdp1_are_refused():
         DLion([shard])
 
 
-def test_a_process_that_torchrun_has_started_does_not_train_alone(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_process_that_a_launcher_has_started_does_not_train_alone(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
     param = torch.nn.Parameter(torch.zeros(4))
     optimizer = DLion([param], lr=0.1)
     param.grad = torch.ones(4)

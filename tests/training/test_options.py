@@ -173,3 +173,11 @@ def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
     latest = max((tmp_path / "skipped" / "checkpoint").glob("step-*"))
     states = [load_file(file) for file in latest.glob("*.safetensors")]
     assert all(values.isfinite().all() for state in states for values in state.values())
+
+
+def test_a_model_that_the_last_step_makes_infinite_is_not_finished(tmp_path):
+    words = [*SETTINGS, "steps=1", "optimizer.lr=1e308"]
+    failed = train(*words, f"output_dir={tmp_path / 'stopped'}", code=1)
+    assert "the model is not finite after the last step" in failed.stderr
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    train(*words, "nonfinite=null", f"output_dir={tmp_path / 'kept'}", code=0)

@@ -78,6 +78,7 @@ class InFlight:
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.
+        saved: what each sender did with its own state.
     """
 
     norms: dict[int, Tensor] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class InFlight:
     present: list[bool] = field(default_factory=list)
     flag: bool = False
     slow: bool = False
+    saved: list[int] = field(default_factory=list)
 
 
 class Bucket:
@@ -401,15 +403,16 @@ class Bucket:
         return
         yield  # a generator, all the same
 
-    def make_header(self, present: list[bool], trained: int, flag: bool) -> Tensor:
+    def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
         self.flight.rates = rates = hyperparameters(self.distinct_groups)
-        check = zlib.crc32(f"{trained} {rates}".encode())
-        return self.header.encode(self.step, check, present, flag, self.exchange.channel.slow)
+        check = zlib.crc32(f"{trained} {rates}".encode()) % 2**30
+        slow = self.exchange.channel.slow
+        return self.header.encode(self.step, check, present, flag, slow, saved)
 
     def write_header(self, local: int, header: Tensor) -> None:
         """Let a header go with a local worker's message.
@@ -432,7 +435,9 @@ class Bucket:
         read = self.header.decode(headers)
         if not read.agree:
             self.check_in_step(read, self.exchange.channel.participants, "worker")
-        self.flight.present, self.flight.flag, self.flight.slow = read.present, read.flag, read.slow
+        flight = self.flight
+        flight.present, flight.flag = read.present, read.flag
+        flight.slow, flight.saved = read.slow, read.saved
 
     def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
         """Compare the headers of senders, a ``kind`` of such numbers."""

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlion.engine import nonfinite, saving, state_dicts, worker_files
+from dlion.engine import nonfinite, saving, state_dicts, uneven, worker_files
 from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.checks import (
     check_alone,
@@ -25,7 +26,13 @@ from dlion.engine.checks import (
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt
 from dlion.engine.layout import Member, Members
-from dlion.engine.lockstep import check_equal, check_local_workers, facts_about, plain_values
+from dlion.engine.lockstep import (
+    check_data,
+    check_equal,
+    check_local_workers,
+    facts_about,
+    plain_values,
+)
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap
 from dlion.engine.shards import check_sharding, local_part
@@ -54,7 +61,7 @@ class Common(TypedDict, total=False):
     stochastic_rounding: bool
 
 
-class DistributedOptimizer(torch.optim.Optimizer, ABC):
+class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     """A ``torch.optim.Optimizer`` whose workers exchange packed messages instead of gradients.
 
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
@@ -90,9 +97,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     copy of the parameters, is of the local shards. Methods that need whole matrices (GMuon,
     SignMuon, PowerSGD, DeMo, ...) gather them inside a replica, each on one of its processes. A
     scale or a number of entries that another method takes of each tensor it takes of each shard
-    (LionCub, TernGrad, DGC, ...), so for these methods results depend on the shards. Voters are
-    replicas here, whose gradients have less noise than those of single processes: that is better
-    where links between nodes are slow, and another method than a vote of all processes.
+    (LionCub, TernGrad, DGC, the first step size of DLionADM, ...), so for these methods results
+    depend on the shards. Voters are replicas here, whose gradients have less noise than those of
+    single processes: that is better where links between nodes are slow, and another method than a
+    vote of all processes.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
@@ -204,8 +212,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         nonfinite: Nonfinite | None = None,
         stochastic_rounding: bool = False,
     ):
+        Joinable.__init__(self)
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
+        self.files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
             given = alone(workers or process_group or mesh or dense_group)
@@ -215,6 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_local_workers(given)
+        self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
@@ -450,6 +461,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("set_participants() in the middle of a step")
         if self._step.elastic is not None:
             raise RuntimeError("set_participants() with manager=, which names the participants")
+        if self._join_config.enable:
+            raise RuntimeError("set_participants() inside torch's Join, which names them")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -527,6 +540,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._join_config.enable:
+            uneven.meet(self, here=True)
         self._check_ready()
         self._note_use()
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
@@ -546,6 +561,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Refuse a step that would go wrong, and take over what others have put into the state."""
         if not self._step.taken:
             check_bare(self.params)
+            if self._peers.processes > 1 and self._peers.local == 1:
+                check_data(self.params, self._peers)
             if self._met_nobody:
                 check_alone()
         if self._awaits is not None:
@@ -557,6 +574,35 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.members.check_unedited(self.param_groups)
         for bucket in self.buckets:
             saving.adopt(bucket, self.state)
+
+    def join_hook(self, **kwargs: Any) -> uneven.Shadow:
+        """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.
+
+        A worker that has no batch left takes no part: it sends nothing, keeps its state, and
+        follows updates and hyperparameters of the others::
+
+            with Join([optimizer]):
+                for batch in batches:  # fewer on some processes
+                    loss_of(batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Raises:
+            RuntimeError: with ``overlap``, virtual workers, ``dense_group`` or ``manager``; after
+                :meth:`set_participants`.
+        """
+        uneven.check_possible(self)
+        return uneven.Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of ``Join``."""
+        return self.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the workers, for ``Join``."""
+        return self.workers.group or dist.group.WORLD
 
     # ------------------------------------------------------------------ a step that moves by itself
 
@@ -611,8 +657,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         number of workers it raises CheckpointException before this optimizer hears of it: "Size
         mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
         where 4 workers have saved and 2 load; let processes host several, until there are as many.
-        With ``torch.save``, which writes the local part, save on every rank, and import
-        ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
+        With ``torch.save``, which writes the local part, save on every rank: a warning follows
+        where one alone does. Where FSDP has sharded the parameters, all processes
         must call this together.
         """
         return super().state_dict()

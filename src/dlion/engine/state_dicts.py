@@ -26,7 +26,11 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     packed, inner = {**state_dict, "state": state}, optimizer.inner_state()
     if inner:
         packed["inner"] = inner
-    return _without_own(packed, optimizer) if optimizer.workers_apart else packed
+    if optimizer.workers_apart:
+        return _without_own(packed, optimizer)
+    if optimizer.own_state_is_apart and optimizer.saved_workers.processes > 1:
+        optimizer.files.here |= saving.CALLED
+    return packed
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -66,7 +70,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _distributed(optimizer: Any) -> tuple[States, saving.Elementwise]:
     state, params, buckets = optimizer.state, optimizer.params, optimizer.buckets
     return saving.distributed_state(
-        state, params, buckets, optimizer.saved_workers, optimizer.own_state
+        state, params, buckets, optimizer.saved_workers, optimizer.own_state, optimizer.files
     )
 
 

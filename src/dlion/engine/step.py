@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlion.engine import nonfinite
 from dlion.engine.bucket import Bucket, InFlight
@@ -113,7 +114,7 @@ class Step:
         """Let the node average its gradients, and write the message about their mean."""
         method = self._method
         assert method.node is not None
-        header = bucket.make_header(bucket.present(), method.members.trained, flag)
+        header = self._header(bucket, bucket.present(), flag)
         self._write_message(bucket, local, method.node.average(bucket, header))
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
@@ -129,7 +130,11 @@ class Step:
         own = (rows[local] for rows in bucket.own.values())
         with method.channel.timer.encode, bucket.untouched(present, own):
             method.encode(bucket, local)
-        bucket.write_header(local, bucket.make_header(present, method.members.trained, flag))
+        bucket.write_header(local, self._header(bucket, present, flag))
+
+    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
+        method = self._method
+        return bucket.make_header(present, method.members.trained, flag, method.files.here)
 
     # ------------------------------------------------------------------ messages -> parameters
 
@@ -215,6 +220,7 @@ class Step:
         self._rounder.end_step()
         if travelled:
             method.channel.adapt(slow)
+            method.files.compare(method.buckets[0].flight.saved)
         method.skipped += len(self._skipping)
         self.taken = True
         for group in method.param_groups:

@@ -851,17 +851,17 @@ def _momentum_descent(values, buffer, answer, size, momentum, decay, rate):
 
 
 @triton.jit(do_not_specialize=["first", "second"])
-def _round_at_random(params, values, size, first, second):
+def _round_at_random(values, wide, size, first, second):
     start, left = _block(size)
     index = _index()
-    value = tl.load(values + start + index, mask=index < left, other=0.0)
+    value = tl.load(wide + start + index, mask=index < left, other=0.0)
     h = (start.to(tl.uint32) + index.to(tl.uint32)) * _PLACE_FACTOR + first.to(tl.uint32)
     h = (h ^ (h >> 16)) * _MIX_1
     h = (h ^ (h >> 13)) + second.to(tl.uint32)
     h = h * _MIX_2
     cut = (value.to(tl.uint32, bitcast=True) + (h >> 16)) & 0xFFFF0000
     rounded = tl.where(value == value, cut.to(tl.float32, bitcast=True), value)
-    tl.store(params + start + index, rounded.to(params.dtype.element_ty), mask=index < left)
+    tl.store(values + start + index, rounded.to(values.dtype.element_ty), mask=index < left)
 
 
 @triton.jit

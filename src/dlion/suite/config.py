@@ -195,7 +195,7 @@ def explain(error: Exception) -> str:
         return _first_line(root_cause(error))
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"
-    if elsewhere := re.match("Could not override '(.+)'", reason):
+    if elsewhere := re.match("Could not override '(.+@.*)'", reason):
         return _not_a_setting(elsewhere[1], parameters(Settings))
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:

@@ -89,6 +89,8 @@ class Data(ABC):
     def results(self, sums: list[float]) -> dict[str, float]:
         """Return ``test_loss`` (nats) and other results from the sums over all test batches."""
 
+    patience: float = 600  # seconds for a batch of helper processes; of a run: its timeout
+
     def batches(
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data.base import Batch, Images, numbers_of, split_off
@@ -25,7 +25,6 @@ from dlion.values import Count, Folder, NotNegative, Whole
 _TEST_NAMES = ("val", "valid", "validation", "test", "testing")  # ImageNet's test has no classes
 _LOOKED_AT = 16  # training pictures, whether they differ
 _MEASURED = 256  # training pictures, for their range of values
-_PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
 # ImageNet's, as torchvision's models use them
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -111,14 +110,14 @@ class ImageFiles(Images):
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:
         samplings = ((indices.tolist(), seed) for indices, seed in requests)
-        return (_to(device, batch) for batch in self._loader(_Training(self), samplings, device))
+        return self._take(self._loader(_Training(self), samplings, device), device)
 
     def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
         key = tuple(starts), device
         if key not in self._test_loaders:
             dataset = _Testing(self, self.test_batch_size)
             self._test_loaders[key] = self._loader(dataset, key[0], device)
-        return (_to(device, batch) for batch in self._test_loaders[key])
+        return self._take(self._test_loaders[key], device)
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
         train, test = split_off(self.train_size, fraction, seed)
@@ -136,9 +135,32 @@ class ImageFiles(Images):
             num_workers=loaders,
             persistent_workers=loaders > 0,
             worker_init_fn=partial(_begin, os.getpid()),
-            timeout=_PATIENCE if loaders else 0,
+            timeout=self.patience if loaders else 0,
             pin_memory=device == "cuda",
+            collate_fn=_as_it_is,
         )
+
+    def _take(self, loader: DataLoader, device: str) -> Iterator[Batch]:
+        """Yield the batches of a loader, on a device.
+
+        Raises:
+            TrainingFailed: about a picture that cannot be read, or helper processes that died, or
+                gave none for ``patience`` seconds.
+        """
+        batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader"):
+                    raise
+                raise TrainingFailed(
+                    f"the {loader.num_workers} helper processes of dataset.loaders give no batch"
+                    f" ({error}): type fewer, or dataset.loaders=0, or a longer timeout="
+                ) from error
+            yield _to(device, batch)
 
 
 def _labels(samples: Any) -> list[int]:
@@ -160,11 +182,17 @@ class _Batches(Dataset):
     (An exception in a helper process would arrive with its traceback.)
     """
 
-    def __getitem__(self, request: Any) -> Batch | str:
+    def __getitem__(self, request: Any) -> Any:
         try:
-            return self.make(request)
+            batch = self.make(request)
         except UserError as error:
             return str(error)
+        if get_worker_info() is None:
+            return batch
+        try:
+            return [part.share_memory_() for part in batch]
+        except RuntimeError:  # /dev/shm is full: Docker's has 64 MB
+            return [part.numpy() for part in batch]  # which go through a pipe
 
     def make(self, request: Any) -> Batch:
         """Return the batch of a request."""
@@ -229,10 +257,15 @@ def _stack(
     return x, torch.tensor(numbers, dtype=torch.int64)
 
 
-def _to(device: str, batch: Batch | str) -> Batch:
+def _as_it_is(batch: Any) -> Any:
+    """Let arrays be arrays, in place of torch's collation."""
+    return batch
+
+
+def _to(device: str, batch: Any) -> Batch:
     if isinstance(batch, str):
         raise TrainingFailed(batch)
-    x, y = (part.to(device, non_blocking=True) for part in batch)
+    x, y = (torch.as_tensor(part).to(device, non_blocking=True) for part in batch)
     return x, y
 
 

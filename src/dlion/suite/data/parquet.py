@@ -14,7 +14,7 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.data.folders import LeftOut, files_below
-from dlion.suite.data.hub import use_the_cache_if_offline
+from dlion.suite.data.hub import check_cache, use_the_cache_if_offline
 
 
 def load_parquet(
@@ -129,6 +129,7 @@ def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, A
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets have many, all about the files
+        check_cache(error)
         first, *_, last = 2 * str(error.__cause__ or error).strip().splitlines()
         reason = first if first == last else f"{first} ... {last}"
         raise UserError(

@@ -26,6 +26,7 @@ import numpy as np
 from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 from dlion.suite.data.compressed import SUFFIXES, bare_name, compression, unpack
+from dlion.suite.data.hub import check_cache
 from dlion.suite.data.parquet import be_quiet, open_hub
 from dlion.suite.data.tokens import (
     BYTES,
@@ -317,6 +318,7 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets have many, all about the files
+        check_cache(error)
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             raise _other_encoding(", ".join(sources), "latin1") from error

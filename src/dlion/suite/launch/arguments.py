@@ -90,7 +90,7 @@ def _check_word(word: str, following: str) -> None:
         is_group = component_of(parameters(Settings).get(group)) is not None
         if name in ("", "null") and is_group:
             raise UserError(f"{group} is required: type {group}=NAME")
-        if name.startswith("[") and (is_group or group == "experiment"):
+        if re.fullmatch(r"\[.*\]", name) and (is_group or group == "experiment"):
             first = name.strip("[]").partition(",")[0] or "NAME"
             raise UserError(
                 f"{group}={name} is a list, of which one is taken: type {group}={first}, or"

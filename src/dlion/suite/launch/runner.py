@@ -119,6 +119,7 @@ def work(job: Job) -> float | None:
     torch.set_num_threads(job.config.threads)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    job.data.patience = job.config.timeout
     with process_group(job.backend, job.config.timeout):
         job = _resume_as_first(job)
         _check_same(job)

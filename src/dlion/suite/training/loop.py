@@ -285,6 +285,7 @@ class Trainer:
         self.control.barrier()
         return result
 
+    @torch.no_grad()
     def _check_finite(self) -> None:
         """Refuse to finish with a model that the last steps have made infinite or NaN.
 
