@@ -24,6 +24,7 @@ from dlion.optim import (
     GAdamW,
     GMuon,
     LionCub,
+    MuonADM,
     PowerSGD,
     SignMuon,
 )
@@ -212,6 +213,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         ),
         "clipping": refused(lambda: DGC(two.parameters(), clip_norm=1.0, mesh=replicate)),
         "matrices": refused(lambda: GMuon(two.parameters(), mesh=replicate, overlap=True)),
+        "owners": refused(lambda: MuonADM(two.parameters(), mesh=replicate)),
     }
 
 
@@ -248,6 +250,7 @@ def test_other_methods_work_on_shards_too(seen, method):
         ("a mesh of two dimensions", "2 dimensions (replicate, shard): give the one"),
         ("mesh and group", "process_group and mesh both name the participants"),
         ("clipping", "clip_norm=1.0 needs the whole gradient, which FSDP has sharded here"),
+        ("owners", "MuonADM needs owners of whole matrices"),
         ("matrices", "GMuon gathers matrices that FSDP has sharded, which overlap=True cannot"),
     ],
 )

@@ -27,10 +27,11 @@ class MuonADM(MatricesApart, DeltaModulated):
     ``x <- (1 - lr wd) x - 0.2 lr D``. The rest (vectors, embeddings, heads): as :class:`DLionADM`,
     at a tenth of the rate.
 
+    Source: no publication of this method is known; the coder is that of :class:`DLionADM`.
+
     The polar step comes after the sum, so large gradients of one worker count for more than small
     ones of another, and is computed once. :class:`SignMuon` takes it before the sum, which is
-    better on i.i.d. data and loses on others. Matrices are found as by :class:`GMuon`. No
-    publication of this method is known.
+    better on i.i.d. data and loses on others. Matrices are found as by :class:`GMuon`.
 
     Memory: as :class:`DLionADM`, of slices that hold whole matrices: where matrices do not fill
     the n slices evenly, padding is kept and sent. With fewer matrices than workers that is most.
