@@ -15,7 +15,7 @@ from tests.support.scripts import BENCHMARKS, script
 pytestmark = pytest.mark.slow
 
 LEAVES = {  # by the first word of a command that is a key, else by its script
-    "local_step": {"local_step.json", "local_step.png"},
+    "local_step": {"local_step.json", "local_step.png", "newton_schulz.json"},
     "kernel_code": {"kernel_code.json"},
     "host_time": {"host_time.json"},
     "exchange": {"exchange.json", "exchange.png"},

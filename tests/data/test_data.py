@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -240,6 +241,13 @@ def test_cifar100_has_its_own_column(tmp_path):
     write_cifar(tmp_path, classes=100, columns=("img", "fine_label"), count=200)
     data = cifar100(str(tmp_path))
     assert data.classes == 100 and data.train_y.max() == 99
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    write_cifar(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/sys/cache")
+    with pytest.raises(UserError, match=r"^the cache of data sets, /sys/cache, .* set HF_HOME to"):
+        cifar10(str(tmp_path))
 
 
 def test_cifar10_says_what_is_wrong_with_a_folder(tmp_path):

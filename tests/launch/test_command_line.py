@@ -63,6 +63,7 @@ def test_a_run_is_recorded_and_not_overwritten(tmp_path):
         "seconds_per_step",
         "nic_bytes",
         "parameters_sha256",
+        "model_sha256",
         "commit",
         "machine",
         "versions",

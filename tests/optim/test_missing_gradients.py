@@ -41,7 +41,7 @@ def test_a_parameter_without_gradient_anywhere_is_left_alone(method, cls, option
     optimizer = cls([*model.parameters(), unused], weight_decay=0.1, **options)
     train(model, optimizer, 3)
     state = dict(optimizer.state[unused])
-    for name in ("worker", "local", "outer"):  # the last are parameters themselves
+    for name in ("step", "worker", "local", "outer"):  # the last are parameters themselves
         state.pop(name, None)
     assert state and all(not value.any() for value in state.values())
     decayed = 1.0

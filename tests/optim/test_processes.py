@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.optim import DiLoCo, DLion, GAdamW, GradDrop, LionCub, PowerSGD
@@ -124,6 +125,15 @@ def groups(r: int) -> str:
 def wrapped(r: int) -> str:
     model = DistributedDataParallel(net())
     return refused(lambda: DLion(model.parameters()))
+
+
+@case
+def zero_redundancy(r: int) -> str:
+    """Equal shapes would let each process take over other parameters' values in silence."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), DLion, lr=1e-3)
+    backward(model, r)
+    return refused(optimizer.step)
 
 
 @case
@@ -526,6 +536,11 @@ def test_inside_distributed_data_parallel_it_says_why_not(seen):
     for message in seen["wrapped"] + seen["wrapped_later"]:
         assert "would average the gradients in float32" in message and "bare model" in message
         assert "call its register_comm_hook(None, noop_hook), of" in message
+
+
+def test_parameters_that_are_split_between_processes_are_refused(seen):
+    for message in seen["zero_redundancy"]:
+        assert message.startswith("ZeroRedundancyOptimizer gives each process other parameters")
 
 
 def test_all_parameters_are_those_of_process_0(seen):

@@ -68,7 +68,8 @@ def test_a_group_says_itself_who_is_muons():
     optimizer = GMuon(groups)
     assert names(optimizer.param_groups, True) == {"weight"}
     assert {group["lr"] for group in optimizer.param_groups[:2]} == {0.5}
-    assert set(optimizer.state[head.weight]) == {"momentum_buffer"}  # half of AdamW's memory
+    # half of AdamW's memory
+    assert set(optimizer.state[head.weight]) == {"momentum_buffer", "step"}
     by_name = GMuon(hidden.named_parameters(), adamw_names="weight")
     assert not names(by_name.param_groups, True)
 

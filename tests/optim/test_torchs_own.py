@@ -42,6 +42,8 @@ from tests.support.methods import Tested
 # the import has forbidden to set flags of backends in this process, where other tests run
 vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
 
+pytestmark = pytest.mark.slow  # a minute in all
+
 ALL = [methods.tested(method) for method in METHODS]
 Check = Callable[[OptimizerInfo, dict[str, Any]], None]
 SCHEDULERS = {

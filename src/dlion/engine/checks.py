@@ -4,6 +4,7 @@ import gc
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -89,6 +90,19 @@ def check_bare(params: Sequence[Tensor]) -> None:
             " dlion.frameworks (accelerate, transformers, lightning), or call its"
             " register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+
+
+def check_whole(optimizer: Any) -> None:
+    """Refuse an optimizer of torch's ZeroRedundancyOptimizer, which splits the parameters."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is None:
+        return
+    owners = gc.get_referrers(zero.ZeroRedundancyOptimizer)  # its instances are among them
+    if any(getattr(owner, "optim", None) is optimizer for owner in owners):
+        raise RuntimeError(
+            "ZeroRedundancyOptimizer gives each process other parameters, while workers exchange"
+            " messages about the same ones: make the optimizer of all parameters on every process"
         )
 
 

@@ -22,6 +22,7 @@ from dlion.engine.checks import (
     check_bare,
     check_hyperparameters,
     check_parameters,
+    check_whole,
     checked,
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt
@@ -561,6 +562,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Refuse a step that would go wrong, and take over what others have put into the state."""
         if not self._step.taken:
             check_bare(self.params)
+            check_whole(self)
             if self._peers.processes > 1 and self._peers.local == 1:
                 check_data(self.params, self._peers)
             if self._met_nobody:

@@ -16,6 +16,9 @@ class KeepWorkers(TrainerCallback):
         trainer = Trainer(..., callbacks=[KeepWorkers()])
         trainer.train(resume_from_checkpoint=True)
 
+    Raises:
+        ValueError: where training begins, if the workers' own state is not found.
+
     Args:
         resume_from: the folder given to ``trainer.train(resume_from_checkpoint=...)``, where that
             is not in ``output_dir``, nor ``TrainingArguments.resume_from_checkpoint``.
@@ -34,7 +37,13 @@ class KeepWorkers(TrainerCallback):
             if one._awaits is not None:
                 told = [self.resume_from, args.resume_from_checkpoint]
                 folders = [Path(path) for path in told if isinstance(path, str | Path)]
-                one.load_workers((folders or [_folder(args, state)])[0])
+                folder = (folders or [_folder(args, state)])[0]
+                if not folder.exists():
+                    raise ValueError(
+                        f"the workers' own state is not in {folder}: name the folder that the run"
+                        " resumes from, KeepWorkers(resume_from=DIR)"
+                    )
+                one.load_workers(folder)
 
     def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Write each worker's state into the checkpoint that was just saved."""
