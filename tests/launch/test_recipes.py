@@ -421,8 +421,9 @@ def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder,
     table = to_search_table(ROOT / "results/board" / folder / "search.csv", metric)
     config = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
     settings = config.methods_by_workers[workers] if workers else config.methods
-    assert len(table) == 1 + len(settings)
-    for method, _, best, *_ in table[1:]:
+    over = [row for row in table[1:] if int(row[3]) == 8]  # a search that goes on has no line yet
+    assert len(over) == len(settings)
+    for method, _, best, *_ in over:
         search = OmegaConf.load(CONF / "search" / "board.yaml")
         search.candidate = best
         chosen = OmegaConf.to_container(search.methods[method], resolve=True)

@@ -152,6 +152,7 @@ def both_ways(method: type, settings: dict[str, Any], mesh: DeviceMesh) -> tuple
     workers = Workers(local=2, group=alone)
     ours = method(model.named_parameters(), mesh=mesh["replicate"], **settings)
     theirs = method(plain.named_parameters(), workers=workers, **settings)
+    ours.load_state_dict(ours.state_dict())  # also of tensors of which a process has no element
     got = train(model, ours, mesh)
     for step in range(STEPS):
         for replica in range(2):

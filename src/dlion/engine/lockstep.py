@@ -96,7 +96,8 @@ def gather(values: Tensor, workers: Workers) -> Tensor:
 def check_data(params: Sequence[Tensor], workers: Workers) -> None:
     """Warn where the gradients of all processes are equal: they read the same samples."""
     grads = [local_part(tensor.grad) for tensor in params if tensor.grad is not None]
-    hashes = [torch.hash_tensor(grad).view(torch.int64) for grad in grads if not grad.is_sparse]
+    known = (grad for grad in grads if not grad.is_sparse and grad.numel())  # not empty shards
+    hashes = [torch.hash_tensor(grad).view(torch.int64) for grad in known]
     own = torch.stack(download(hashes)) if hashes else torch.zeros(1, dtype=torch.int64)
     digest = zlib.crc32(own.numpy().tobytes()) if own.any() else -1
     everyones = gather(torch.tensor(digest), workers)
