@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
 from dlion.engine.method import Method
 from dlion.errors import TrainingFailed, UserError
+from dlion.exchange import Traffic
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
 
@@ -117,11 +119,14 @@ class Elastic:
         rank, count = self.manager.participating_rank(), self.manager.num_participants()
         optimizer.workers = Workers(rank, count, group=group)
         optimizer.channel.move(optimizer.workers)
+        before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
         try:
             everyones = optimizer.channel.gather(self._ids).tolist()
         except RuntimeError as error:  # somebody has left already
             self._give_up(error)
             return False
+        finally:
+            optimizer.channel.traffic = before  # it is not part of any step
         self._group = group
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
@@ -144,6 +149,24 @@ class Elastic:
             shares = dict(zip(known["ids"].tolist(), known["agreement"].tolist(), strict=True))
             row = [shares.get(worker, AGREEMENT) for worker in everyones]
             state["agreement"].copy_(torch.tensor([row]))
+
+    def attempt(self, work: Callable[[], Any]) -> bool:
+        """Run collectives of the loop's own among the workers of the step that has begun.
+
+        They come between ``zero_grad()`` and ``backward()``, the same on all workers.
+
+        Returns:
+            Whether they went well. If not, somebody has left: the loop resumes at ``zero_grad()``.
+        """
+        try:
+            work()
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            self._give_up(error)
+            self.open = False
+            self.manager.should_commit()  # not after an error, which makes all ask again
+        return self.open
 
     # ---- a step
 
@@ -238,6 +261,17 @@ class Elastic:
         committed = self.manager.batches_committed()
         self.manager.load_state_dict({"step": steps, "batches_committed": committed})
 
+    def snapshot(self) -> Tensor:
+        """Return what a worker gets that joins now, as bytes: the common part of a checkpoint."""
+        states = self.manager._user_state_dicts
+        return _packed({name: state() for name, state in states.items()})
+
+    def restore(self, snapshot: Tensor) -> None:
+        """Start from a :meth:`snapshot`. Nothing in it is executed."""
+        for name, state in _unpacked(snapshot).items():
+            self.manager._load_state_dict_fns[name](state)
+        self.resume(self._optimizer.param_groups[0]["steps"])
+
     def _state(self) -> dict[str, Any]:
         optimizer = self._optimizer
         return {
@@ -315,15 +349,29 @@ def check_dealt(bucket: Bucket, method: str) -> None:
         )
 
 
+def _packed(state: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+
+
 class GroupTransport:
     """Sends state to joining workers through the process group, and executes nothing of it.
 
     torchft's own HTTPTransport opens a port on every interface and unpickles what it gets; this
     uses the connections that messages use, and ``torch.load(weights_only=True)``.
+
+    Attributes:
+        sent_bytes: to workers that have joined, but for those that were there before any step.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.sent_bytes = 0
 
     def metadata(self) -> str:
         return ""
@@ -331,19 +379,18 @@ class GroupTransport:
     def send_checkpoint(
         self, dst_ranks: Iterable[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        buffer = io.BytesIO()
-        torch.save(state_dict, buffer)
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        data = _packed(state_dict)
         for rank in dst_ranks:
             for part in (torch.tensor([len(data)]), data):
                 self._group.parent.send([part], rank, 0).wait()
+            self.sent_bytes += len(data) if step else 0
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         size = torch.empty(1, dtype=torch.int64)
         self._group.parent.recv([size], src_rank, 0).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
         self._group.parent.recv([data], src_rank, 0).wait()
-        return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        return _unpacked(data)
 
     def disallow_checkpoint(self) -> None:
         """Nothing is under way once :meth:`send_checkpoint` has returned."""
@@ -430,6 +477,12 @@ def join(
     return manager
 
 
+def check_torchft(who: str) -> None:
+    """Refuse to go on without torchft, which is not imported for that."""
+    if find_spec("torchft") is None:
+        raise UserError(f"{who} torchft, which is not installed: {_INSTALL}")
+
+
 @contextmanager
 def importing_torchft(who: str) -> Iterator[None]:
     """Turn a package that an import inside lacks into a sentence that begins with ``who``."""
@@ -437,9 +490,7 @@ def importing_torchft(who: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{who} {error.name}, which is not installed: type pip install 'dlion[elastic]'"
-        ) from error
+        raise UserError(f"{who} {error.name}, which is not installed: {_INSTALL}") from error
 
 
 def split_address(address: str, typed: str) -> tuple[str, str]:
@@ -450,6 +501,7 @@ def split_address(address: str, typed: str) -> tuple[str, str]:
     return host, port
 
 
+_INSTALL = "type pip install 'dlion[elastic]'"
 _START = "start one with `dlion lighthouse`, or correct the address"
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from omegaconf import DictConfig
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
-from dlion.suite.launch.environment import RankInfo, detect
+from dlion.suite.launch.elastic import Meeting, is_loopback, serving
+from dlion.suite.launch.environment import LOOPBACK, RankInfo, detect
 from dlion.suite.launch.local import (
     interruptible,
     lost_peer,
@@ -41,9 +43,9 @@ from dlion.suite.record.runs import (
     record_config,
     record_failure,
 )
-from dlion.suite.settings import TRAITS
 from dlion.suite.training import Job, train
-from dlion.suite.training.checkpoint import find, identity
+from dlion.suite.training.checkpoint import Checkpoint, find, identity, worker_file
+from dlion.suite.training.job import everyones_settings
 from dlion.suite.training.measure import measure
 from dlion.workers import Workers
 
@@ -108,10 +110,35 @@ def _run_with_restarts(job: Job) -> float | None:
 def _run(job: Job) -> float | None:
     """Run all processes once, over the emulated network if the job has a rate."""
     processes = job.workers.processes
+    if job.config.elastic.lighthouse is not None:
+        return _run_elastic(job)
     if job.rate is None:
         return run_processes(processes, work, job, watched=job.backend == "nccl")
     with interruptible(), Network(processes, job.rate) as network:
         return run_processes(processes, work, job, network=network)
+
+
+def _run_elastic(job: Job) -> float | None:
+    """Run the workers here of an elastic run, and its lighthouse if it is to be here."""
+    here = job.lighthouse is None
+    os.environ["DLION_LAUNCHED"] = "0" if here else f"1-{time.time_ns()}"
+    processes = job.workers.processes
+    if job.resume is not None:
+        _say_whose_state_is_lost(job.resume, processes)
+    with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
+        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes))
+        interface = LOOPBACK if is_loopback(lighthouse or "") else None
+        return run_processes(processes, work_elastic, job, apart=True, interface=interface)
+
+
+def work_elastic(job: Job) -> float | None:
+    """Train in one process of an elastic run."""
+    from dlion.suite.training.elastic import train_elastic
+
+    torch.set_num_threads(job.config.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return train_elastic(job)
 
 
 def work(job: Job) -> float | None:
@@ -127,6 +154,17 @@ def work(job: Job) -> float | None:
         workers = Workers.current(job.workers.local, timeout=job.config.timeout)
         job = replace(job, output_dir=output_dir, workers=workers)
         return measure(job) if job.config.evaluate is not None else _train(job)
+
+
+def _say_whose_state_is_lost(checkpoint: Checkpoint, processes: int) -> None:
+    """Say how many workers begin without the momentum that the checkpoint's workers had."""
+    found = [(checkpoint.directory / worker_file(seat)).exists() for seat in range(processes)]
+    if not all(found):
+        print(
+            f"note: {checkpoint.directory} has the own state of {sum(found)} of these {processes}"
+            " workers: the others begin with momenta and residuals of zero",
+            file=sys.stderr,
+        )
 
 
 def _train(job: Job) -> float | None:
@@ -157,9 +195,7 @@ def _check_same(job: Job) -> None:
         TrainingFailed: naming the settings that differ from those of process 0.
     """
     begins = {"checkpoint": job.resume.progress.step if job.resume else None}
-    whens = {name: job.config[name] for name, traits in TRAITS.items() if traits.traffic}
-    whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
-    settings = {**identity(job.config), "steps": job.steps, **begins, **whens}
+    settings = {**everyones_settings(job), **begins}
     first = json.loads(_from_first(json.dumps(settings)))
     different = [name for name, value in settings.items() if first.get(name) != value]
     if different:
