@@ -19,7 +19,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from dlion.__main__ import COMMANDS, main
 from dlion.methods import METHODS, Method, simple
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.launch.cli import run
 from dlion.suite.launch.help import USAGE, Entry, settings_of_choice, settings_of_runs
 from dlion.workers import Workers
@@ -31,7 +31,7 @@ def composed(*typed: str) -> dict[str, Any]:
     """Return the settings of a run."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", overrides=[*typed], return_hydra_config=True)
-    return OmegaConf.to_container(settle(config, config.hydra))
+    return OmegaConf.to_container(resolve(config, config.hydra))
 
 
 class Written(SphinxDirective):

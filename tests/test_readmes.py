@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dlion.__main__ import COMMANDS
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.data.prepare import Texts, prepare
 from dlion.suite.launch.check import check_settings
 from tests.conftest import ROOT
@@ -407,7 +407,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         for value in values[1:]:
             _compose(first | {key: value})
     if "experiment" in first or first.get("hydra/launcher") == "slurm":
-        settings = settle(config, config.hydra)
+        settings = resolve(config, config.hydra)
         if "path" in settings.dataset:
             settings.dataset.path = str(ROOT)  # what it holds is not looked at
         check_settings(settings)

@@ -150,7 +150,8 @@ SIZE = 18 * 64  # of whole words, in one slice, two or three
 
 
 def low_rank(channel: Channel) -> LowRankMean:
-    return LowRankMean(channel, SIZE, [Matrix(0, 1080, 30), Matrix(1080, SIZE, 1)], rank=2)
+    draws = torch.randn(2 * 36, generator=torch.Generator().manual_seed(1))
+    return LowRankMean(channel, SIZE, [Matrix(0, 1080, 30), Matrix(1080, SIZE, 1)], [2, 2], draws)
 
 
 LOSSY = {
@@ -179,7 +180,7 @@ def test_a_lossy_exchange_returns_what_a_message_says_and_leaves_the_values_alon
 
 
 def test_vectors_alone_are_sent_as_they_are():
-    exchange = LowRankMean(Channel(Workers()), SIZE, [Matrix(0, SIZE, 1)], rank=2)
+    exchange = LowRankMean(Channel(Workers()), SIZE, [Matrix(0, SIZE, 1)], [2], torch.zeros(0))
     row = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
     exchange.encode(0, row)
     exchange.run(0)

@@ -20,7 +20,7 @@ from dlion.errors import UserError
 from dlion.suite import models
 from dlion.suite.compare.commands import sweep_overrides
 from dlion.suite.compare.trials import to_search_table
-from dlion.suite.config import instantiate, settle
+from dlion.suite.config import instantiate, resolve
 from dlion.suite.data import ImageData, TextData
 from dlion.suite.data.prepare import prepare
 from dlion.suite.data.tokens import load_tokenizer
@@ -107,7 +107,7 @@ def runs(*typed: str, last: bool = False, step: int = 1) -> list[Run]:
             for key in values.keys() - dict(files).keys():
                 if not key.startswith("hydra."):
                     OmegaConf.update(config, key, values[key])
-            found.append(Run(settle(config, config.hydra), overrides))
+            found.append(Run(resolve(config, config.hydra), overrides))
     return found
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 import dlion
 from dlion import values
 from dlion.suite import settings
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.training.checkpoint import identity
 from tests.conftest import ROOT
@@ -387,7 +387,7 @@ def test_a_folder_below_home_is_found(monkeypatch, tmp_path):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         typed = Arguments(["output_dir=~/run"]).ordered()  # as shells other than bash leave it
         config = compose("config", overrides=typed, return_hydra_config=True)
-    assert settle(config, config.hydra).output_dir == str(tmp_path / "run")
+    assert resolve(config, config.hydra).output_dir == str(tmp_path / "run")
 
 
 def components():

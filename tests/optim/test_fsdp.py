@@ -14,7 +14,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 
 from dlion.methods import simple
-from dlion.optim import DGC, DiLoCo, DLion, GAdamW, GMuon, LionCub
+from dlion.optim import (
+    DGC,
+    DeMo,
+    DiLoCo,
+    Dion,
+    DLion,
+    EF21Muon,
+    GAdamW,
+    GMuon,
+    LionCub,
+    PowerSGD,
+    SignMuon,
+)
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
@@ -113,10 +125,23 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-OTHERS: dict[type, dict[str, Any]] = {
-    GAdamW: {},
-    DiLoCo: {"local_steps": 2},
-    LionCub: {"bits": 1, "momentum_sync": 2, "sync_pattern": "narrow"},  # a row, of one shard
+FLOAT32 = {"lr": LR, "ns_precision": "float32"}
+OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "GAdamW": (GAdamW, {}),
+    "DiLoCo": (DiLoCo, {"local_steps": 2}),
+    "LionCub": (LionCub, {"bits": 1, "momentum_sync": 2, "sync_pattern": "narrow"}),  # one shard
+    # a matrix is whole on one process of its shard group
+    "GMuon": (GMuon, FLOAT32),
+    "SignMuon": (SignMuon, FLOAT32),
+    "SignMuon, polar": (
+        SignMuon,
+        {**FLOAT32, "aggregation": "avg", "local_polar": True, "rest": "adamw"},
+    ),
+    "PowerSGD": (PowerSGD, {"rank": 1}),
+    "Dion": (Dion, {"lr": LR, "rank_fraction": 0.4}),
+    "EF21Muon": (EF21Muon, {**FLOAT32, "density": 0.3}),
+    "DeMo": (DeMo, {"chunk": 4, "topk": 3, "value_bits": 16}),
+    "DiLoCo, Muon": (DiLoCo, {"inner": "muon", "local_steps": 2}),
 }
 
 
@@ -157,8 +182,8 @@ def in_each_process() -> dict[str, Any]:
             seen[f"{replicas}x{shards} {name} moved"] = moved
             seen[f"{replicas}x{shards} {name} state"] = sum(sizes)
         if replicas == 2:
-            for method, settings in OTHERS.items():
-                seen[method.__name__] = torch.equal(*both_ways(method, settings, mesh))
+            for name, (method, settings) in OTHERS.items():
+                seen[name] = torch.equal(*both_ways(method, settings, mesh))
             seen |= {f"refused {name}": text for name, text in refusals(mesh).items()}
     dist.destroy_process_group()
     return seen
@@ -186,7 +211,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             lambda: DLion(plain.parameters(), mesh=replicate, process_group=group)
         ),
         "clipping": refused(lambda: DGC(two.parameters(), clip_norm=1.0, mesh=replicate)),
-        "matrices": refused(lambda: GMuon(two.parameters(), mesh=replicate)),
+        "matrices": refused(lambda: GMuon(two.parameters(), mesh=replicate, overlap=True)),
     }
 
 
@@ -206,7 +231,7 @@ def test_state_is_sharded_as_the_parameters_are(seen):
     assert seen["2x2 plain state"] < 0.7 * seen["4x1 plain state"]
 
 
-@pytest.mark.parametrize("method", [method.__name__ for method in OTHERS])
+@pytest.mark.parametrize("method", OTHERS)
 def test_other_methods_work_on_shards_too(seen, method):
     assert seen[method]
 
@@ -223,7 +248,7 @@ def test_other_methods_work_on_shards_too(seen, method):
         ("a mesh of two dimensions", "2 dimensions (replicate, shard): give the one"),
         ("mesh and group", "process_group and mesh both name the participants"),
         ("clipping", "clip_norm=1.0 needs the whole gradient, which FSDP has sharded here"),
-        ("matrices", "GMuon works on whole matrices"),
+        ("matrices", "GMuon gathers matrices that FSDP has sharded, which overlap=True cannot"),
     ],
 )
 def test_what_cannot_vote_is_said_in_one_sentence(seen, case, sentence):

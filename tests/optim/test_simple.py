@@ -47,7 +47,7 @@ class Spec:
         self.outcome = torch.ones(D)  # of the vote before
         self.level = torch.zeros(n, D, dtype=torch.int64)
         self.last, self.repeated = torch.zeros(2, n, D, dtype=torch.bool)
-        self.agreement = torch.full((n, n), 0.75)
+        self.agreement = torch.full((len(optimizer.buckets) * n, n), 0.75)
         self.queries: list[Tensor] = []
         self.local = torch.zeros(n, D)  # parameters of workers that move on their own
         self.named: dict[str, Tensor] = {}
@@ -80,16 +80,20 @@ class Spec:
         return simple.untie(balance, step, ties, self.outcome, coin)
 
     def weighted(self, signs: Tensor, step: int) -> Tensor:
-        """Every owner weighs the votes on its slice by what it has seen there."""
-        owners = self.compact(torch.arange(self.exchange.numel) // self.exchange.slice)
+        """Every owner weighs the votes on its slice of a bucket by what it has seen there."""
+        slices = []
+        for bucket in self.optimizer.buckets:
+            places = torch.cat([torch.arange(*SPANS[int(slot.name)]) for slot in bucket.slots])
+            at = torch.cat([torch.arange(*span) for span in bucket.spans])
+            owners = at // bucket.exchange.slice
+            slices += [places[owners == owner] for owner in range(self.n)]
         balance = torch.zeros(D)
-        for owner in owners.unique().tolist():
-            mine = owners == owner
-            balance[mine] = simple.weigh(signs[:, mine], self.agreement[owner])
+        for mine, agreement in zip(slices, self.agreement, strict=True):
+            balance[mine] = simple.weigh(signs[:, mine], agreement)
         outcome = self.untie(balance, step, "previous")
-        for owner in owners.unique().tolist():
-            mine = owners == owner
-            simple.learn(self.agreement[owner], signs[:, mine], outcome[mine])
+        for mine, agreement in zip(slices, self.agreement, strict=True):
+            if len(mine):
+                simple.learn(agreement, signs[:, mine], outcome[mine])
         return outcome
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -227,6 +231,38 @@ def powersgd(rank: int):
     return step
 
 
+def dion(fraction: float, adjust: str):
+    """The second tensor is the one matrix."""
+    scales = {
+        "original": lambda rows, columns: math.sqrt(rows / columns),
+        "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    }
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    fixed = (LR, 0.95, (0.9, 0.95), 1e-8, WD, scales[adjust], matrices, others)
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        if t == 0:
+            seed, rank = stream_seed(SEED, "dion", 0), math.ceil(20 * fraction)
+            s.queries = [torch.randn(20, rank, generator=stream(seed, "query"))]
+        state = s.shared_momentum, s.shared_variance, s.momentum, s.queries
+        simple.dion(x, *state, g, t, *fixed)
+
+    return step
+
+
+def ef21_muon(density: float, bits: int):
+    """The second tensor is the one matrix."""
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    newton_schulz = 5, torch.bfloat16
+    fixed = LR, 0.95, (0.9, 0.95), 1e-8, WD, density, bits, newton_schulz, matrices, others
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        state = s.shared_momentum, s.shared_variance, s.momentum, s.estimate, s.total
+        simple.ef21_muon(x, *state, g, t, *fixed)
+
+    return step
+
+
 def diloco(inner: str = "adamw", wire: str = "float32"):
     rates = LR, (0.9, 0.99), WD
     means = {
@@ -338,12 +374,21 @@ ROWS = {
         sign_muon(voted("zero"), "lion", True, 3, torch.float32),
         0,
     ),
+    "sign_muon_mavo weighted": ({"weighted": True}, sign_muon(weighted, "lion", False), 0),
     "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon(averaged, "adamw", True), 0),
     "sign_muon_avg lion": (
         {"rest": "lion", "local_polar": False},
         sign_muon(averaged, "lion", False),
         0,
     ),
+    "dion": ({}, dion(0.25, "match_rms_adamw"), 0),
+    "dion original": (
+        {"rank_fraction": 1 / 16, "adjust_lr": "original"},
+        dion(1 / 16, "original"),
+        0,
+    ),
+    "ef21_muon": ({}, ef21_muon(0.15, 16), 0),
+    "ef21_muon 32": ({"density": 0.05, "value_bits": 32}, ef21_muon(0.05, 32), 0),
     **{f"powersgd {r}": ({"rank": r}, powersgd(r), 0) for r in (1, 2, 4, 13)},
     "onebit_adam": ({"warmup_steps": 3}, onebit_adam, 0),
     **{

@@ -33,7 +33,7 @@ IMPORTED = (  # what commands import sooner or later
 
 
 def serve(requests: socket.socket) -> dict:
-    """Fork for each request; return it in the copy. The server itself ends when the asker does.
+    """Fork for each request; return it in the copy. All end when the asker does.
 
     A request is ``{"arguments": [...], "env": {...}, "cwd": "..."}`` with three descriptors:
     standard output, standard error, and where to report the copy's process id and later its exit
@@ -46,6 +46,9 @@ def serve(requests: socket.socket) -> dict:
             if key.fileobj is requests:
                 message, descriptors, *_ = socket.recv_fds(requests, MESSAGE, 3)
                 if not message:
+                    for other in selector.get_map().values():
+                        if other.data is not None:
+                            signal.pidfd_send_signal(other.fd, signal.SIGKILL)
                     os._exit(0)
                 stdout, stderr, report = descriptors
                 pid = os.fork()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 from dlion.suite import training
-from dlion.suite.config import settle
+from dlion.suite.config import resolve
 from dlion.suite.launch.check import check
 from dlion.suite.launch.environment import detect
 from dlion.suite.launch.local import run_processes
@@ -64,7 +64,7 @@ def jobs(directory: Path, *overrides: str) -> Iterator[Job]:
             typed = [*SETTINGS, f"optimizer={method}", *settings]
             typed += [override.format(method=method) for override in overrides]
             config = compose("config", typed, return_hydra_config=True)
-            yield check(settle(config, config.hydra), directory / method, detect())
+            yield check(resolve(config, config.hydra), directory / method, detect())
 
 
 def train_all(found: list[Job]) -> None:

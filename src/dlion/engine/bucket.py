@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from dlion.engine.layout import Member, Slot, lay_out
 from dlion.engine.lockstep import check_in_step, hyperparameters
 from dlion.engine.shards import local_part
+from dlion.engine.whole import Whole
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
 from dlion.transfer import upload
@@ -55,6 +56,16 @@ class StateNames(Protocol):
     shared_state: list[str]
     counters: list[str]
     own_counters: list[str]
+
+
+@dataclass
+class Names:
+    """Names of the state of some of a method's buckets."""
+
+    own_state: list[str] = field(default_factory=list)
+    shared_state: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+    own_counters: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -122,7 +133,8 @@ class Bucket:
 
     def allocate(self, exchange: Exchange, names: StateNames) -> None:
         """Make the buffers that go with an exchange and move the parameters in."""
-        local, padded = exchange.channel.workers.local, exchange.numel
+        # an exchange may be about whole tensors of what is sharded here
+        local, padded = exchange.channel.workers.local, max(exchange.numel, self.numel)
         self.exchange = exchange
         zeros = partial(torch.zeros, dtype=torch.float32)
         self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
@@ -212,6 +224,19 @@ class Bucket:
     def spans(self) -> list[tuple[int, int]]:
         """``(start, stop)`` of each parameter."""
         return list(self.places.spans)
+
+    @cached_property
+    def whole(self) -> Whole:
+        """The tensors as wholes, for methods with ``whole_matrices``."""
+        return Whole(self.slots, self.numel)
+
+    def to_whole(self, flat: Tensor) -> Tensor:
+        """Return a flat buffer as one of ``whole.slots``: itself, if nothing is sharded."""
+        return self.whole.gather(flat)
+
+    def to_shards(self, flat: Tensor) -> Tensor:
+        """Return a flat buffer of ``whole.slots`` as one of ``slots``: itself, if not sharded."""
+        return self.whole.scatter(flat, len(self.params))
 
     @property
     def buffers(self) -> Buffers:

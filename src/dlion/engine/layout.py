@@ -96,7 +96,7 @@ def lay_out(members: Iterable[Member]) -> tuple[list[Slot], int]:
         here = local_part(tensor)
         slots.append(Slot(tensor, name, here.shape, start, start + here.numel(), _order(here)))
         start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
-    return slots, start
+    return slots, max(start, ALIGNMENT)  # of tensors of which nothing is here: a gap
 
 
 def _order(tensor: Tensor) -> tuple[int, ...] | None:
@@ -107,23 +107,35 @@ def _order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def share(tensor: Tensor, whole: bool) -> int:
+    """Return a tensor's elements here; ``whole``: its part for each process of its shard group."""
+    if whole and isinstance(tensor, DTensor):
+        return -(-tensor.numel() // tensor.device_mesh.size())
+    return local_part(tensor).numel()
+
+
 def by_kind(
-    members: Iterable[Member], kind: Callable[[dict[str, Any]], Hashable] = lambda group: None
+    members: Iterable[Member],
+    kind: Callable[[dict[str, Any]], Hashable] = lambda group: None,
+    whole: bool = False,
 ) -> list[list[Member]]:
     """Return members that may share a bucket together, without those that have no elements.
 
     They have one dtype and device, and groups of one ``kind`` that have taken as many steps.
+    ``whole``: a tensor is a member wherever other processes have elements of it.
     """
     kinds: dict[Hashable, list[Member]] = {}
     for member in members:
         tensor, group = member.tensor, member.group
-        if local_part(tensor).numel():
+        if share(tensor, whole):
             same = (tensor.dtype, tensor.device, group.get("steps"), kind(group))
             kinds.setdefault(same, []).append(member)
     return [*kinds.values()]
 
 
-def cut(members: list[Member], bucket_cap_mb: float | None) -> list[list[Member]]:
+def cut(
+    members: list[Member], bucket_cap_mb: float | None, whole: bool = False
+) -> list[list[Member]]:
     """Members by bucket, in the order in which a backward pass is done with them.
 
     Of several groups one often has the vectors of all layers, which do not decay. As these are
@@ -132,14 +144,14 @@ def cut(members: list[Member], bucket_cap_mb: float | None) -> list[list[Member]
     if bucket_cap_mb is None:
         return [members]
     backward = members[::-1]
-    parts = _cut(backward, bucket_cap_mb)
+    parts = _cut(backward, bucket_cap_mb, whole)
     if any(member.group is not members[0].group for member in members):
         backward.sort(key=lambda member: member.tensor.dim() < 2)
-        parts = min(_cut(backward, bucket_cap_mb), parts, key=len)
+        parts = min(_cut(backward, bucket_cap_mb, whole), parts, key=len)
     return parts
 
 
-def _cut(rest: list[Member], bucket_cap_mb: float) -> list[list[Member]]:
+def _cut(rest: list[Member], bucket_cap_mb: float, whole: bool) -> list[list[Member]]:
     """Cut members into buckets in their order.
 
     The first bucket is a quarter as large, so that messages start early, and each at most half of
@@ -147,7 +159,7 @@ def _cut(rest: list[Member], bucket_cap_mb: float) -> list[list[Member]]:
     """
     cap, parts = bucket_cap_mb * 1e6, []
     while rest:
-        sizes = [4 * local_part(member.tensor).numel() for member in rest]
+        sizes = [4 * share(member.tensor, whole) for member in rest]
         room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
         count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
         parts.append(rest[:count])
@@ -161,15 +173,16 @@ class Members:
     Args:
         bucket_cap_mb: as for :func:`cut`.
         kind: of a group; those of different kinds share no bucket.
+        whole: as for :func:`by_kind`.
 
     Attributes:
         frozen: those that were frozen when they were added or looked at last.
     """
 
     def __init__(
-        self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable]
+        self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable], whole: bool
     ) -> None:
-        self._cap, self._kind = bucket_cap_mb, kind
+        self._cap, self._kind, self._whole = bucket_cap_mb, kind, whole
         self.frozen: list[Tensor] = []
         self._in_buckets = 0
         self._sizes: list[int] = []
@@ -178,7 +191,7 @@ class Members:
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
         params = group["params"]
-        self._in_buckets += sum(p.requires_grad and local_part(p).numel() > 0 for p in params)
+        self._in_buckets += sum(p.requires_grad and share(p, self._whole) > 0 for p in params)
         self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
         self._sizes = [*self._sizes, len(params)]
         self._all = self._all + params
@@ -206,8 +219,8 @@ class Members:
             names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
             found = zip(group["params"], names, strict=False)
             members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
-        kinds = by_kind(members, self._kind)
-        return [part for kind in kinds for part in cut(kind, self._cap)]
+        kinds = by_kind(members, self._kind, self._whole)
+        return [part for kind in kinds for part in cut(kind, self._cap, self._whole)]
 
     @property
     def trained(self) -> int:

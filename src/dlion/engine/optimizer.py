@@ -86,11 +86,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     FSDP then averages gradients inside a replica alone, and each process exchanges messages about
     its shards with those that hold the same. Parameters stay where FSDP keeps them; state, and a
-    copy of the parameters, is of the local shards. A scale or a number of entries that a method
-    takes of each tensor it takes of each shard (LionCub, TernGrad, DGC, ...), so for these methods
-    results depend on the shards. Voters are replicas here, whose gradients have less noise than
-    those of single processes: that is better where links between nodes are slow, and another method
-    than a vote of all processes.
+    copy of the parameters, is of the local shards. Methods that need whole matrices (GMuon,
+    SignMuon, PowerSGD, DeMo, ...) gather them inside a replica, each on one of its processes. A
+    scale or a number of entries that another method takes of each tensor it takes of each shard
+    (LionCub, TernGrad, DGC, ...), so for these methods results depend on the shards. Voters are
+    replicas here, whose gradients have less noise than those of single processes: that is better
+    where links between nodes are slow, and another method than a vote of all processes.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
@@ -165,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     shared_state: list[str] = []
     counters: list[str] = []  # shared state, one number a parameter
     own_counters: list[str] = []  # a worker's state, one number a parameter
-    whole_matrices: bool = False  # whether a part of a matrix will not do
+    whole_matrices: bool = False  # whether it gathers what FSDP2 has sharded: bucket.whole
     # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
     moves_alone: ClassVar[bool] = False  # whether a worker moves between exchanges
@@ -222,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self.members = Members(bucket_cap_mb, self.kind)
+        self.members = Members(bucket_cap_mb, self.kind, self.whole_matrices)
         self._step = Step(self, overlap)
         self._constructed = False
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
@@ -317,7 +318,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
         try:
             check_hyperparameters(type(self), group)
-            check_sharding(self.params, self.workers, type(self).__name__, self.whole_matrices)
+            check_sharding(
+                self.params, self.workers, type(self).__name__, self.whole_matrices, self.overlap
+            )
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
             self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets

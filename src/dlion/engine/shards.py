@@ -21,23 +21,22 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def check_sharding(
-    tensors: Sequence[Tensor], workers: Workers, method: str, whole_matrices: bool
+    tensors: Sequence[Tensor],
+    workers: Workers,
+    method: str,
+    whole_matrices: bool,
+    overlap: bool,
 ) -> None:
     """Refuse shards of which the method or the voters could make nothing.
 
     Raises:
-        ValueError: if the method needs whole matrices; if some parameters are sharded and others
-            not, or over different meshes; if FSDP averages the gradients of the voters; if voters
-            hold different shards.
+        ValueError: if the method needs whole matrices and cannot gather them; if some parameters
+            are sharded and others not, or over different meshes; if FSDP averages the gradients of
+            the voters; if voters hold different shards.
     """
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if not sharded:
         return
-    if whole_matrices:
-        raise ValueError(
-            f"{method} works on whole matrices, and no process has one where FSDP has sharded them:"
-            " choose another method"
-        )
     mesh = sharded[0].device_mesh
     if len(sharded) < len(tensors):
         raise ValueError(
@@ -54,6 +53,16 @@ def check_sharding(
             " where gradients are averaged before any message is made: call fully_shard with the"
             " dimension of the shards alone (mesh['shard']) and give this optimizer the other"
             " (mesh=mesh['replicate'])"
+        )
+    if whole_matrices and overlap:
+        raise ValueError(
+            f"{method} gathers matrices that FSDP has sharded, which overlap=True cannot do during"
+            " a backward pass: give overlap=False"
+        )
+    if whole_matrices and mesh.ndim > 1:
+        raise ValueError(
+            f"{method} gathers matrices inside one dimension of a mesh, and these are sharded over"
+            f" {_dimensions(mesh)}: call fully_shard with a mesh of one dimension"
         )
     if len({*workers.ranks} & {*mesh.mesh.flatten().tolist()}) > 1:
         raise ValueError(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DenseMean, Exchange
-from dlion.streams import stream
 from dlion.transfer import keep_for_this_stream
+
+SMALLEST_NORM = 1e-8  # added to those of columns
 
 
 class Matrix(NamedTuple):
@@ -27,6 +28,11 @@ class Matrix(NamedTuple):
         return flat[self.start : self.stop].view(self.rows, -1)
 
 
+def is_smaller(rank: int, rows: int, columns: int) -> bool:
+    """Whether P and Q of a matrix have fewer values than the matrix."""
+    return rank * (rows + columns) < rows * columns
+
+
 class LowRankMean(Exchange):
     """The mean of matrices by a step of power iteration; other tensors are averaged in full.
 
@@ -41,8 +47,9 @@ class LowRankMean(Exchange):
 
     Args:
         tensors: in ``numel``, a vector is one row; what lies between them is 0.
-        rank: columns of P and Q.
-        seed: of the first Q.
+        ranks: columns of P and Q, for each of ``tensors``.
+        draws: normal random numbers, the first Q of all ``tensors`` that are compressed.
+        unit: compress all, and answer ``P^ Q^T`` whose Q has columns of norm 1.
 
     Attributes:
         matrices: those that are compressed.
@@ -54,27 +61,29 @@ class LowRankMean(Exchange):
         channel: Channel,
         numel: int,
         tensors: list[Matrix],
-        rank: int,
-        seed: int = 0,
+        ranks: Sequence[int],
+        draws: Tensor,
+        unit: bool = False,
         **buffers: Unpack[Buffers],
     ) -> None:
         super().__init__(channel, numel, **buffers)
-        self.rank = rank
-        self.matrices = [t for t in tensors if rank * (t.rows + t.columns) < t.rows * t.columns]
-        self._vectors = [tensor for tensor in tensors if tensor not in self.matrices]
-        self._first_sizes = [rank * matrix.rows for matrix in self.matrices]
+        rank_of = {
+            t: rank
+            for t, rank in zip(tensors, ranks, strict=True)
+            if unit or is_smaller(rank, t.rows, t.columns)
+        }
+        self.matrices, self._ranks = [*rank_of], [*rank_of.values()]
+        self._unit = unit
+        self._vectors = [tensor for tensor in tensors if tensor not in rank_of]
+        self._first_sizes = [rank * matrix.rows for matrix, rank in rank_of.items()]
         self._first_sizes += [vector.stop - vector.start for vector in self._vectors]
-        self._query_sizes = [rank * matrix.columns for matrix in self.matrices]
+        self._query_sizes = [rank * matrix.columns for matrix, rank in rank_of.items()]
         queries = sum(self._query_sizes)
         self.values = sum(self._first_sizes) + queries
         self._first = DenseMean(channel, sum(self._first_sizes), **buffers)
         self._second = DenseMean(channel, queries, device=self.device)
         self._values: dict[int, Tensor] = {}  # of local workers, between the rounds
         self._bases: list[Tensor] = []
-        # made in main memory: the same on every kind of device
-        draws = torch.randn(
-            queries, generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
-        )
         self._query = draws.to(self.device).repeat(channel.workers.local, 1)
         if queries:
             self.state["query"] = self._query
@@ -105,16 +114,26 @@ class LowRankMean(Exchange):
         self.headers = self._first.headers
         products, _ = self._parts(self._first.decode())
         # orthonormal for any P; of zeros, too, which have left a zero Q and must not stay there
-        self._bases = [torch.linalg.qr(p.view(-1, self.rank)).Q for p in products]
+        pairs = zip(products, self._ranks, strict=True)
+        self._bases = [torch.linalg.qr(p.view(-1, rank)).Q for p, rank in pairs]
         for local in self.channel.local_participants:
             self._write_second(local)
         if self.matrices:
             self._second.run(step)
             self._query.copy_(self._second.decode()[: self._query.shape[1]])
+        if self._unit:
+            self._product = self._query[0].clone()
+            for query in self._split(self._query[0]):
+                query /= query.norm(dim=0) + SMALLEST_NORM
+            self._query[1:] = self._query[0]
         self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
 
     def decode(self) -> Tensor:
         return self._expand(self._query[0], self._first.decode())
+
+    def product(self) -> Tensor:
+        """Return ``P^ Q^T`` as it was before Q's columns got a norm of 1: float32 ``[numel]``."""
+        return self._expand(self._product, self._first.decode())
 
     def _write_second(self, local: int) -> None:
         """Write the second message of a local worker: ``M_i^T P^``."""
@@ -143,10 +162,12 @@ class LowRankMean(Exchange):
     def _split(self, second: Tensor) -> list[Tensor]:
         """Cut a message or the answer of the second round: Q of each matrix."""
         parts = second.flatten()[: sum(self._query_sizes)].split(self._query_sizes)
-        return [part.view(-1, self.rank) for part in parts]
+        pairs = zip(parts, self._ranks, strict=True)
+        return [part.view(-1, rank) for part, rank in pairs]
 
 
 def _encode(exchange: DenseMean, local: int, parts: list[Tensor]) -> None:
-    message = torch.cat([part.flatten() for part in parts])
+    none = torch.zeros(0, dtype=torch.float32, device=exchange.device)
+    message = torch.cat([none, *(part.flatten() for part in parts)])
     padding = (0, exchange.numel - len(message))
     exchange.encode(local, torch.nn.functional.pad(message, padding))

@@ -6,7 +6,7 @@ what it sends and receives grows with n, and everyone adds all messages by itsel
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple, Unpack
 
@@ -69,7 +69,7 @@ class TopKMean(Exchange):
 
     Args:
         blocks: the chunks of a vector of ``numel`` values; what is in none is not sent.
-        k: entries of each chunk, or all of a smaller one.
+        k: entries of each chunk, or all of a smaller one; or a function of a chunk's size.
         value_bits: of a value on the wire, see :class:`dlion.wire.TopK`.
     """
 
@@ -78,14 +78,15 @@ class TopKMean(Exchange):
         channel: Channel,
         numel: int,
         blocks: Iterable[Block],
-        k: int,
+        k: int | Callable[[int], int],
         value_bits: ValueBits,
         **buffers: Unpack[Buffers],
     ) -> None:
         by_size = defaultdict(list)
         for block in blocks:
             by_size[block.size].append(block)
-        wires = {size: TopK(size, min(k, size), value_bits) for size in by_size}
+        counts = {size: k(size) if callable(k) else min(k, size) for size in by_size}
+        wires = {size: TopK(size, count, value_bits) for size, count in counts.items()}
         super().__init__(channel, numel, **buffers)
         self._groups: list[Group] = []
         end = 0
@@ -101,13 +102,18 @@ class TopKMean(Exchange):
 
     def encode(self, local: int, values: Tensor) -> Tensor:
         """Write the message of a local worker; return its decoded value: float32 ``[numel]``."""
-        said = torch.zeros_like(values)
         for group in self._groups:
             chunks = torch.cat([block.of(values) for block in group.blocks])
             largest = chunks.abs().topk(group.wire.k, sorted=False).indices.sort().values
             message = self._messages[local, group.part]
             message.copy_(group.wire.encode((largest, chunks.gather(1, largest))))
-            places, sent = self._entries(message, group)
+        return self.sent(local)
+
+    def sent(self, local: int) -> Tensor:
+        """Return the decoded latest message of a local worker: float32 ``[numel]``."""
+        said = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        for group in self._groups:
+            places, sent = self._entries(self._messages[local, group.part], group)
             said[places] = sent
         return said
 

@@ -13,8 +13,10 @@ if TYPE_CHECKING:  # for type checkers, which cannot follow __getattr__
     from dlion.methods.demo import DeMo as DeMo
     from dlion.methods.dense import GAdamW as GAdamW
     from dlion.methods.dense import GLion as GLion
+    from dlion.methods.dion import Dion as Dion
     from dlion.methods.dlion import DLion as DLion
     from dlion.methods.dlion import Signum as Signum
+    from dlion.methods.ef21_muon import EF21Muon as EF21Muon
     from dlion.methods.ef_sign import EF21Sign as EF21Sign
     from dlion.methods.ef_sign import EFSignSGD as EFSignSGD
     from dlion.methods.lion_cub import LionCub as LionCub
@@ -114,6 +116,10 @@ METHODS = {  # new ones at the end: the order decides colours of plots
         "sign_muon.SignMuon",
         "mean of the signs of the workers' orthogonalised momenta, orthogonalised again",
         {"aggregation": "avg", "local_polar": True, "rest": "adamw"},
+    ),
+    "dion": Method("dion.Dion", "orthonormal low-rank factors of momenta, AdamW on the rest"),
+    "ef21_muon": Method(
+        "ef21_muon.EF21Muon", "Muon on momenta, tracked by their largest changes (EF21)"
     ),
 }
 

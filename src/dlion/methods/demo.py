@@ -53,6 +53,7 @@ class DeMo(DistributedOptimizer):
 
     own_state = ["momentum"]
     skips_missing = False
+    whole_matrices = True
 
     def __init__(
         self,
@@ -76,16 +77,19 @@ class DeMo(DistributedOptimizer):
 
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
         sides = self.chunk, self.topk, self.value_bits
-        matrices = [Matrix(slot.start, slot.stop, slot.rows) for slot in bucket.slots]
-        return CosineTopKMean(self.channel, bucket.numel, matrices, *sides, **bucket.buffers)
+        whole = bucket.whole
+        matrices = [Matrix(slot.start, slot.stop, slot.rows) for slot in whole.slots]
+        return CosineTopKMean(self.channel, whole.numel, matrices, *sides, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        found = bucket.exchange.transform(bucket.gradients())
-        momentum = bucket.own["momentum"][local]
+        found = bucket.exchange.transform(bucket.to_whole(bucket.gradients()))
+        kept = bucket.own["momentum"][local]
         for run in bucket.runs("momentum"):
-            momentum[run.part] *= run.values[0]
+            kept[run.part] *= run.values[0]
+        momentum = bucket.to_whole(kept)
         momentum += found
         momentum -= bucket.exchange.encode(local, momentum)
+        kept.copy_(bucket.to_shards(momentum))
 
     def update(self, bucket: Bucket) -> None:
-        descent(bucket, bucket.exchange.decode().sign_())
+        descent(bucket, bucket.to_shards(bucket.exchange.decode()).sign_())

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
-from dlion.exchange import DenseMean
+from dlion.exchange import DenseMean, Exchange
 from dlion.methods.updates import adamw_descent
 from dlion.values import Betas, NotNegative
 
@@ -18,7 +18,7 @@ class MeanGradientOptimizer(DistributedOptimizer):
     def paper_bits(self) -> tuple[float, float]:
         return 32, 32
 
-    def make_exchange(self, bucket: Bucket) -> DenseMean:
+    def make_exchange(self, bucket: Bucket) -> Exchange:
         return DenseMean(self.channel, bucket.numel, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:

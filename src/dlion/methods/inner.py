@@ -15,7 +15,13 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
-from dlion.methods.muon import EMBEDDINGS_AND_HEADS, orthogonalise, rms_scale
+from dlion.engine.layout import Slot
+from dlion.methods.muon import (
+    EMBEDDINGS_AND_HEADS,
+    bucket_orthogonalise,
+    matrix_shape,
+    rms_scale,
+)
 from dlion.methods.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -95,25 +101,30 @@ class Muon(Inner):
 
     def step(self, bucket: Bucket, local: int) -> None:
         gradients, counts = bucket.gradients(), bucket.count_own("step", local)
-        hidden, directions = [], []
+        directions = torch.zeros_like(gradients)
+        hidden = []
         for index, (slot, group) in enumerate(zip(bucket.slots, bucket.groups, strict=True)):
             beta = group["betas"][0]
             part, here = slice(slot.start, slot.stop), slice(index, index + 1)
-            if len(slot.shape) < 2 or re.search(EMBEDDINGS_AND_HEADS, slot.name):
+            if not _is_hidden(slot):
                 for count, slots in counts:
                     if slots in (slice(None), here):
                         _adamw(bucket, local, gradients, count, here)
                 continue
             momentum = bucket.own["exp_avg"][local, part]
             momentum.lerp_(gradients[part], 1 - beta)
-            alone = slot._replace(start=0, stop=len(momentum))
-            hidden.append((slot, group))
-            directions.append(alone.view(gradients[part].lerp(momentum, beta)).flatten(1))
-        steps = orthogonalise(directions, _NS_STEPS, "float32")
-        for (slot, group), matrix in zip(hidden, steps, strict=True):
-            flat = slot.flatten((matrix * rms_scale(matrix)).reshape(slot.shape))
-            own = bucket.own["local"][local, slot.start : slot.stop]
-            kernels.descend(own, flat, group["lr"], group["weight_decay"])
+            directions[part] = gradients[part].lerp(momentum, beta)
+            hidden.append((slot, part, group))
+        steps = bucket_orthogonalise(bucket, directions, _NS_STEPS, "float32", _is_hidden)
+        for slot, part, group in hidden:
+            flat = steps[part] * rms_scale(*matrix_shape(slot.tensor))
+            kernels.descend(
+                bucket.own["local"][local, part], flat, group["lr"], group["weight_decay"]
+            )
+
+
+def _is_hidden(slot: Slot) -> bool:
+    return len(slot.shape) > 1 and not re.search(EMBEDDINGS_AND_HEADS, slot.name)
 
 
 class OfTorch(Inner):

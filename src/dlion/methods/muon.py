@@ -2,15 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from dlion.engine.bucket import Bucket, StateNames
+from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.checks import check_pattern
+from dlion.engine.layout import Slot
 from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Count, Name, NotNegative, Probability
@@ -27,15 +30,6 @@ BATCHED_ROWS, BATCHED_ELEMENTS = 16, 2**20
 
 AdjustLR = Literal["match_rms_adamw", "original"]
 Precision = Literal["bf16", "float32"]
-
-
-class MatrixState:
-    """State of Muon for a matrix."""
-
-    own_state: ClassVar[list[str]] = []
-    shared_state: ClassVar[list[str]] = ["momentum_buffer"]
-    counters: ClassVar[list[str]] = []
-    own_counters: ClassVar[list[str]] = []
 
 
 class MatricesApart(DistributedOptimizer):
@@ -64,7 +58,52 @@ class MatricesApart(DistributedOptimizer):
         return asked is True or not re.search(self.adamw_names or EMBEDDINGS_AND_HEADS, name)
 
 
-class GMuon(MatricesApart, MeanGradientOptimizer):
+class BesideAdamW(MatricesApart, MeanGradientOptimizer):
+    """A method for matrices, with AdamW on the mean gradient for the rest.
+
+    A subclass fills in ``matrix_state``, ``update_matrices``, and, where not the mean gradient of
+    matrices travels, ``matrix_exchange`` and ``encode_matrices``.
+    """
+
+    shared_state = ["exp_avg", "exp_avg_sq"]
+    counters = ["step"]
+    whole_matrices = True
+    matrix_state: ClassVar[Names]
+
+    def state_names(self, bucket: Bucket) -> StateNames:
+        return self.matrix_state if self.kind(bucket.groups[0]) else self
+
+    def make_exchange(self, bucket: Bucket) -> Exchange:
+        if self.kind(bucket.groups[0]):
+            return self.matrix_exchange(bucket)
+        return super().make_exchange(bucket)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if self.kind(bucket.groups[0]):
+            self.encode_matrices(bucket, local)
+        else:
+            super().encode(bucket, local)
+
+    def update(self, bucket: Bucket) -> None:
+        if self.kind(bucket.groups[0]):
+            self.update_matrices(bucket)
+        else:
+            adamw_descent(bucket, bucket.exchange.decode())
+
+    def matrix_exchange(self, bucket: Bucket) -> Exchange:
+        """Make the exchange for a bucket of matrices."""
+        return super().make_exchange(bucket)
+
+    def encode_matrices(self, bucket: Bucket, local: int) -> None:
+        """Write a local worker's message about matrices."""
+        super().encode(bucket, local)
+
+    @abstractmethod
+    def update_matrices(self, bucket: Bucket) -> None:
+        """Apply the answer about matrices."""
+
+
+class GMuon(BesideAdamW):
     """Global Muon: torch.optim.Muon on the mean gradient of all workers, AdamW where it is no use.
 
     For matrices, g the mean gradient: ``m <- mu m + (1 - mu) g``, ``O = NS(mu m + (1 - mu) g)``,
@@ -108,9 +147,7 @@ class GMuon(MatricesApart, MeanGradientOptimizer):
             embeddings and heads by their usual names.
     """
 
-    shared_state = ["exp_avg", "exp_avg_sq"]
-    counters = ["step"]
-    whole_matrices = True
+    matrix_state = Names(shared_state=["momentum_buffer"])
 
     def __init__(
         self,
@@ -139,35 +176,59 @@ class GMuon(MatricesApart, MeanGradientOptimizer):
         }
         super().__init__(params, defaults, **common)
 
-    def state_names(self, bucket: Bucket) -> StateNames:
-        return MatrixState if bucket.groups[0]["use_muon"] else self
-
-    def update(self, bucket: Bucket) -> None:
+    def update_matrices(self, bucket: Bucket) -> None:
         mean = bucket.exchange.decode()
-        if not self.kind(bucket.groups[0]):
-            adamw_descent(bucket, mean)
-            return
-        momenta, directions = bucket.shared["momentum_buffer"], []
-        for slot, group in zip(bucket.slots, bucket.groups, strict=True):
-            mu = group["momentum"]
-            m, g = (slot.view(flat) for flat in (momenta, mean))
+        for run in bucket.runs("momentum"):
+            (mu,), (m, g) = run.values, run.of(bucket.shared["momentum_buffer"], mean)
             m.lerp_(g, 1 - mu)
-            directions.append(g.lerp(m, mu).flatten(1))
-        orthogonal = orthogonalise(directions, self.ns_steps, self.ns_precision)
-        with wide(bucket.params) as params:
-            for slot, group, direction in zip(bucket.slots, bucket.groups, orthogonal, strict=True):
-                x, lr = slot.view(params), group["lr"]
-                rows, columns = direction.shape
-                scale = math.sqrt(max(1, rows / columns))
-                if self.adjust_lr == "match_rms_adamw":
-                    scale = rms_scale(direction)
-                x.mul_(1 - lr * group["weight_decay"])
-                x.add_(direction.reshape(x.shape), alpha=-lr * scale)
+            g.lerp_(m, mu)
+        scale = rms_scale if self.adjust_lr == "match_rms_adamw" else shape_scale
+        orthogonal = bucket_orthogonalise(bucket, mean, self.ns_steps, self.ns_precision)
+        matrix_descent(bucket, orthogonal, scale)
 
 
-def rms_scale(matrix: Tensor) -> float:
+def matrix_descent(bucket: Bucket, answer: Tensor, scale: Callable[[int, int], float]) -> None:
+    """``x <- (1 - lr wd) x - lr s A`` of matrices, with s of their rows and columns."""
+    with wide(bucket.params) as params:
+        for slot, group in zip(bucket.slots, bucket.groups, strict=True):
+            x, lr = slot.view(params), group["lr"]
+            x.mul_(1 - lr * group["weight_decay"])
+            x.add_(slot.view(answer), alpha=-lr * scale(*matrix_shape(slot.tensor)))
+
+
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """Return rows and columns of a tensor as a matrix [out, rest], also where it is sharded."""
+    return len(tensor), tensor.shape[1:].numel()
+
+
+def rms_scale(rows: int, columns: int) -> float:
     """Return the factor that gives an orthogonal matrix entries of RMS 0.2, as AdamW's steps."""
-    return RMS * math.sqrt(max(matrix.shape))
+    return RMS * math.sqrt(max(rows, columns))
+
+
+def shape_scale(rows: int, columns: int) -> float:
+    """Return the factor of the first authors of Muon."""
+    return math.sqrt(max(1, rows / columns))
+
+
+def bucket_orthogonalise(
+    bucket: Bucket,
+    flat: Tensor,
+    steps: int,
+    precision: Precision,
+    chosen: Callable[[Slot], bool] = lambda slot: True,
+) -> Tensor:
+    """Newton-Schulz of the chosen matrices of a bucket: float32 ``[padded]`` -> ``[padded]``.
+
+    Matrices that FSDP2 has sharded are gathered, each on one process of the shard group.
+    """
+    whole = bucket.to_whole(flat)
+    slots = [slot for slot in bucket.whole.slots if chosen(slot)]
+    answer = torch.zeros_like(whole)
+    found = orthogonalise([slot.view(whole).flatten(1) for slot in slots], steps, precision)
+    for slot, matrix in zip(slots, found, strict=True):
+        slot.view(answer).copy_(matrix.reshape(slot.shape))
+    return bucket.to_shards(answer)
 
 
 def orthogonalise(matrices: Sequence[Tensor], steps: int, precision: Precision) -> list[Tensor]:

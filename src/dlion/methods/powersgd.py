@@ -1,13 +1,16 @@
 """PowerSGD: gradients as matrices of low rank, with error feedback."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack
+
+import torch
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
-from dlion.exchange import LowRankMean, Matrix
+from dlion.exchange import Channel, LowRankMean, Matrix
+from dlion.exchange.low_rank import is_smaller
 from dlion.methods.updates import momentum_descent
-from dlion.streams import stream_seed
+from dlion.streams import stream, stream_seed
 from dlion.values import Count, NotNegative, Probability
 
 
@@ -53,6 +56,7 @@ class PowerSGD(DistributedOptimizer):
     own_state = ["residual"]
     shared_state = ["momentum_buffer"]
     skips_missing = False
+    whole_matrices = True
 
     def __init__(
         self,
@@ -70,23 +74,66 @@ class PowerSGD(DistributedOptimizer):
     @property
     def paper_bits(self) -> tuple[float, float]:
         """The values of both rounds in float32, by the shapes of the parameters."""
-        parameters = sum(stop - start for bucket in self.buckets for start, stop in bucket.spans)
+        slots = (slot for bucket in self.buckets for slot in bucket.whole.slots)
+        parameters = max(1, sum(slot.stop - slot.start for slot in slots))
         bits = 32 * sum(bucket.exchange.values for bucket in self.buckets) / parameters
         return bits, bits
 
     def make_exchange(self, bucket: Bucket) -> LowRankMean:
-        tensors = [Matrix(slot.start, slot.stop, slot.rows) for slot in bucket.slots]
         seed = stream_seed(self.seed, "powersgd", bucket.index)
-        return LowRankMean(self.channel, bucket.numel, tensors, self.rank, seed, **bucket.buffers)
+        return low_rank_mean(self.channel, bucket, lambda rows, columns: self.rank, seed)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local]
         residual += bucket.gradients()
-        bucket.exchange.encode(local, residual)
+        bucket.exchange.encode(local, bucket.to_whole(residual))
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
         with bucket.untouched(bucket.flight.present, residuals):
             for local in self.channel.local_participants:
-                residuals[local] -= bucket.exchange.sent(local)
-        momentum_descent(bucket, bucket.exchange.decode())
+                residuals[local] -= bucket.to_shards(bucket.exchange.sent(local))
+        momentum_descent(bucket, bucket.to_shards(bucket.exchange.decode()))
+
+
+def low_rank_mean(
+    channel: Channel,
+    bucket: Bucket,
+    rank: Callable[[int, int], int],
+    seed: int,
+    unit: bool = False,
+) -> LowRankMean:
+    """Make the exchange for the tensors of a bucket that are whole here.
+
+    All processes draw the first Q of all matrices, so that it is the same wherever a matrix is.
+
+    Args:
+        rank: of a matrix of so many rows and columns.
+        seed, unit: of the first Q, and as for :class:`dlion.exchange.LowRankMean`.
+    """
+    shapes = [_as_matrix(shape) for shape in bucket.whole.shapes]
+    ranks = [rank(*shape) for shape in shapes]
+    sizes = [
+        columns * r if unit or is_smaller(r, rows, columns) else 0
+        for (rows, columns), r in zip(shapes, ranks, strict=True)
+    ]
+    # made in main memory: the same on every kind of device
+    draws = torch.randn(
+        sum(sizes), generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
+    ).split(sizes)
+    mine, slots = bucket.whole.mine, bucket.whole.slots
+    return LowRankMean(
+        channel,
+        bucket.whole.numel,
+        [Matrix(slot.start, slot.stop, slot.rows) for slot in slots],
+        [ranks[index] for index in mine],
+        torch.cat([torch.zeros(0, dtype=torch.float32), *(draws[index] for index in mine)]),
+        unit,
+        **bucket.buffers,
+    )
+
+
+def _as_matrix(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns of [outermost in memory, rest]; a vector is one row."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, shape.numel() // rows

@@ -1,33 +1,31 @@
 """SignMuon: one bit of an orthogonalised momentum, voted on or averaged."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket, StateNames
+from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
 from dlion.exchange import Shape, Ties, Topology
 from dlion.kernels import Gradients
 from dlion.methods.dlion import Aggregation, SignedDescent
-from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise, rms_scale
-from dlion.methods.updates import variance_descent, wide
+from dlion.methods.muon import (
+    RMS,
+    MatricesApart,
+    Precision,
+    bucket_orthogonalise,
+    matrix_descent,
+    rms_scale,
+)
+from dlion.methods.updates import variance_descent
 from dlion.values import Betas, Count, Name, NotNegative, Probability
 
 Rest = Literal["lion", "adamw"]
 
 LION_SHARE = 0.1  # of AdamW's rate
-
-
-class MatrixState:
-    """State of a matrix, and of parameters that Lion updates."""
-
-    own_state: ClassVar[list[str]] = ["momentum"]
-    shared_state: ClassVar[list[str]] = []
-    counters: ClassVar[list[str]] = []
-    own_counters: ClassVar[list[str]] = []
 
 
 class SignMuon(MatricesApart, SignedDescent):
@@ -110,7 +108,7 @@ class SignMuon(MatricesApart, SignedDescent):
         super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
 
     def state_names(self, bucket: Bucket) -> StateNames:
-        return self if self._is_adamw(bucket) else MatrixState
+        return self if self._is_adamw(bucket) else Names(own_state=["momentum"])
 
     def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
         for gradients, (beta1, beta2) in super().with_betas(bucket):
@@ -126,12 +124,10 @@ class SignMuon(MatricesApart, SignedDescent):
             m.lerp_(u, 1 - mu)
             u.lerp_(m, mu)
         polar = self._orthogonalise(bucket, directions)
-        flat = [
-            slot.flatten(d.reshape(slot.shape)) for slot, d in zip(bucket.slots, polar, strict=True)
-        ]
+        parts = [polar[start:stop] for start, stop in bucket.spans]
         # betas of 0 and 1: the direction itself is what a bit is made of, and no momentum moves
         positive = self.zero_is_positive(local, bucket.step)
-        signs = kernels.Gradients([part.contiguous().float() for part in flat], bucket.places)
+        signs = kernels.Gradients(parts, bucket.places)
         kernels.encode_signs(
             bucket.exchange.message(local), directions.zero_(), signs, 0.0, 1.0, positive
         )
@@ -145,15 +141,10 @@ class SignMuon(MatricesApart, SignedDescent):
             self.descend(bucket, RMS)
         else:
             polar = self._orthogonalise(bucket, bucket.exchange.decode())
-            with wide(bucket.params) as params:
-                for slot, group, matrix in zip(bucket.slots, bucket.groups, polar, strict=True):
-                    x, lr = slot.view(params), group["lr"]
-                    x.mul_(1 - lr * group["weight_decay"])
-                    x.add_(matrix.reshape(x.shape), alpha=-lr * rms_scale(matrix))
+            matrix_descent(bucket, polar, rms_scale)
 
     def _is_adamw(self, bucket: Bucket) -> bool:
         return self.rest == "adamw" and not self.kind(bucket.groups[0])
 
-    def _orthogonalise(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        matrices = [slot.view(flat).flatten(1) for slot in bucket.slots]
-        return orthogonalise(matrices, self.ns_steps, self.ns_precision)
+    def _orthogonalise(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        return bucket_orthogonalise(bucket, flat, self.ns_steps, self.ns_precision)

@@ -493,6 +493,77 @@ def powersgd(
     sgd(x, b, a, lr, mu, wd)
 
 
+# Dion: the same step of power iteration on momenta, of which P^ and a Q of norm 1 are the step.
+
+
+def dion(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    e: Tensor,
+    q: list[Tensor],
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    betas: Betas,
+    eps: float,
+    wd: float,
+    scale: Callable[[int, int], float],
+    matrices: Matrices,
+    spans: Spans,
+) -> None:
+    for start, stop in spans:
+        part = slice(start, stop)
+        g_adamw(x[part], m[part], v[part], g[:, part], step, lr, betas, eps, wd)
+    for i, (start, stop, rows) in enumerate(matrices):
+        e[:, start:stop] += g[:, start:stop]
+        ms = [row[start:stop].clone().view(rows, -1) for row in e]
+        p = torch.linalg.qr(mean([matrix @ q[i] for matrix in ms])).Q
+        r = mean([matrix.T @ p for matrix in ms])
+        e[:, start:stop].sub_((p @ r.T).flatten(), alpha=1 - mu)
+        q[i] = r / (r.norm(dim=0) + 1e-8)
+        s = scale(rows, (stop - start) // rows)
+        x[start:stop].mul_(1 - lr * wd).add_((p @ q[i].T).flatten(), alpha=-lr * s)
+
+
+# EF21-Muon: estimates h of the momenta move by their largest differences, c is their mean.
+
+
+def ef21_muon(
+    x: Tensor,
+    m: Tensor,
+    v: Tensor,
+    e: Tensor,
+    h: Tensor,
+    c: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    betas: Betas,
+    eps: float,
+    wd: float,
+    density: float,
+    bits: int,
+    newton_schulz: tuple[int, torch.dtype],
+    matrices: Matrices,
+    spans: Spans,
+) -> None:
+    for start, stop in spans:
+        part = slice(start, stop)
+        g_adamw(x[part], m[part], v[part], g[:, part], step, lr, betas, eps, wd)
+    for start, stop, rows in matrices:
+        e[:, start:stop].lerp_(g[:, start:stop], 1 - mu)
+        k, chunk = math.ceil(density * (stop - start)), torch.arange(stop - start)
+        sent = take_topk(e[:, start:stop] - h[:, start:stop], [chunk], k, bits)
+        h[:, start:stop] += sent
+        c[start:stop] += mean(sent)
+        o = orthogonalise(c[start:stop].view(rows, -1), *newton_schulz)
+        scale = 0.2 * math.sqrt(max(o.shape))
+        x[start:stop].mul_(1 - lr * wd).add_(o.flatten(), alpha=-lr * scale)
+
+
 # 1-bit Adam: the momentum in scaled signs, once the variance v stays as it is.
 
 
