@@ -90,7 +90,8 @@ class Elastic:
                 continue
             if n < least and not waiting:
                 waiting = True
-                _log.warning("waiting for %d more of at least %d workers", least - n, least)
+                if self.manager.participating_rank() == 0:
+                    _log.warning("waiting for %d more of at least %d workers", least - n, least)
             error = self.manager.errored()
             if error is not None:  # others may wait for this worker
                 self._give_up(error.original_exception)
@@ -245,7 +246,7 @@ class Elastic:
             known["ids"] = torch.tensor(self._everyones)
 
     def _give_up(self, error: Exception) -> None:
-        _log.warning("a step is taken again: %s", str(error).splitlines()[0])
+        _log.debug("a step is taken again: %s", error)
         self.manager.report_error(error)
         self._abort()
 
@@ -437,7 +438,8 @@ def join(
     host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
-    logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # what matters is raised
+    for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is raised
     try:
         address = address or _own_address(host, int(port))
         # a store that listens on every interface would be one door more

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from dlion.engine.elastic import importing_torchft
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
 from dlion.suite.launch.elastic import Meeting, is_loopback, serving
@@ -36,9 +38,11 @@ from dlion.suite.launch.resume import (
 )
 from dlion.suite.launch.stored import settings_of_run
 from dlion.suite.record.runs import (
+    CONFIG,
     FAILURE,
     SUMMARY,
     forget,
+    holds_run,
     load_run,
     record_config,
     record_failure,
@@ -78,7 +82,11 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
             forget(output_dir, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
             record_config(output_dir, config)
             note_job(output_dir)
-        return _start(job, started)
+        try:
+            return _start(job, started)
+        finally:
+            if job.lighthouse is not None and not holds_run(output_dir):
+                shutil.rmtree(output_dir / Path(CONFIG).parent, ignore_errors=True)  # of another
 
 
 def _start(job: Job, started: RankInfo | None) -> float | None:
@@ -125,6 +133,8 @@ def _run_elastic(job: Job) -> float | None:
     processes = job.workers.processes
     if job.resume is not None:
         _say_whose_state_is_lost(job.resume, processes)
+    with importing_torchft("elastic=true needs"):
+        import torchft.coordination  # noqa: F401 - once, not in every process
     with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
         job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes))
         interface = LOOPBACK if is_loopback(lighthouse or "") else None

@@ -413,12 +413,12 @@ class ElasticWorker:
         def work() -> None:
             check_replicas(self.model, self.control, done)
             self.optimizer.host(None)
+            self._save()
+            self._wait_for_checkpoint()
             ends = self.control.workers.rank == 0 and self.output is not None
             if ends and not (self.job.output_dir / SUMMARY).exists():
                 save_model(self.model, self.data, self.job.output_dir)
                 self.output.finish(parameters_sha256(self.model))
-            self._save()
-            self._wait_for_checkpoint()
             self.control.barrier()
 
         if not self.elastic.attempt(work):
