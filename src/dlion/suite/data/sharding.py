@@ -161,9 +161,11 @@ class Dealing:
     def epochs(self) -> float:
         """Passes over the samples so far."""
         *earlier, last = [*map(tuple, self.parts)] or [(1, 0)]
-        begun = self.size - len(self._rest(self.epoch, tuple(earlier))) if earlier else 0
         steps = self._steps(self.epoch, tuple(earlier), last[0])
-        return self.epoch + (begun + (self.size - begun) * last[1] / max(steps, 1)) / self.size
+        if not earlier:
+            return (self.epoch * steps + last[1]) / steps
+        left = len(self._rest(self.epoch, tuple(earlier)))
+        return self.epoch + 1 - left * (1 - last[1] / max(steps, 1)) / self.size
 
     def _place(self, count: int) -> tuple[Any, ...]:
         """Return the epoch of the next batch, and its parts, the last one being of ``count``."""
