@@ -13,9 +13,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -26,7 +28,7 @@ from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
 from dlion.engine.method import Method
-from dlion.errors import TrainingFailed, UserError
+from dlion.errors import Stopped, TrainingFailed, UserError
 from dlion.exchange import Traffic
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
@@ -35,6 +37,8 @@ from dlion.workers import Workers
 # owner has learnt about workers, which it takes along to its next slice
 _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
+_LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
+_REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
 
@@ -50,6 +54,7 @@ class Elastic:
         open: whether there is a quorum for the step at hand.
         committed: whether the latest step has moved the parameters.
         healed: how often the state of a peer was taken over.
+        interrupted: asked while others are waited for: whether to leave.
 
     Raises:
         ValueError: for a manager or a method that will not do.
@@ -62,6 +67,7 @@ class Elastic:
             raise ValueError("the manager's process group must be a torchft.ProcessGroupGloo")
         self.manager, self._optimizer = manager, optimizer
         self.open, self.committed, self.healed = False, True, 0
+        self.interrupted: Callable[[], bool] = lambda: False
         self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
         self._group: dist.ProcessGroup | None = None
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
@@ -80,6 +86,7 @@ class Elastic:
 
         Raises:
             TrainingFailed: if the lighthouse does not answer, or the run has other settings.
+            Stopped: if :attr:`interrupted` says so.
         """
         waiting = False
         while not self.open:
@@ -88,6 +95,8 @@ class Elastic:
             if self.manager.errored() is None and n >= least and self._rebuild():
                 self.open = True
                 continue
+            if waiting:
+                self._look_up()
             if n < least and not waiting:
                 waiting = True
                 if self.manager.participating_rank() == 0:
@@ -99,17 +108,31 @@ class Elastic:
                 time.sleep(_RETRY if n < least else 0)
 
     def _ask(self) -> None:
-        try:
-            self.manager.start_quorum()
-        except (TimeoutError, RuntimeError) as error:
-            if isinstance(error, TrainingFailed):
+        """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
+        asked: Future[None] = Future()
+        Thread(target=_settle, args=(asked, self.manager.start_quorum), daemon=True).start()
+        looks = 0  # at a lighthouse that is not there
+        while True:
+            try:
+                asked.result(_LOOK)
+                return
+            except TrainingFailed:
                 raise
-            # torchft 0.2 would raise the same error again in every later start_quorum()
-            self.manager._quorum_future = None
-            raise TrainingFailed(
-                f"the lighthouse has not answered within {self.manager._quorum_timeout} ({error}):"
-                " start it again at the same address, and this run from its last checkpoint"
-            ) from error
+            except (TimeoutError, RuntimeError) as error:
+                if asked.done():
+                    # torchft 0.2 would raise the same error again in every later start_quorum()
+                    self.manager._quorum_future = None
+                    limit = self.manager._quorum_timeout
+                    raise _lost(f"has not answered within {limit} ({error})") from error
+            self._look_up()
+            looks = looks + 1 if _is_refused(self.manager) else 0
+            if looks * _LOOK >= _REFUSED:
+                raise _lost("is gone")
+
+    def _look_up(self) -> None:
+        """Leave, if that is asked for."""
+        if self.interrupted():
+            raise Stopped(self._optimizer.param_groups[0]["steps"])
 
     def _rebuild(self) -> bool:
         """Make the exchanges for the workers of this quorum, if it is a new one."""
@@ -350,6 +373,34 @@ def check_dealt(bucket: Bucket, method: str) -> None:
         )
 
 
+def _settle(result: Future[None], work: Callable[[], None]) -> None:
+    try:
+        result.set_result(work())
+    except Exception as error:
+        result.set_exception(error)
+
+
+def _is_refused(manager: Any) -> bool:
+    """Whether nobody listens at the lighthouse's address. A link that is down shows nothing."""
+    address = getattr(manager, "lighthouse", None)
+    if address is None:  # it was not made here
+        return False
+    try:
+        socket.create_connection(address, _LOOK).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _lost(how: str) -> TrainingFailed:
+    return TrainingFailed(
+        f"the lighthouse {how}: start it again at the same address, and this run from its last"
+        " checkpoint"
+    )
+
+
 def _packed(state: Any) -> Tensor:
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -475,6 +526,7 @@ def join(
         )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
+    manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
     group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
     return manager
 

@@ -107,7 +107,7 @@ def run_processes(
         others = multiprocessing.active_children()
         try:
             with _temporary_files_in(directory):  # in which torch puts errors, pickled
-                here = (os.getpid(), processes, directory, network, errors, interface)
+                here = (os.getpid(), processes, directory, network, errors, apart, interface)
                 context = _start(processes, *here, work, args)
             errors.started()
             children += context.processes
@@ -244,7 +244,7 @@ def _wait_for_each(context: ProcessContext, directory: Path, notice: SignalNotic
             if process.exitcode is None:
                 continue
             del left[rank]
-            if process.exitcode != 0 and notice.first is None:
+            if process.exitcode != 0 and notice.first is None and left:
                 number = -process.exitcode
                 name = signal.Signals(number).name if number > 0 else None
                 reason = _reason(rank, name, [], _failures(len(context.processes), directory))
@@ -344,6 +344,7 @@ def _work(
     directory: Path,
     network: Network | None,
     errors: _Errors,
+    apart: bool,
     interface: str | None,
     work: Callable[..., Any],
     args: tuple[Any, ...],
@@ -377,6 +378,8 @@ def _work(
         failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
         file.write_text(json.dumps(failure))
         end_now(1)
+    if apart:
+        end_now(0)  # a thread of torchft may still ask a lighthouse that is gone
 
 
 def run_one_process(work: Callable[..., Any], *args: Any) -> Any:

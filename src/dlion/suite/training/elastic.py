@@ -157,6 +157,7 @@ class ElasticWorker:
         )
         assert self.optimizer.elastic is not None
         self.elastic, self.manager = self.optimizer.elastic, manager
+        self.elastic.interrupted = lambda: notice.first is not None
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         self.share_of_rate = share_of_rate(config.schedule, job.steps)
@@ -194,10 +195,12 @@ class ElasticWorker:
             asks = not self.elastic.open
             try:
                 self.optimizer.zero_grad()  # who is there?
-            except TrainingFailed:
-                if self.boundary:  # the lighthouse is lost, and no state is
+            except (TrainingFailed, Stopped) as error:  # the lighthouse is lost, or we leave
+                if self.boundary:
                     self._save()
                     self._wait_for_checkpoint()
+                if isinstance(error, Stopped):
+                    raise Stopped(self.boundary or None, self.notice.first) from None
                 raise
             if asks and not self._begin():
                 continue
