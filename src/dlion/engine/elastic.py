@@ -489,8 +489,8 @@ def join(
     host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
-    for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is raised
+    for logger in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # what matters is raised
     try:
         address = address or _own_address(host, int(port))
         # a store that listens on every interface would be one door more
