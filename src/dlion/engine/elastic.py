@@ -38,6 +38,7 @@ from dlion.workers import Workers
 _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
+_CONNECTING = 5.0  # seconds
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
@@ -373,6 +374,15 @@ def check_dealt(bucket: Bucket, method: str) -> None:
         )
 
 
+def check_lighthouse(address: str, typed: str) -> None:
+    """Refuse an address where nobody listens; ``typed`` is what an error names."""
+    host, port = split_address(address, typed)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{typed}: no lighthouse there ({error}): {_START}") from error
+
+
 def _settle(result: Future[None], work: Callable[[], None]) -> None:
     try:
         result.set_result(work())
@@ -514,7 +524,7 @@ def join(
             use_async_quorum=False,
             timeout=timedelta(seconds=timeout),
             quorum_timeout=timedelta(seconds=patience),
-            connect_timeout=timedelta(seconds=5),
+            connect_timeout=timedelta(seconds=_CONNECTING),
             rank=0,
             world_size=1,
             store_addr=address,

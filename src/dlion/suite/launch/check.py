@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlion.engine.elastic import check_dealt, check_torchft, split_address
+from dlion.engine.elastic import check_dealt, check_lighthouse, check_torchft
 from dlion.errors import UserError
 from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate
@@ -139,7 +139,7 @@ def _lighthouse(config: DictConfig, started: RankInfo | None) -> str | None:
     check_torchft("elastic=true needs")
     if address == "here":
         return None
-    split_address(address, f"elastic.lighthouse={address}")
+    check_lighthouse(address, f"elastic.lighthouse={address}")
     return address
 
 

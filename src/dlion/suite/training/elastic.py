@@ -438,7 +438,9 @@ class ElasticWorker:
         """Return all that belongs to this worker alone, as views by name."""
         views = {"losses": self.sums, **self.virtual.state(0)}
         for bucket in self.optimizer.buckets:
-            for name, rows in (bucket.own | bucket.own_counters).items():
+            for name, rows in bucket.own.items():  # their padding depends on the workers
+                views[f"{bucket.index}.{name}"] = rows[0, : bucket.numel]
+            for name, rows in bucket.own_counters.items():
                 views[f"{bucket.index}.{name}"] = rows[0]
         return views
 
