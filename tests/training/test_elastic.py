@@ -124,6 +124,15 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
     assert not (tmp_path / "second").exists(), "a worker without the record leaves no folder"
 
 
+def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path) -> None:
+    faulty = ["optimizer=diloco", "optimizer.local_steps=3", "check_replicas_every=1"]
+    faulty += ["model._target_=tests.launch.faulty.model", f"output_dir={tmp_path}"]
+    done = train(*SMALL, "elastic=true", *faulty, code=0, env={"FAULT": "forward:5"})
+    assert "process 1 was killed by SIGKILL" in done.stderr
+    found = [(row["step"], row.get("event"), row["workers"]) for row in lines(tmp_path)]
+    assert found == [(6, None, 2), (9, "left", 2), (12, None, 2)]
+
+
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     run = start(*SETTINGS, "steps=100000", "elastic=true", f"output_dir={tmp_path}")
     processes = run.workers()

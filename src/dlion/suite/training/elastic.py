@@ -228,7 +228,9 @@ class ElasticWorker:
                 self._meet()
             every = self.config.check_replicas_every
             if every and self.done and self.done % every == 0:
+                self.optimizer.host(None)
                 check_replicas(self.model, self.control, self.done)
+                self.optimizer.host(0)
             if self._is_due(self.done):
                 row = self._measure()
 
@@ -414,8 +416,8 @@ class ElasticWorker:
         done, first = self.done, self.crew[0]
 
         def work() -> None:
-            check_replicas(self.model, self.control, done)
             self.optimizer.host(None)
+            check_replicas(self.model, self.control, done)
             self._save()
             self._wait_for_checkpoint()
             ends = self.control.workers.rank == 0 and self.output is not None
