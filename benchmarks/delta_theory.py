@@ -277,7 +277,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, output=ROOT / "results" / "delta_modulation")
     parser.add_argument("--steps", type=whole(10), default=10_000, help="of noise")
     parser.add_argument("--long", type=whole(10), default=100_000, help="steps to drift for")
-    return parser.read(arguments, steps=50, long=50)
+    return parser.read(arguments, steps=20, long=20)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -188,6 +188,7 @@ def cases() -> list[Case]:
         *((apply, [*rest]) for rest in product([64, 65, 1216], DTYPES)),
         *((lion, [*rest]) for rest in product(LENGTHS, DTYPES)),
         *((momentum, [*rest]) for rest in product(LENGTHS, DTYPES)),
+        *((rounded, [length]) for length in LENGTHS),
         *((ternarise, [length]) for length in LENGTHS),
         *((entries, [*rest]) for rest in product(LENGTHS, DTYPES, [0.0, 0.1])),
         *((largest, [*rest]) for rest in product([1, 65, 1100, 50_000], [1e-9, 0.04, 0.3, 1.0])),
@@ -213,8 +214,8 @@ def encode_signs(length: int, dtype: torch.dtype, positive: bool, _: Compiled) -
 def encode_levels(length: int, dtype: torch.dtype, largest: int, _: Compiled) -> Iterator[Call]:
     momentum, gradients = bucket(length, dtype)
     rows = message(5, (2 * largest).bit_length(), len(momentum) // 320 + 1)
-    for multiplier in (largest / 1e-3, 0.0, NAN, 1e30):
-        factors = (0.9, 0.99, torch.tensor([multiplier, 1.0, largest / 1e-2]), largest)
+    for first, last in ((largest / 1e-3, NAN), (1e30, largest / 1e-2), (0.0, 1e30)):
+        factors = (0.9, 0.99, torch.tensor([first, 1.0, last]), largest)
         yield "encode_levels", (rows, momentum, gradients, *factors)
 
 
@@ -281,6 +282,11 @@ def momentum(length: int, dtype: torch.dtype, _: Compiled) -> Iterator[Call]:
     params, answer = vector(length, dtype, 3), vector(length, torch.float32, 4)
     yield "accumulate", (moved, changed, vector(length, dtype, 5), 0.9)
     yield "momentum_descent", (params, moved, answer, 0.9, 0.1, 0.2)
+
+
+def rounded(length: int, _: Compiled) -> Iterator[Call]:
+    values, key = vector(length, torch.float32, 1), (0x89ABCDEF, 0x01234567)
+    yield "round_at_random", (torch.zeros(length, dtype=torch.bfloat16), values, key)
 
 
 def entries(length: int, dtype: torch.dtype, decay: float, _: Compiled) -> Iterator[Call]:

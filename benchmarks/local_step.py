@@ -6,6 +6,9 @@ Encode (momentum and packing), the vote of 8 workers over the slice this worker 
 apply; beside it torch's fused and foreach AdamW, lion-pytorch, and the memory floor of the passes
 (``lerp_`` reads and writes the momentum and reads the gradient, ``mul_`` reads and writes the
 parameters). Nothing travels here. Writes local_step.json and local_step.png.
+
+Then Newton-Schulz on the hidden matrices of three models, in batches and one by one, beside a
+forward and backward pass of a worker: newton_schulz.json. ``--models`` alone: only that.
 """
 
 import argparse
@@ -18,10 +21,12 @@ from common import Parser, Points, Row, interleaved, ratios, run, spread
 
 from dlion import kernels
 from dlion.kernels import reference
+from dlion.methods.muon import is_hidden, orthogonalise
 from dlion.suite.arguments import whole
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # accelerator.py takes cases from here without matplotlib
+    from end_to_end import Setting  # accelerator.py takes cases from here without the suite
+    from matplotlib.figure import Figure
 
 VOTERS = 8
 LR, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.99)
@@ -127,18 +132,93 @@ def make_cases(d: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def board_gpt() -> "Setting":
+    """Return the board's GPT and 8 stretches of 64 bytes for a worker."""
+    from dlion.suite.data import TextData
+    from dlion.suite.models import gpt
+
+    tokens = torch.zeros(100, dtype=torch.uint8)
+    model = gpt(TextData(tokens, tokens, vocabulary=256, context=64), dim=128, mlp_dim=640)
+    return model, torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
+
+
+MODELS = ["gpt_tiny", "vit_cifar", "gpt2"]  # the last two are those of end_to_end.py
+
+
+def make_model(name: str) -> "Setting":
+    """Return a model and a batch of a worker."""
+    from end_to_end import SETTINGS
+
+    return board_gpt() if name == "gpt_tiny" else SETTINGS[name]()
+
+
+def newton_schulz_cases(setting: "Setting") -> dict[str, Callable[[], object]]:
+    """Return a pass of a worker, and Newton-Schulz on all hidden matrices of its model."""
+    model, inputs, targets = setting
+    named = model.named_parameters()
+    matrices = [p.detach().flatten(1) for name, p in named if p.dim() > 1 and is_hidden(name)]
+
+    def forward_backward():
+        model.zero_grad()
+        outputs = model(inputs).flatten(0, -2)
+        torch.nn.functional.cross_entropy(outputs, targets.flatten()).backward()
+
+    def batched(precision):
+        return lambda: orthogonalise(matrices, 5, precision)
+
+    def one_by_one(precision):
+        return lambda: [orthogonalise([matrix], 5, precision) for matrix in matrices]
+
+    cases: dict[str, Callable[[], object]] = {"forward, backward": forward_backward}
+    for precision in ("bf16", "float32"):
+        cases[f"{precision}, batched"] = batched(precision)
+        cases[f"{precision}, one by one"] = one_by_one(precision)
+    return cases
+
+
+def measure_newton_schulz(args: argparse.Namespace) -> None:
+    """Time Newton-Schulz as a share of a step: itself and the pass of a worker."""
+    points = Points(args.output / "newton_schulz.json", {}, {"rounds": args.rounds}, args.fresh)
+    models = args.models or MODELS
+    keys = [{"threads": t, "model": model} for t in args.threads for model in models]
+    for key in points.missing(keys):
+        torch.set_num_threads(key["threads"])
+        seconds = interleaved(newton_schulz_cases(make_model(key["model"])), args.rounds)
+        alone = seconds["forward, backward"]
+        rows = []
+        for name, values in seconds.items():
+            shares = [a / (a + b) for a, b in zip(values, alone, strict=True)]
+            share = {} if values is alone else {"share_of_step": spread(shares)}
+            rows.append({"case": name, "ms": spread([1e3 * v for v in values]), **share})
+            shown = f"{share['share_of_step']['median']:7.0%} of a step" if share else ""
+            print(
+                f"{key['threads']} threads  {key['model']:10s} {name:20s}"
+                f" {rows[-1]['ms']['median']:9.2f} ms {shown}",
+                flush=True,
+            )
+        points.add(key, rows)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line."""
     parser = Parser(__doc__, beside="lion_pytorch")
     parser.add_argument("--sizes", type=whole(1), nargs="+", default=[10**6, 10**7, 10**8])
+    parser.add_argument("--models", choices=MODELS, nargs="+", help="Newton-Schulz of these only")
     parser.add_argument("--threads", type=whole(1), nargs="+", default=[1, 2])
     parser.add_argument(
         "--rounds", type=whole(2), default=9, help="five times as many below 5e6 parameters"
     )
-    return parser.read(arguments, sizes=[10_000], threads=[1], rounds=2)
+    return parser.read(arguments, sizes=[10_000], threads=[1], rounds=2, models=["gpt_tiny"])
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.models is None or args.smoke:
+        measure_passes(args)
+    measure_newton_schulz(args)
+
+
+def measure_passes(args: argparse.Namespace) -> None:
+    """Time the passes of a step over vectors."""
     points = Points(
         args.output / "local_step.json", {"voters": VOTERS}, {"rounds": args.rounds}, args.fresh
     )

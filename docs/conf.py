@@ -7,7 +7,10 @@ also work in an editor and on a code host. Nothing is fetched.
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +35,7 @@ include_patterns = [
 exclude_patterns = [".*", "docs/build", "build", "dist", "outputs", "runs", "wandb", "src", "tests"]
 
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_title = "dlion"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
@@ -76,7 +80,16 @@ def add_entrance(app: Sphinx, failed: Exception | None) -> None:
         (Path(app.outdir) / "index.html").write_text(page)
 
 
+def write_mathml(translator: Any, node: Any) -> None:
+    """Write a formula as MathML, which browsers draw without a script or a font of ours."""
+    block = node.tagname == "math_block"
+    formula = tex2mathml(node.astext(), as_block=block)
+    translator.body.append(f'<div class="formula">{formula}</div>' if block else formula)
+    raise SkipNode
+
+
 def setup(app: Sphinx) -> None:
-    """Connect both."""
+    """Connect all of these."""
+    app.add_html_math_renderer("mathml", (write_mathml, None), (write_mathml, None))
     app.connect("source-read", open_folders)
     app.connect("build-finished", add_entrance)

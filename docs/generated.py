@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ from dlion.suite.launch.help import USAGE, Entry, settings_of_choice, settings_o
 from dlion.workers import Workers
 
 CONF = Path(__file__).parent.parent / "conf"
+# what paragraphs of a method's docstring begin with, and the headings that they get
+TITLES = {"Source": "Source", "Memory": "State", "When not to use it": "When not to use it"}
+PARTS = re.compile(r"(?<=\.)\s+(?=Source:|Everyone\b|The\s+owner\b)")
 
 
 def composed(*typed: str) -> dict[str, Any]:
@@ -49,7 +53,7 @@ class Written(SphinxDirective):
 
 
 class Methods(Written):
-    """``.. methods::``: a section for each class of METHODS, with its names, settings, source."""
+    """``.. methods::``: a section for each class of METHODS."""
 
     def lines(self) -> Iterator[str]:
         homes = dict.fromkeys(method.home for method in METHODS.values())
@@ -57,13 +61,9 @@ class Methods(Written):
             names = {name: method for name, method in METHODS.items() if method.home == home}
             cls = next(iter(names.values())).name
             yield from heading(f"{cls}: {', '.join(names)}", "-")
-            for name, method in names.items():
-                yield from (
-                    "",
-                    f"| ``optimizer={name}``: {method.summary}.",
-                    f"| {traffic(method)}",
-                )
-            yield from ("", f".. autoclass:: dlion.{cls}", "")
+            costs = [costs_of(name, method) for name, method in names.items()]
+            yield from rows([["name", "bits up", "bits down", "state", "method"], *costs])
+            yield from ("", f".. autoclass:: dlion.{cls}", "   :no-members:", "")
             for name in names:
                 title = f"Settings of {name}" if len(names) > 1 else "Settings"
                 yield from ("", f".. rubric:: {title}", "")
@@ -71,23 +71,61 @@ class Methods(Written):
             yield from specification(cls, list(names))
 
 
-def traffic(method: Method) -> str:
+def costs_of(name: str, method: Method) -> list[str]:
     """Return bits and state of a method, as the table of all methods has them."""
     params = [torch.nn.Parameter(torch.zeros(512, 512))]
     optimizer = method.cls(params, workers=Workers(local=8), **method.options)
     up, down = optimizer.paper_bits
-    state = optimizer.state_bytes / 512**2
-    return f"Bits up {up:.3g}, down {down:.3g}; state {state:.3g} bytes a parameter."
+    state = f"{optimizer.state_bytes / 512**2:.3g} bytes"
+    return [f"``optimizer={name}``", f"{up:.3g}", f"{down:.3g}", state, method.summary]
+
+
+def give_headings(
+    app: Sphinx, kind: str, name: str, documented: Any, options: Any, lines: list[str]
+) -> None:
+    """Set a method's docstring in sections, without its Args, which the settings repeat."""
+    if kind == "class" and documented in [method.cls for method in METHODS.values()]:
+        text = inspect.getdoc(documented).partition("\nArgs:")[0]
+        lines[:], last = [], ""
+        for title, paragraph in sections(text):
+            if title != last:
+                lines += [f".. rubric:: {title}", ""]
+            lines += [*paragraph.splitlines(), ""]
+            last = title
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the paragraphs of a method's docstring, each with the title of its section."""
+    summary, *paragraphs = text.strip().split("\n\n")
+    yield "", summary
+    title = "Equations"
+    for paragraph in paragraphs:
+        first, *others = PARTS.split(paragraph)
+        if title != "Equations" and first.partition(":")[0] not in TITLES and first[:2] != "- ":
+            title = "Details"
+        for part in (first, *others):
+            label, _, rest = part.partition(": ")
+            title, said = (TITLES[label], rest) if label in TITLES else (title, part)
+            yield title, said[:1].upper() + said[1:]
 
 
 def specification(cls: str, names: list[str]) -> Iterator[str]:
     """Yield the function of the specification, without what type checkers need alone."""
-    known = [name for name in (*names, cls.lower()) if hasattr(simple, name)]
-    for name in known[:1]:
-        source = inspect.getsource(getattr(simple, name)).rstrip()
-        yield from ("", ".. rubric:: Specification", "")
-        yield from ("It is tested against this function of ``dlion.methods.simple``:", "")
-        yield from (".. code-block:: python", "", textwrap.indent(source, "   "), "")
+    (name,) = {n for n in vars(simple) if n in names or n.replace("_", "") == cls.lower()}
+    function = getattr(simple, name)
+    _, _, body = inspect.getsource(function).partition(":\n")
+    parameters = ", ".join(inspect.signature(function).parameters)
+    first = textwrap.fill(f"def {name}({parameters}):", 80, subsequent_indent=" " * 8)
+    yield from ("", ".. rubric:: Specification", "")
+    yield from ("It is tested against this function of ``dlion.methods.simple``:", "")
+    yield from code("python", f"{first}\n{body}")
+
+
+def code(language: str, text: str) -> Iterator[str]:
+    """Yield a block of code."""
+    yield from ("", f".. code-block:: {language}", "")
+    yield from (f"   {line}" for line in text.rstrip().splitlines())
+    yield ""
 
 
 class Choices(Written):
@@ -117,14 +155,13 @@ class Commands(Written):
 
     def lines(self) -> Iterator[str]:
         yield from heading("python train.py", "-")
-        yield from ("", ".. code-block:: text", "", textwrap.indent(USAGE.rstrip(), "   "), "")
+        yield from code("text", USAGE)
         for name, (module, _) in COMMANDS.items():
             yield from heading(f"dlion {name}", "-")
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
                 importlib.import_module(f"dlion.suite.{module}").main(["--help"])
-            text = textwrap.indent(printed.getvalue().rstrip(), "   ")
-            yield from ("", ".. code-block:: text", "", text, "")
+            yield from code("text", printed.getvalue())
 
 
 class ExitCodes(Written):
@@ -157,7 +194,7 @@ def table(entries: Iterable[Entry]) -> Iterator[str]:
 
 def rows(cells: list[list[str]]) -> Iterator[str]:
     """Yield a table whose first row is its heading."""
-    yield from ("", ".. list-table::", "   :header-rows: 1", "")
+    yield from ("", ".. list-table::", "   :header-rows: 1", f"   :class: of-{len(cells[0])}", "")
     for row in cells:
         for number, cell in enumerate(row):
             yield f"   {'  ' if number else '* '}- {cell}"
@@ -184,4 +221,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
         "exit-codes": ExitCodes,
     }.items():
         app.add_directive(name, directive)
+    app.connect("autodoc-process-docstring", give_headings, priority=400)  # before napoleon
     return {"parallel_read_safe": True}

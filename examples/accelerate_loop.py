@@ -45,6 +45,7 @@ for epoch in range(done, 2):
         step(x, y)
     if folder:
         accelerator.save_state(str(folder / f"epoch{epoch + 1}"))
+x, y = next(iter(loader))
 report(model, bytes_sent(lambda: step(x, y)))
 # a DistributedDataParallel keeps gloo's threads, which can abort Python as it ends
 model, prepared, loader = accelerator.free_memory(model, prepared, loader)

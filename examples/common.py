@@ -33,6 +33,8 @@ def backward(model: torch.nn.Module) -> None:
 class BytesSent:
     """What this process sends from ``start`` to ``stop``: Linux counts, for each TCP connection."""
 
+    count = 0  # of a run that had ended before
+
     def start(self) -> None:
         self._before = _tcp_bytes()
 

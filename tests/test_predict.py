@@ -142,6 +142,15 @@ def test_what_a_step_waits_for_is_named():
     assert predict.bottleneck(voted, crowd) == "messages"
 
 
+def test_the_table_fits_into_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    predict.main(["--parameters", "1e12", "--workers", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if any(name in line for name in METHODS)]
+    assert len(rows) == len(METHODS) and all("compute" in row for row in rows)
+    assert len(lines) == 2 + len(METHODS) + 4 and "…" not in "".join(lines)
+
+
 def test_the_command_answers_and_says_what_it_assumes(capsys, tmp_path):
     predict.main(["--parameters", "1e9", "--workers", "8", "--rate", "10gbit"])
     *table, assumed = capsys.readouterr().out.splitlines()
@@ -155,6 +164,8 @@ def test_the_command_answers_and_says_what_it_assumes(capsys, tmp_path):
     ("typed", "told"),
     [
         ("--rate fast", "fast is not a rate"),
+        ("--message 1e308", "1e308 is not a number from 0 to 1e+06"),
+        ("--buckets 1e9", "1e9 is not a whole number from 1 to 10000"),
         ("--parameters 1.5", "1.5 is not a whole number"),
         ("--check nowhere.json", "nowhere.json is not a file"),
         ("-o curves.jpg", "curves.jpg is no picture: choose .png, .svg, .pdf"),
@@ -167,6 +178,9 @@ def test_wrong_numbers_and_names_are_refused(capsys, typed, told):
     assert told in capsys.readouterr().err
 
 
-def test_a_file_of_something_else_is_refused():
-    with pytest.raises(UserError, match=r"README\.md does not hold whole steps"):
-        predict.main(["--check", "README.md"])
+def test_a_file_of_something_else_is_refused(tmp_path):
+    for content in (b"# Text", b"\xff" * 10_000, b"[1]"):
+        (tmp_path / "a").write_bytes(content)
+        with pytest.raises(UserError, match=r"a does not hold whole steps") as refused:
+            predict.main(["--check", str(tmp_path / "a")])
+        assert len(str(refused.value)) < 300

@@ -27,6 +27,7 @@ from dlion.__main__ import COMMANDS
 from dlion.suite.config import resolve
 from dlion.suite.data.prepare import Texts, prepare
 from dlion.suite.launch.check import check_settings
+from dlion.suite.settings import NEEDS
 from tests.conftest import ROOT
 from tests.support.readmes import Command, commands, pages, words
 from tests.support.runs import Run
@@ -63,7 +64,8 @@ CHOICES = {
     "[_full]": "_full",
     "[,VALUE...]": "",
 }
-# what a block of Python in a page may take for granted
+# what a block of Python in a page may take for granted: this, a trained model, and a photo
+TRAINED, PHOTO = "outputs/pets", "photo.jpg"
 PRELUDE = """
 import torch
 import torch.distributed as dist
@@ -134,6 +136,8 @@ def try_out(place: "Place", command: Command) -> None:
     if command.python:
         block = place.root / f"block-{len(place.tried)}.py"
         block.write_text(PRELUDE + command.text)
+        if TRAINED in command.text:
+            place.train_on_pictures()
         place.run(block.name)
         return
     text = command.text
@@ -180,6 +184,14 @@ class Place:
         if not (self.root / "data").exists():
             write_data(self.root / "data")
         return str(self.root / "data" / name)
+
+    def train_on_pictures(self) -> None:
+        """Leave a trained model, and a picture that it has not seen."""
+        pictures = self.data("images")
+        shutil.copy(next(Path(pictures).rglob("*.PNG")), self.root / PHOTO)
+        small = ("dataset=images", f"dataset.path={pictures}", "model=linear", "workers=2")
+        few = (*_overrides(FEW_STEPS), "batch_size=2", f"output_dir={TRAINED}")
+        self.run("train.py", *small, *few)
 
     def runs(self) -> str:
         """Return a folder of recorded runs that every figure can be drawn of."""
@@ -399,7 +411,8 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
     chosen = {}
     for override in OverridesParser.create().parse_overrides(_filled_in(typed)):
         chosen[override.input_line.split("=")[0]] = _values(override)
-    first = {key: values[0] for key, values in chosen.items()}
+    deciding = {other for other, _, _ in NEEDS.values()}  # the last gives others an effect
+    first = {key: values[-1 if key in deciding else 0] for key, values in chosen.items()}
     config = _compose(first)
     several = "-m" in typed or config.hydra.mode == RunMode.MULTIRUN
     for key, values in chosen.items():
@@ -418,7 +431,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         small["dataset.path"] = place.data(config.dataset.name)
     if "model.path" in small:
         small["model.path"] = place.data("llama")
-    for key in ("network", "network.rate", "output_dir", "hydra.sweep.dir"):
+    for key in ("network", "network.rate", "output_dir", "hydra.sweep.dir", "epochs"):
         small.pop(key, None)
     where = "hydra.sweep.dir" if several else "output_dir"
     flag = ["-m"] if "-m" in typed else []

@@ -53,6 +53,7 @@ import torch
 
 import dlion
 
+assert dlion.optim.DLion is dlion.DLion  # before anything else has imported it
 for name in dlion.__all__:
     if name == "load_model":
         continue
@@ -165,6 +166,21 @@ def test_no_optimizer_needs_the_suite(place):
     assert run.returncode == 0 and not suite, suite
     methods = [yaml.safe_load(file.read_text()) for file in (ROOT / "conf/optimizer").glob("*")]
     assert {f"dlion.optim.{name}" for name in stdout.split()} == {m["_target_"] for m in methods}
+
+
+def test_a_hydra_program_beside_the_wheel_hears_nothing_of_it(place, tmp_path):
+    """Its plugins are looked for in every program of an environment that has Hydra."""
+    hydra = importlib.metadata.distribution("hydra-core")
+    for name in {"hydra-core"} | needed_by(hydra):
+        bring(name, tmp_path)
+    code = """
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+print([kind.__name__ for kind in Plugins.instance().discover(Launcher)])
+"""
+    run = start(place, "-W", "error", "-c", code, PYTHONPATH=str(tmp_path))
+    stdout, stderr = run.communicate(timeout=120)
+    assert (run.returncode, stderr) == (0, "") and "BasicLauncher" in stdout, stderr
 
 
 def test_the_wheel_asks_for_little_and_has_types(place):

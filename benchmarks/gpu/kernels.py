@@ -154,6 +154,7 @@ MOVES: dict[str, list[str]] = {
     "lion": ["rw", "rw", "r"],  # parameters, momentum, gradient
     "accumulate": ["rw", "rw", "r"],  # velocity, sum of velocities, gradient
     "momentum_descent": ["rw", "rw", "r"],  # parameters, momentum, answer
+    "round_at_random": ["w", "r"],  # parameters, values
 }
 
 
@@ -253,4 +254,5 @@ def arguments_of(d: int, device: str) -> dict[str, Callable[[], tuple[Any, ...]]
         "lion": lambda: (normal(), normal(), normal(), *BETAS, LR, DECAY),
         "accumulate": lambda: (normal(), normal(), normal(), BETAS[0]),
         "momentum_descent": lambda: (normal(), normal(), normal(), BETAS[0], LR, DECAY),
+        "round_at_random": lambda: (normal(half), normal(), (1, 2)),
     }

@@ -1,8 +1,13 @@
 """Draw the figures of the documentation: python docs/figures/draw.py."""
 
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+from PIL import Image
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
@@ -72,6 +77,38 @@ def overlap() -> None:
     _save("overlap")
 
 
+def start() -> None:
+    """What a run says at its start of pictures, hidden files, notes and a link to nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_pets(folder / "pets")
+        words = "dataset=images dataset.path=pets optimizer=dlion_mavo workers=4 batch_size=8"
+        train = [sys.executable, str(HERE.parents[1] / "train.py"), *words.split()]
+        train += ["logger=none", "steps=20", "output_dir=run"]
+        done = subprocess.run(train, cwd=folder, check=True, capture_output=True, text=True)
+    lines = [f"$ python train.py {words}", *done.stdout.splitlines()[:10]]
+    axes = _empty(9, 0.22 * len(lines))
+    for y, line in enumerate(lines):
+        colour = DOWN if line.startswith("data ") else INK
+        axes.text(0, -y, line, family="monospace", fontsize=9, va="center", color=colour)
+    axes.set(xlim=(0, 9), ylim=(-len(lines), 0.6))
+    _save("start")
+
+
+def _write_pets(folder: Path) -> None:
+    """Write pictures of two classes, and what folders hold besides."""
+    random = np.random.default_rng(0)
+    for part, label in ((part, i) for part in ("train", "test") for i in range(2)):
+        place = folder / part / ("cats", "dogs")[label]
+        place.mkdir(parents=True)
+        for i in range(60):
+            pixels = random.integers(90 * label, 90 * label + 80, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / f"{i}.jpg")
+        (place / ".DS_Store").touch()
+    (folder / "train" / "cats" / "notes.txt").touch()
+    (folder / "train" / "dogs" / "gone.jpg").symlink_to("nowhere")
+
+
 def _empty(width: float, height: float) -> plt.Axes:
     _, axes = plt.subplots(figsize=(width, height))
     axes.axis("off")
@@ -87,3 +124,4 @@ if __name__ == "__main__":
     vote()
     exchange()
     overlap()
+    start()

@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what takes time to import when it is asked for."""
+    """Import a slow module on first use."""
     if name == "optim":
         return importlib.import_module("dlion.optim")
     if name not in _HOMES:

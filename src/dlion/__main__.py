@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 import dlion
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     name = parser.parse_args(typed[:1]).command
     if name not in COMMANDS:
         parser.error(_no_command(name))
+    os.environ["MPLBACKEND"] = "agg"  # figures are files, whatever a notebook has set
     with errors_end_the_command():
         importlib.import_module(f"dlion.suite.{COMMANDS[name][0]}").main(typed[1:])
 

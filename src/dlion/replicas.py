@@ -12,8 +12,9 @@ def replicate(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Give all processes the parameters and buffers of the group's first process.
 
     DistributedDataParallel does so too. It also sends process 0's buffers before each forward
-    pass: call this for the statistics of BatchNorm before saving or evaluating, or better, take
-    ``nn.SyncBatchNorm.convert_sync_batchnorm(model)``, whose statistics are of all samples.
+    pass: call this for the statistics of BatchNorm before saving or evaluating, or better, on a
+    GPU, take ``nn.SyncBatchNorm.convert_sync_batchnorm(model)``, whose statistics are of all
+    samples.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return

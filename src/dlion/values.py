@@ -1,4 +1,4 @@
-"""Types of settings: each says which values a setting may have, to people and to programs.
+"""Types of settings: the allowed values, for people and for programs.
 
 A setting is a parameter of a function or class, so its type is that parameter's annotation. Ranges
 stand in it as :class:`Limits`, or as pydantic's ``Field``, which has them by the same names;
@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import operator
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Limits:
     lt: float | None = None
     le: float | None = None
     min_length: int | None = None
+    pattern: str | None = None
 
 
 class Called(NamedTuple):
@@ -55,7 +57,9 @@ Betas = Annotated[
     tuple[Probability, Probability], Called("two numbers, [B1, B2], each at least 0 and below 1")
 ]
 Name = Annotated[str, Limits(min_length=1)]
-Folder = Annotated[str, Limits(min_length=1), Called("a folder")]
+Folder = Annotated[
+    str, Limits(min_length=1, pattern=r"^(?!\w+://)"), Called("a folder of this machine")
+]
 
 _NOUNS = {
     bool: "true or false",
@@ -68,7 +72,7 @@ _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value is one of a type; true for a type that says nothing.
+    """Whether a value is one of a type; true for a type without constraints.
 
     A list may stand for a tuple and a whole number for a float, but nothing is converted: True is
     no number, 1 is not true, "4" is not 4, and NaN and infinity are no numbers.
@@ -124,7 +128,7 @@ def describe(hint: Any) -> str:
 
 
 def refusal(value: Any, hint: Any) -> str | None:
-    """Return what is wrong with a value of a type and what to type, behind its name; or None."""
+    """Return the fault of a value and the advice, to stand behind its name; or None."""
     if accepts(hint, value):
         return None
     known = choices(hint)
@@ -134,7 +138,7 @@ def refusal(value: Any, hint: Any) -> str | None:
 
 
 def advice(hint: Any) -> str:
-    """Say what to type for a value of a type: "give a whole number, at least 1"."""
+    """Return the advice for a value of a type: "give a whole number, at least 1"."""
     verb = "choose" if choices(hint) else "type" if hint is bool else "give"
     return f"{verb} {describe(hint)}"
 
@@ -161,22 +165,24 @@ def show(value: Any) -> str:
 
 
 def _limits(hint: Any) -> list[Any]:
-    """Return what an annotated type says beside its type; pydantic's ``Field`` says several."""
+    """Return the constraints of an annotated type; pydantic's ``Field`` has several."""
     return [part for said in hint.__metadata__ for part in getattr(said, "metadata", [said])]
 
 
 def _within(value: Any, limit: Any) -> bool:
-    """Whether a value is inside a limit, or what is none."""
+    """Whether a value is inside a limit; true for other annotations."""
     holds = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
     bounds = ((holds[name], getattr(limit, name, None)) for name in holds)
-    shortest = getattr(limit, "min_length", None)
-    return all(at is None or compare(value, at) for compare, at in bounds) and (
-        shortest is None or len(value) >= shortest
+    shortest, pattern = (getattr(limit, name, None) for name in ("min_length", "pattern"))
+    return (
+        all(at is None or compare(value, at) for compare, at in bounds)
+        and (shortest is None or len(value) >= shortest)
+        and (pattern is None or re.search(pattern, value) is not None)
     )
 
 
 def _limit(limit: Any) -> str:
-    """Return the words of a limit; nothing for what is none."""
+    """Return the words of a limit; empty for other annotations."""
     bounds = {words: getattr(limit, name, None) for name, words in _LIMITS.items()}
     return " and ".join(f"{words} {at}" for words, at in bounds.items() if at is not None)
 

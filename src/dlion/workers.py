@@ -30,7 +30,7 @@ class Workers:
         processes: number of processes.
         local: virtual workers in each process (1: ordinary distributed training).
         group: the process group; None means the default group, or no group for one process.
-        timeout: seconds to wait for another process, in groups made here; None: torch's choice.
+        timeout: seconds to wait for another process, in groups made here; None: as in ``group``.
     """
 
     rank: int = 0
@@ -113,17 +113,29 @@ class Workers:
         world = dist.group.WORLD
         for key in [key for key in _groups if key[0] is not world]:
             del _groups[key]
-        return _groups.setdefault((world, tuple(self.ranks), self.timeout), _Groups())
+        return _groups.setdefault((world, tuple(self.ranks), self._limit), _Groups())
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         """Make a process group of these processes; ``backend`` None: that of all processes."""
-        limit = None if self.timeout is None else timedelta(seconds=self.timeout)
         # a name that counts groups is the safer one, but all processes have to be there
         some = self.processes < dist.get_world_size()
         with _no_split():
-            group = dist.new_group(self.ranks, limit, backend, use_local_synchronization=some)
+            group = dist.new_group(self.ranks, self._limit, backend, use_local_synchronization=some)
         assert isinstance(group, dist.ProcessGroup)  # as this process is in it
         return group
+
+    @property
+    def _limit(self) -> timedelta | None:
+        """Time that groups made here wait; torch would let them wait 10 or 30 minutes."""
+        if self.timeout is not None:
+            return timedelta(seconds=self.timeout)
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        for device in backends(group):
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
+            if options is not None:
+                return options._timeout
+        return None
 
     @classmethod
     def current(
@@ -139,7 +151,7 @@ class Workers:
 
 
 def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return what carries tensors of a group, by type of device: ``{"cpu": "gloo", ...}``."""
+    """Return the backends of a group by type of device: ``{"cpu": "gloo", ...}``."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
@@ -264,4 +276,4 @@ class _Groups:
     cpu: dist.ProcessGroup | None = None
 
 
-_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], float | None], _Groups] = {}
+_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], timedelta | None], _Groups] = {}

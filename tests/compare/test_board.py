@@ -41,7 +41,7 @@ def test_the_best_is_first_and_noise_does_not_count(task, command):
     assert [row[0] for row in rows] == [*BETTER]
     assert rows[0][1:3] == ["71.00 ± 1.00", "3"]
     # Student's t of three seeds, 9.92, times the deviation of a difference of two means is 8.10
-    behind = ["0.00 (level)", "1.00 (level)", "5.00 (level)", "10.00 (behind)"]
+    behind = ["0.00 (noise)", "1.00 (noise)", "5.00 (noise)", "10.00 (behind)"]
     assert [row[3] for row in rows] == behind
     assert {row[4] for row in rows} == {"+4.00"}  # ten points between the evaluations at 10 and 20
 
@@ -49,7 +49,7 @@ def test_the_best_is_first_and_noise_does_not_count(task, command):
 def test_noise_and_computing_stand_whatever_lines_are_chosen(task, command):
     everything = cells(command(main, task).stdout)
     (dgc,) = cells(command(main, task, "--only", "optimizer.name=dgc").stdout)[2:]
-    assert dgc[0] == "dgc" and dgc[3] == "0.00 (level)"
+    assert dgc[0] == "dgc" and dgc[3] == "0.00 (noise)"
     both = command(main, task, "--only", "optimizer.name=dgc", "--only", "optimizer.name=g_lion")
     assert cells(both.stdout) == everything[:4]
     done = command(main, task, "--only", "workers=4")
@@ -135,13 +135,13 @@ def test_steps_over_links_are_held_against_what_times_take_for_granted(task, com
     assert row == ["diloco", "100 (0.28)", "100 (0.80)", "100"]
     write_run(tmp_path / "one", "g_lion", 0)
     add_to_packed(task / "links" / PACKED, [("g_lion", find_runs([tmp_path / "one"])[0])])
-    assert "has not every rate" in command(main, task, "--links").stderr
+    assert "lacks a rate" in command(main, task, "--links").stderr
     (task / "links" / PACKED).unlink()
     for seed in (0, 1):
         write_run(tmp_path / "two", "g_lion", seed)
     two = [(run.directory.name, run) for run in find_runs([tmp_path / "two"])]
     add_to_packed(task / "links" / PACKED, two)
-    assert "has two runs of g_lion at no link: leave one" in command(main, task, "--links").stderr
+    assert "has two runs of g_lion at no link: publish one" in command(main, task, "--links").stderr
     (task / "links" / PACKED).unlink()
     empty = replace(find_runs([tmp_path / "one"])[0], metrics=[])
     add_to_packed(task / "links" / PACKED, [("g_lion", empty)])
@@ -171,6 +171,12 @@ def test_the_best_trial_of_each_method_is_read_from_the_list(task, command):
     assert "('optimizer=dgc' names no candidate)" in command(main, task, "--search").stderr
     (task / "search.csv").write_text("status,optimizer,test_loss,overrides\n" + lines[1])
     assert "does not list trials ('test_accuracy')" in command(main, task, "--search").stderr
+    (task / "search.csv").write_text("a,b\n")
+    assert "(it has no column optimizer)" in command(main, task, "--search").stderr
+    (task / "search.csv").write_text(lines[0])
+    assert "lists no trial that has ended" in command(main, task, "--search").stderr
+    (task / "README.md").write_text("no marks")
+    assert "README.md has no place for a table" in command(main, task, "--page").stderr
 
 
 def test_one_seed_measures_no_noise(task, command, tmp_path):

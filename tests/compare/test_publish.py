@@ -1,6 +1,7 @@
 """Published runs tell where they come from."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -97,7 +98,16 @@ def test_a_run_is_published_once_whatever_it_is_called(tmp_path, publish):
         write_run(tmp_path / "sweep", "g_lion", 0, lr=lr)
         complete(tmp_path / "sweep" / f"g_lion-0-{lr}", [f"optimizer.lr={lr}"])
     first, target = tmp_path / "sweep" / "g_lion-0-0.001", tmp_path / "published"
+    copy = tmp_path / "copy"
+    shutil.copytree(first, copy)
+    done = publish(first, copy, "-o", target)
+    assert done.returncode == 2 and f"{first} is a copy of {copy}" in done.stderr
+    assert not target.exists()
     assert publish(first, "-o", target).returncode == 0
+    (target / "curves.png").unlink()  # as if the command had been cut off before its end
+    whole = (target / "provenance.txt").read_text()
+    assert publish(first, "-o", target).returncode == 0 and (target / "curves.png").exists()
+    assert (target / "provenance.txt").read_text() == whole and len(find_runs([target])) == 1
     done = publish(tmp_path / "sweep", "-o", target)
     assert done.returncode == 2 and "is in" in done.stderr and "as g_lion-n8-s0: pu" in done.stderr
 

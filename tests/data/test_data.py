@@ -1,14 +1,19 @@
 """Batches, shards and the readers of real formats."""
 
+import ctypes
 import io
+import os
 import shutil
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data import (
     ImageData,
     Sharding,
@@ -20,6 +25,8 @@ from dlion.suite.data import (
     mnist5k,
     stdlib_text,
 )
+from dlion.suite.data.image_files import ImageFiles
+from dlion.suite.launch.local import run_processes
 from tests.data.formats import (
     as_the_hub_converts,
     picture,
@@ -287,6 +294,38 @@ def test_image_files_do_not_depend_on_who_decodes_them(tmp_path, mixup):
         assert labels.shape == (4, 3) and torch.allclose(labels.sum(1), torch.ones(4))
     else:
         assert labels.tolist() == [0, 0, 2, 1]
+
+
+def _with_little_shared_memory(path: str) -> bool:
+    """Whether helper processes give the same batches where these do not fit into /dev/shm."""
+    if ctypes.CDLL(None).unshare(0x00020000):  # a mount namespace of its own
+        raise OSError("unshare")
+    for mount in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "size=128k", "none", "/dev/shm"]):
+        subprocess.run(["mount", *mount], check=True)
+    requests = [(torch.tensor([3, 1, 20, 9]), seed) for seed in range(5)]  # of 196 kB
+    here, there = (list(imagenet(path, 64, loaders=n).batches(requests)) for n in (0, 1))
+    return all(torch.equal(*x) and torch.equal(*y) for x, y in map(zip, here, there))
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs Linux and root")
+def test_batches_need_not_fit_into_shared_memory(tmp_path):
+    write_imagenet_folders(tmp_path)
+    assert run_processes(1, _with_little_shared_memory, str(tmp_path))
+
+
+@pytest.mark.parametrize("picture", [lambda: time.sleep(1), lambda: os.kill(os.getpid(), 9)])
+def test_helper_processes_that_hang_or_die_are_named(picture):
+    class Samples(list):
+        targets = [0]
+
+        def __getitem__(self, _: int) -> None:
+            picture()
+
+    data = ImageFiles(Samples([0]), Samples([0]), classes=1, image_size=24, loaders=1)
+    data.patience = 0.2
+    with pytest.raises(TrainingFailed, match=r"^the 1 helper processes of dataset.loaders give no"):
+        next(data.batches([(torch.tensor([0]), 0)]))
 
 
 def test_imagenet_says_what_is_wrong(tmp_path):

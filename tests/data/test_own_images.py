@@ -2,6 +2,7 @@
 
 import io
 import struct
+import unicodedata
 import zlib
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features
 from datasets import Image as ImageFeature
 from omegaconf import OmegaConf
-from PIL import Image
+from PIL import Image, ImageCms
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data import ImageData, imagenet, images, load
@@ -101,6 +102,54 @@ def test_many_bits_are_read_by_their_range(values, kind):
     assert np.abs(read.astype(int) - ramp).max() <= 1 and len(np.unique(read)) > 250
 
 
+def test_scans_of_a_set_share_one_range_of_grey(tmp_path):
+    """A dark scan of 12 bits stays darker than a bright one, in a model's input as well."""
+    for part, number in ((part, i) for part in ("train", "val") for i in range(4)):
+        folder = tmp_path / part / f"{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        values = ramp.astype(np.uint16) + 3000 * (number % 2)
+        Image.fromarray(values).save(folder / f"{number}.png")
+    data = images(str(tmp_path))
+    shades = [data.train_x[data.train_y == label].float().mean().item() for label in (0, 1)]
+    assert shades[0] < 20 and shades[1] > 235 and tuple(data.levels) == (0, 3255)
+    dark = data.input.pixels(tmp_path / "val" / "0" / "0.png")
+    assert torch.equal(dark, data.test_x[0])
+    lazy = imagenet(str(tmp_path), 16, loaders=0)
+    x, y = lazy.test_batch(0, 4)
+    assert tuple(lazy.input.levels) == (0, 3255) and x[y == 0].max() < x[y == 1].min()
+    assert images(str(tmp_path), levels=[0, 65280]).train_x.max() == 12  # as somebody typed
+
+
+def profile_of_swapped_colours() -> bytes:
+    """Make an ICC profile that calls red what sRGB calls blue."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for old, new in ((b"rXYZ", b"????"), (b"bXYZ", b"rXYZ"), (b"????", b"bXYZ")):
+        profile = profile.replace(old, new, 1)
+    return profile.replace("sRGB".encode("utf-16-be"), "test".encode("utf-16-be"))
+
+
+def gamma(content: bytes, value: float) -> bytes:
+    """Add PNG's chunk of a gamma."""
+    chunk = b"gAMA" + struct.pack(">I", round(value * 1e5))
+    whole = struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return content[:33] + whole + content[33:]
+
+
+def test_colours_are_those_of_a_profile_or_a_gamma():
+    red, buffer = Image.new("RGB", (4, 4), (255, 0, 0)), io.BytesIO()
+    red.save(buffer, "PNG", icc_profile=profile_of_swapped_colours())
+    pixel = read_picture(buffer.getvalue(), "it").getpixel((0, 0))
+    assert pixel[2] > 250 and pixel[0] < 5
+    red.save(buffer := io.BytesIO(), "PNG", icc_profile=b"damaged")
+    assert read_picture(buffer.getvalue(), "it").getpixel((0, 0)) == (255, 0, 0)
+    Image.new("L", (4, 4), 64).save(buffer := io.BytesIO(), "PNG")
+    shades = {
+        value: read_picture(gamma(buffer.getvalue(), value), "it", keep_grey=True).getpixel((0, 0))
+        for value in (1 / 2.2, 1.0)
+    }
+    assert shades == {1 / 2.2: 64, 1.0: round(255 * (64 / 255) ** (1 / 2.2))}
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB", "1", "I;16"])
 def test_what_is_transparent_is_white(mode):
     values = np.array([[0, 255], [255, 255]], np.uint8)
@@ -168,6 +217,37 @@ def test_one_set_of_rules_for_files_of_both_loaders(tmp_path):
         )
 
 
+def test_folders_that_hold_themselves_or_have_two_unicode_forms(tmp_path):
+    write_classes(tmp_path, ("train", "val"))
+    for part, form in (("train", "NFC"), ("val", "NFD")):
+        (tmp_path / part / "cats").rename(tmp_path / part / unicodedata.normalize(form, "é"))
+    (tmp_path / "train" / "dogs" / "all").symlink_to(tmp_path / "train")
+    for data in (images(str(tmp_path)), imagenet(str(tmp_path), 16, loaders=0)):
+        assert list(data.names) == ["dogs", unicodedata.normalize("NFC", "é")]
+        assert data.labels.tolist() == 8 * [0] + 8 * [1] and data.test_size == 16
+
+
+def test_tables_hold_paths_and_truth_values_and_one_may_be_alone(tmp_path):
+    write_classes(tmp_path, ("",))
+    files = [f"{name}/{i}.PNG" for i in range(8) for name in ("cats", "dogs")]
+    for cells in (files, [{"bytes": None, "path": file} for file in files]):
+        table = Dataset.from_dict({"image": cells, "label": [i % 2 > 0 for i in range(16)]})
+        table.to_parquet(tmp_path / "all.parquet")
+        data = images(str(tmp_path / "all.parquet"), image_column="image")
+        assert list(data.names) == ["False", "True"] and data.train_size == 14
+        assert data.train_x[data.train_y == 0].max() < data.train_x[data.train_y == 1].min()
+
+
+def test_files_that_number_classes_otherwise_are_refused(tmp_path):
+    cells = [{"bytes": picture(8, i % 2), "path": None} for i in range(20)]
+    for part, names in (("train", ["cat", "dog"]), ("test", ["dog", "cat"])):
+        features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
+        columns = {"image": cells, "label": [i % 2 for i in range(20)]}
+        Dataset.from_dict(columns, features=features).to_parquet(tmp_path / f"{part}-0.parquet")
+    with pytest.raises(UserError, match=r"test-0.parquet numbers the classes in label as dog, cat"):
+        images(str(tmp_path))
+
+
 def test_numbers_of_class_labels_stay_and_other_splits_are_left_out(tmp_path):
     names = ["wolf", "bear", "ant", "cat"]
     features = Features({"image": ImageFeature(), "label": ClassLabel(names=names)})
@@ -211,6 +291,9 @@ def test_tables_of_any_names(tmp_path):
     assert torch.equal(images(str(tmp_path)).train_x, data.train_x)
     with pytest.raises(UserError, match=r"column id holds .*, not pictures"):
         images(str(tmp_path), image_column="id")
+    write_classes(tmp_path / "folders")
+    with pytest.raises(UserError, match="holds no parquet files with a column species"):
+        images(str(tmp_path / "folders"), label_column="species")
 
 
 @pytest.mark.parametrize("ending", [".parquet", "_0.parquet"])
@@ -291,9 +374,10 @@ def test_too_many_pixels_for_the_memory_are_refused_before_they_are_decoded(tmp_
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_a_damaged_picture_that_is_decoded_later_is_named_too(tmp_path, loaders):
     write_imagenet_folders(tmp_path)
-    (tmp_path / "train" / "n00000001" / "2.JPEG").write_bytes(bomb())
+    file = tmp_path / "train" / "n00000001" / "2.JPEG"
+    file.write_bytes(file.read_bytes()[:-100])
     data = imagenet(str(tmp_path), image_size=16, loaders=loaders)
-    with pytest.raises(TrainingFailed, match=r"n00000001/2.JPEG is not a picture.*bomb") as failed:
+    with pytest.raises(TrainingFailed, match=r"n00000001/2.JPEG is not a picture.*trunc") as failed:
         list(data.batches([(torch.tensor([10]), 0)]))
     assert "\n" not in str(failed.value)
 

@@ -271,3 +271,54 @@ def test_compressed_files_and_tables_hold_the_same_documents(tmp_path, tokenizer
         main([str(tmp_path / name), "-o", str(out), "--tokenizer", str(tmp_path / "tokenizer")])
         prepared.add(tuple((out / part).read_bytes() for part in ("train.bin", "val.bin")))
     assert len(prepared) == 1
+
+
+@pytest.mark.parametrize("largest", [123, 70_023])
+def test_a_tokenizer_may_leave_numbers_out_and_end_documents_itself(tmp_path, capsys, largest):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {"<unk>": 0, "the": 7, "cat": 9, "</s>": largest}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", largest)]
+    )
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
+    write_documents(tmp_path / "a.jsonl", 60)
+    out = tmp_path / "out"
+    code, last = say(capsys, tmp_path / "a.jsonl", "-o", out, "--tokenizer", folder)
+    assert code == 0 and "python train.py dataset=prepared_text" in last
+    data = prepared_text(str(out), 8)
+    assert data.vocabulary == largest + 1
+    ends = (data.train_tokens == largest).nonzero().flatten()
+    assert len(ends) > 40 and (ends.diff() > 1).all()  # one behind each document
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("dog ".encode("utf-16") * 999, ""),
+        ("dog ".encode("utf-32") * 999, ""),
+        (b"\xef\xbb\xbf" + b"dog " * 999, ""),
+        (b"dog \xe9" * 99, "is not text in UTF-8 (byte 4): convert it, with `iconv -f latin1"),
+        (b"%PDF-1.4 \xe2\xe3\x01\x02" * 99, "is not text, but binary"),
+        (b"PK\x03\x04\0\0" * 99, "is not text, but binary"),
+    ],
+)
+def test_what_a_text_file_may_be(tmp_path, capsys, content, told):
+    (tmp_path / "a.txt").write_bytes(content)
+    code, last = say(capsys, tmp_path / "a.txt", "-o", tmp_path / "out")
+    assert told in last and code == 2 * bool(told)
+    if not told:
+        assert bytes(prepared_text(str(tmp_path / "out"), 8).train_tokens[:4].tolist()) == b"dog "
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_tables_in_utf_16_are_to_be_converted(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes("text\n".encode("utf-16"))
+    code, last = say(capsys, tmp_path / name, "-o", tmp_path / "o")
+    assert code == 2 and "`iconv -f utf-16 -t utf-8`" in last

@@ -1,6 +1,6 @@
 """Compiles all Triton kernels for a GPU that need not be there; prints a line of JSON for each.
 
-    python tests/kernels/compiled.py 90
+    python tests/kernels/compiled.py 90 [120 ...] [--some]
 
 It is a process of its own, as tests of the kernels set TRITON_INTERPRET. The kernels are called
 through their wrappers; only the launch is left out. A call that fails is a line with its error.
@@ -131,7 +131,7 @@ def narrow(call: Call, launch: Launch) -> list[str]:
 
 
 def main(capability: int, some: bool = False) -> None:
-    """Print the kernels of a capability, or only ``some``: those that accelerator.py times."""
+    """Print the kernels for a capability, or only ``some``: those that accelerator.py times."""
     known: set[bytes] = set()
     facts = {"capability": capability, "triton": triton.__version__}
     for call in benchmarked(ALIGNED, "cpu") if some else calls():
@@ -150,4 +150,6 @@ def main(capability: int, some: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "--some" in sys.argv)
+    for argument in sys.argv[1:]:
+        if argument.isdecimal():
+            main(int(argument), "--some" in sys.argv)

@@ -2,6 +2,7 @@
 
 import os
 
+import numba
 import pytest
 import torch
 
@@ -317,3 +318,8 @@ def test_parameters_in_float64_keep_their_precision():
     assert (params == 1 + 2.0**-40 - 2.0**-20).all()
     kernels.apply_signs(params, torch.full((1, 1), -1), 2.0**-20, 0.0)
     assert (params == 1 + 2.0**-40 - 2.0**-19).all()
+
+
+def test_where_numba_compiles_nothing_the_reference_runs(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert kernels._compiled.__wrapped__("cpu") is reference

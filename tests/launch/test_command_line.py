@@ -1,6 +1,8 @@
 """train.py as a user types it: one clear line for a wrong value, records for a right one."""
 
 import json
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -152,3 +154,10 @@ def test_a_recipe_has_settings_for_each_method_and_what_is_typed_wins(tmp_path):
     own = OmegaConf.load(ROOT / "conf" / "optimizer" / "lion_cub.yaml")
     assert unlisted == {**own, "weight_decay": 0} and "methods" not in configs[0]
     assert "the recipe has no settings for optimizer=lion_cub" in run.stderr
+
+
+def test_in_a_folder_that_was_deleted_it_says_so(tmp_path):
+    script = f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} {ROOT / 'train.py'}"
+    left = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert left.returncode == 2
+    assert left.stderr == "error: the folder you are in was deleted: type cd DIR first\n"

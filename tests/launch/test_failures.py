@@ -22,7 +22,6 @@ from dlion.optim import DLion
 from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.local import lost_peer, run_processes
 from dlion.suite.launch.meeting import process_group
-from tests.conftest import ROOT
 from tests.launch.test_meeting import free_port
 from tests.support.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
 
@@ -196,22 +195,14 @@ def test_agents_of_two_machines_start_again_together(whole, tmp_path):
     elastic = ["--nnodes=2", "--nproc_per_node=1", "--max-restarts=1", "--rdzv-backend=c10d"]
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     overrides = [*FAULTY, "checkpoint_every=2", f"output_dir={tmp_path / 'cut'}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *elastic, endpoint, "--rdzv-id=two"]
-    faults = {"FAULT": "exchange:5", "MARKER": str(tmp_path / "marker")}
-    agents = [
-        subprocess.Popen(
-            [*command, "--local-addr=127.0.0.1", "train.py", *overrides],
-            cwd=ROOT,
-            env=os.environ | faults | {"GLOO_SOCKET_IFNAME": LOOPBACK},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    under = [*TORCHRUN[:2], *elastic, endpoint, "--rdzv-id=two", "--local-addr=127.0.0.1"]
+    env = {"FAULT": "exchange:5", "MARKER": str(tmp_path / "marker")}
+    env |= {"GLOO_SOCKET_IFNAME": LOOPBACK}
+    agents = [start(*overrides, env=env, under=under) for _ in range(2)]
     for agent in agents:
-        _, errors = agent.communicate(timeout=120)
-        assert agent.returncode == 0, errors
-        assert "holds another run" not in errors
+        done = agent.wait()
+        assert done.returncode == 0, done.stderr
+        assert "holds another run" not in done.stderr
     assert (tmp_path / "marker").exists()
     assert record(tmp_path / "cut") == whole
 

@@ -20,6 +20,7 @@ from dlion.suite.launch.meeting import join_process_group
 from dlion.suite.launch.network import Network, check_possible
 from dlion.suite.training.meter import interface_bytes
 from dlion.suite.units import parse_rate
+from tests.conftest import ROOT
 from tests.support.runs import assert_all_gone, start, train
 
 able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is not None
@@ -138,3 +139,43 @@ def test_without_root_the_error_says_so(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UserError, match=r"needs (root|Linux)"):
         check_possible()
+
+
+def machine(network: Network, node: int, folder: Path, port: int) -> subprocess.Popen[str]:
+    """Start train.py on a machine whose own name is 127.0.1.1, as Debian writes it."""
+    names = ["nodea", "nodeb"]
+    addresses = [f"10.177.0.{i + 2}" for i in range(2)]
+    addresses[node] = "127.0.1.1"
+    hosts = folder / f"hosts{node}"
+    lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(lines))
+    inside = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
+    command = [
+        *("nsenter", f"--net=/run/netns/{network.namespace(node)}"),
+        *("unshare", "--mount", "--uts", "sh", "-c", inside, str(hosts), names[node]),
+        *(sys.executable, "train.py", "workers=2", "logger=none", "steps=1000000", "timeout=5"),
+        *("log_every=5", "dataset=digits", f"output_dir={folder / 'run'}"),
+    ]
+    env = {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "nodea", "MASTER_PORT": str(port)}
+    pipe = subprocess.PIPE
+    kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    return subprocess.Popen(command, cwd=ROOT, env=kept | env, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.netns
+@needs_root
+def test_two_debian_machines_train_and_a_cut_link_ends_both(tmp_path):
+    with Network(2, parse_rate("1gbit")) as network:
+        machines = [machine(network, node, tmp_path, 29600) for node in range(2)]
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size):  # they train
+            assert all(each.poll() is None for each in machines), machines[0].communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        switch = network.namespace(0).rpartition("-")[0] + "-switch"
+        subprocess.run(["ip", "-n", switch, "link", "set", "port1", "down"], check=True)
+        said = [each.communicate(timeout=60)[1] for each in machines]
+    assert [each.returncode for each in machines] == [1, 1]
+    for rank, errors in enumerate(said):
+        assert f"process {rank} failed: " in errors.splitlines()[-1], errors
+        assert "Traceback" not in errors

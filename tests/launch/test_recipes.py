@@ -220,6 +220,7 @@ def test_what_is_typed_behind_a_recipe_is_accepted(command, tmp_path):
         check_settings(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visible", [8, 1], ids=["all", "own"])
 def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path, visible):
     """32 tasks on nodes of 8 GPUs, as the table of contents has it; each sees all, or its own."""
@@ -249,6 +250,7 @@ def test_the_line_for_slurm_fits_its_cluster(disk, monkeypatch, tmp_path, visibl
     assert (job.workers.processes, job.workers.local, job.backend) == (32, 1, "nccl")
 
 
+@pytest.mark.slow
 def test_full_scale_is_the_papers():
     """Settings that arXiv 2404.00438 gives, section 5, and the number of runs it made."""
     full = full_runs("dlion_cifar10")
@@ -347,8 +349,10 @@ def test_a_search_varies_every_method(search):
 
 
 @pytest.mark.parametrize("board", ["board_cifar10", "board_text", "board_vit"])
-def test_a_board_and_its_search_have_the_same_methods(board):
-    assert methods_in(f"experiment={board}") == methods_in(f"experiment={board}_tune")
+def test_every_method_of_a_board_was_searched(board):
+    """A method of the search is on the board once its search is over."""
+    lines, searched = methods_in(f"experiment={board}"), methods_in(f"experiment={board}_tune")
+    assert [method for method in searched if method in lines] == lines
 
 
 def test_a_point_that_a_search_does_not_have_is_named():
@@ -427,6 +431,7 @@ def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder,
         }
 
 
+@pytest.mark.slow
 def test_full_imagenet_is_the_papers():
     small, base = "vit_small_patch16_224", "vit_base_patch16_224"
     expected = {
@@ -441,6 +446,7 @@ def test_full_imagenet_is_the_papers():
         assert (config.dataset.mixup, config.dataset.auto_augment) == (0.5, True)
 
 
+@pytest.mark.slow
 def test_full_imagenet_of_lion_cub_is_its_authors():
     models = ("resnet50", "vit_small_patch16_224", "vit_base_patch16_224")
     methods = ("g_lion", "dlion_mavo", "lion_cub")
@@ -450,6 +456,7 @@ def test_full_imagenet_of_lion_cub_is_its_authors():
         assert (config.dataset.image_size, config.dataset.mixup) == (224, 0.8)
 
 
+@pytest.mark.slow
 def test_full_language_modelling_is_the_papers():
     steps = {"gpt2pp_350m": 14_000, "gpt2pp_760m": 30_000}
     expected = {
@@ -461,6 +468,7 @@ def test_full_language_modelling_is_the_papers():
         assert (config.steps, config.dataset.context) == (steps[config.model.name], 1024)
 
 
+@pytest.mark.slow
 def test_full_finetuning_is_the_papers():
     expected = {
         ("causal_lm", ADAMW): (2e-5, 0.9, 0.999, 0.0),

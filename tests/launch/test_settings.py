@@ -23,7 +23,7 @@ from tests.support.runs import TORCHRUN, python, train
 pytestmark = pytest.mark.slow
 
 # of every command, so that one that is accepted by mistake is soon over
-QUICK = ["steps=1", "epochs=1", "workers=1", "logger=none"]
+QUICK = ["steps=1", "workers=1", "logger=none"]
 
 COUNT, OR_NULL = "give a whole number, at least 1", ", or null"
 BOOLEAN, NUMBER = "type true or false", "give a number"
@@ -57,6 +57,7 @@ WRONG = {
     "participation=0": "give a number, above 0 and at most 1",
     "participation=true": "above 0 and at most 1",
     "local_steps=0": COUNT,
+    "label_smoothing=2": "give a number, at least 0 and at most 1",
     "local_lr=0": "local_lr=0 is not possible: give a number, above 0",
     "faults=3": "--help faults",
     "faults.byzantine=-1": "at least 0",
@@ -102,7 +103,7 @@ WRONG = {
     "optimizer=lion_cub optimizer.scale=l2": "choose l1, max or geometric",
     "optimizer=lion_cub optimizer.momentum_sync=often": "at least 0, or exponential",
     "optimizer=lion_cub optimizer.headroom=true workers=8": "at most 7 workers",
-    "optimizer=lion_cub optimizer.sync_until=0": "a whole number, at least 1",
+    "optimizer=lion_cub optimizer.momentum_sync=5 optimizer.sync_until=0": COUNT,
     "optimizer=lion_cub optimizer.momentum_sync=5 optimizer.sync_pattern=zzz": "matches no para",
     "optimizer=dlion_adm optimizer.rise=0": "at least 1 and at most 32",
     "optimizer=dlion_adm optimizer.limit=0.5": "give a number, at least 1, or null",
@@ -140,7 +141,7 @@ WRONG = {
     "dataset=mnist5k dataset.augment=null": BOOLEAN,
     "dataset.validation=no": BOOLEAN,
     "dataset.sharding=even": "choose partition, contiguous, replicate or dirichlet",
-    "dataset.alpha=0": "dataset.alpha=0 is not possible: give a number, above 0",
+    "dataset.sharding=dirichlet dataset.alpha=0": "dataset.alpha=0 is not possible",
     "dataset=cifar10 dataset.path=/nowhere": "dataset.path=/nowhere is not a folder",
     "dataset=cifar10 dataset.train_limit=0": COUNT + OR_NULL,
     "dataset=imagenet dataset.path=~no-one/x": "path=~no-one/x names an unknown user's home folder",
@@ -162,7 +163,9 @@ WRONG = {
     "'seed=${seed}'": "seed=${seed} could not be resolved (Recursive interpolation detected)",
     "'seed=${optimizer}'": "seed={name: dlion_mavo",
     "'optimizer.lr=${nosuch:3}'": "optimizer.lr=${nosuch:3} could not be resolved",
-    "optimizer=[g_lion,dlion_mavo]": "type optimizer=A,B and -m for all",
+    "optimizer=[g_lion,dlion_mavo]": "or optimizer=A,B and -m for all",
+    "logger=[csv,tensorboard]": "is a list, of which one is taken: type logger=csv",
+    "--config-dir own optimizer=bomb": "would stand for more than 1,000,000 characters",
     # what one setting says of another
     "workers=8 processes=3": "processes may be 1, 2, 4, 8",
     "workers=100000": "type workers=1397 or fewer",
@@ -181,6 +184,18 @@ WRONG = {
     "elastic.lighthouse=nowhere": "elastic.lighthouse=nowhere is not an address: give HOST:PORT",
     "elastic.lighthouse=127.0.0.1:1": "no lighthouse there",
     "resume=/nowhere": "resume=/nowhere holds no checkpoint",
+    # what has no effect without another
+    "dataset.alpha=0.1": "with dataset.sharding=partition: type dataset.sharding=dirichlet",
+    "-m dataset.alpha=0.1,1 seed=0,1": "dataset.alpha=0.1,1 has no effect with dataset.sharding",
+    "steps=1 epochs=3": "epochs=3 has no effect with steps=1: type steps=null as well, or leave",
+    "faults.attack=random": "has no effect with faults.byzantine=0",
+    "faults.byzantine=1 faults.stale_steps=3": "has no effect with faults.attack=flip",
+    "local_lr=0.1": "has no effect with local_steps=1",
+    "init_from_except=head.*": "has no effect with init_from=null: type init_from=RUN as well",
+    "optimizer=lion_cub optimizer.bits=1 optimizer.scale=max": "no effect with optimizer.bits=1",
+    "optimizer=lion_cub optimizer.sync_rate=2": "no effect with optimizer.momentum_sync=0",
+    "optimizer=dlion_avg optimizer.ties=zero": "no effect with optimizer.aggregation=avg",
+    "optimizer=diloco optimizer.inner=sgd optimizer.betas=[0.9,0.99]": "type optimizer.inner=adamw",
     # names
     "optimizer=dlion": "(did you mean dlion_mavo?)",
     "optimizer=": "type optimizer=NAME",
@@ -221,6 +236,9 @@ WRONG = {
     "--steps 5": "type steps=5",
     "--batch-size=4": "type batch_size=4",
     "workers 4": "type workers=4",
+    "@file": "settings are not read from files",
+    "optimizer=/etc/passwd": "optimizer=/etc/passwd is unknown",
+    "optimizer@model=g_lion": "optimizer@model is not a setting (did you mean optimizer?)",
     "foo": "foo is not a setting of the form KEY=VALUE",
     "optimizer = g_lion": "leave out the spaces around =",
     "optimizer=[": "cannot read optimizer=[",
@@ -236,6 +254,11 @@ WRONG = {
     "output_dir=": "output_dir= is not possible: give a folder",
     "output_dir=null": "output_dir=null is not possible: give a folder",
     "output_dir=file": "output_dir=file is not writable",
+    "output_dir=gone": "gone is a link to nowhere, which is not there",
+    "output_dir=gone/below": "gone is a link to nowhere",
+    "output_dir=s3://bucket/run": "is not possible: give a folder of this machine",
+    f"init_from={'a' * 256}": "could not be read or written (File name too long)",
+    f"dataset=images dataset.path={'a' * 256}": "is not a folder",
     "output_dir=file/below": "is not writable",
     """'output_dir="~no-one/x"'""": "output_dir=~no-one/x names an unknown user's home folder",
     f"output_dir={'a' * 256}": "is not writable (File name too long)",
@@ -262,11 +285,15 @@ WRONG = {
     "--config-dir own optimizer=tab": "tab.yaml, line 2 is not YAML (found character",
     "--config-dir own optimizer=twice": "twice.yaml, line 3 is not YAML (found duplicate key lr)",
     "--config-dir own optimizer=latin": "latin.yaml is not text in UTF-8 (byte 15): save it as",
+    "-m seed=0,1 hydra.sweep.dir=s3://x": "give a folder of this machine",
+    "--config-dir own experiment=order candidate=a,b": "is defined before 'search: board'",
+    "--config-dir own optimizer=lost": "the defaults of optimizer/lost.yaml: optimizer=nosuch is",
     "-m evaluate=nowhere,elsewhere": "evaluate=nowhere takes steps",
     "evaluate=nowhere experiment=vote_attack": "takes optimizer, faults.byzantine, seed",
     "hydra/launcher=slurm": "add -m",
     "experiment=": "experiment= names nothing",
     # what the data and the model allow together
+    "model.dim=100000000": "parameters, which take",
     "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
     "--config-dir own model=broken": "could not be imported (NameError: name 'nohing'",
@@ -295,10 +322,14 @@ methods:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """What train.py says to each wrong input, in a folder that it must leave as it was."""
+def answers(request, tmp_path_factory):
+    """What train.py says to each selected wrong input, in a folder that it must leave as it was."""
+    chosen = [getattr(item, "callspec", None) for item in request.session.items]
+    lines = [spec.params["line"] for spec in chosen if spec and spec.params.get("line") in WRONG]
+    lines = lines or [*WRONG]
     folder = tmp_path_factory.mktemp("folder")
     (folder / "file").write_text("")
+    (folder / "gone").symlink_to("nowhere")
     (folder / "own_models.py").write_text(
         "from torch import nn\n"
         "def typed(data, width: int = 4): return nn.Linear(width, 10)\n"
@@ -323,14 +354,19 @@ def answers(tmp_path_factory):
         (optimizers / f"{name}.yaml").write_text(f"name: {name}\n{line}\n")
     (optimizers / "latin.yaml").write_bytes(b"name: bad\nlr: \xff\n")
     (recipes / "trials.yaml").write_text(TRIALS)
-    commands = [_quick(shlex.split(line)) for line in WRONG]
+    order = "defaults:\n  - override /model: linear\n  - /search: board\ncandidate: a\n"
+    (recipes / "order.yaml").write_text(f"# @package _global_\n{order}")
+    (optimizers / "lost.yaml").write_text("defaults: [nosuch]\n")
+    doubled = "".join(f"a{i}: ${{.a{i - 1}}}${{.a{i - 1}}}\n" for i in range(1, 40))
+    (optimizers / "bomb.yaml").write_text(f"name: bomb\na0: text\n{doubled}")
+    commands = [_quick(shlex.split(line)) for line in lines]
     (folder / "commands.json").write_text(json.dumps(commands))
     before = sorted(folder.rglob("*"))
     script = ROOT / "tests" / "launch" / "attempts.py"
     run = python(script, "commands.json", cwd=folder)
     assert run.returncode == 0, run.stderr
     left = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
-    return dict(zip(WRONG, map(json.loads, run.stdout.splitlines()), strict=True)) | {
+    return dict(zip(lines, map(json.loads, run.stdout.splitlines()), strict=True)) | {
         "left": sorted(left) == before
     }
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import subprocess
 import sys
@@ -75,49 +74,38 @@ def arrays(environment) -> list[str]:
     return sorted(done.stdout.split(), key=int)
 
 
-def test_a_sweep_is_submitted_finished_and_collected(environment, tmp_path):
+def test_a_sweep_whose_jobs_are_requeued_is_finished_and_collected(environment, tmp_path):
+    """They go on from their checkpoints, and end with the bits of runs on this machine."""
+    settings, methods = ["dataset=digits", "steps=200", "eval_every=20"], ["dlion_mavo", "g_lion"]
+    folder = tmp_path / "sweep"
     sweep = start(
-        environment, "steps=10", "optimizer=dlion_mavo,g_lion", f"hydra.sweep.dir={tmp_path}"
+        environment, *settings, f"optimizer={','.join(methods)}", f"hydra.sweep.dir={folder}"
     )
-    _, errors = sweep.communicate(timeout=240)
-    assert sweep.returncode == 0, errors
-    rows = collect(tmp_path, environment)
-    assert len(rows) == 2 and {row["status"] for row in rows} == {"finished"}
-    deadline = time.monotonic() + 60  # accounting is told a little later
-    while (found := states(environment)) != 2 * ["COMPLETED|2"] and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert found == 2 * ["COMPLETED|2"]
-    logs = [log.read_text() for log in tmp_path.rglob(".submitit/*/*_0_log.out")]
-    assert all("2 processes of 2 virtual workers" in log for log in logs)
-    alone = train(
-        *("workers=4", "steps=10", "eval_every=5", "logger=none"),
-        f"output_dir={tmp_path / 'alone'}",
-    )
-    assert alone.returncode == 0, alone.stderr
-    expected = json.loads((tmp_path / "alone" / "summary.json").read_text())["parameters_sha256"]
-    hashes = {row["optimizer"]: row["parameters_sha256"] for row in rows}
-    assert hashes["dlion_mavo"] == expected
-
-
-def test_requeued_jobs_find_their_checkpoints(environment, tmp_path):
-    settings = ["dataset=digits", "steps=200", "eval_every=20"]
-    sweep = start(environment, *settings, "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     preemptions = [
         ["scancel", "--signal=USR2"],  # what submitit has SLURM send before a preemption
         ["scontrol", "requeue"],  # SIGTERM, a few seconds, SIGKILL, and back into the queue
     ]
-    for seed, preempt in enumerate(preemptions):
-        wait_for_rows(tmp_path / "sweep", f"*-s{seed}")
-        job = f"{arrays(environment)[-1]}_{seed}"
+    for index, (method, preempt) in enumerate(zip(methods, preemptions, strict=True)):
+        wait_for_rows(folder, f"*{method}*")
+        job = f"{arrays(environment)[-1]}_{index}"
         subprocess.run([*preempt, job], env=environment, check=True)
     _, errors = sweep.communicate(timeout=240)
     assert sweep.returncode == 0, errors
-    for seed in range(len(preemptions)):
-        alone = tmp_path / f"alone{seed}"
-        train("workers=4", "logger=none", *settings, f"seed={seed}", f"output_dir={alone}", code=0)
-        (summary,) = (tmp_path / "sweep").glob(f"*-s{seed}/summary.json")
+    rows = collect(folder, environment)
+    assert [(row["optimizer"], row["status"]) for row in rows] == [
+        (method, "finished") for method in methods
+    ]
+    deadline = time.monotonic() + 60  # accounting is told a little later
+    while (found := states(environment)) != 2 * ["COMPLETED|2"] and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert found == 2 * ["COMPLETED|2"]
+    for index, method in enumerate(methods):
+        alone = tmp_path / method
+        more = [*settings, f"optimizer={method}", f"output_dir={alone}"]
+        train("workers=4", "logger=none", *more, code=0)
+        (summary,) = folder.glob(f"*{method}*/summary.json")
         assert record(summary.parent) == record(alone)
-        files = (tmp_path / "sweep").glob(f".submitit/*/*_{seed}_*_log.*")
+        files = folder.glob(f".submitit/*/*_{index}_*_log.*")
         logs = "".join(file.read_text() for file in files)
         assert logs.count("2 processes of 2 virtual workers") == 2  # it began twice
         assert "stopped after step" in logs

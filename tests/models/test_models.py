@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 from dlion.suite import models
 from dlion.suite.data import ImageData, TextData
+from dlion.suite.models.causal import check_causal
+from dlion.suite.models.shapes import TextShape
 from tests.conftest import ROOT
 from tests.data.formats import write_llama
 
@@ -149,3 +152,14 @@ def test_weights_in_pickles_are_not_read(tmp_path):
     tokens = torch.zeros(300, dtype=torch.uint8)
     with pytest.raises(UserError, match="is not a causal language model"):
         models.build(node("causal_lm", path=str(tmp_path)), TextData(tokens, tokens, 20, 16))
+
+
+def test_a_language_model_that_looks_ahead_is_refused():
+    text, small = TextShape(vocabulary=32, context=16), {"hidden_size": 16}
+    small |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for options in ({"is_decoder": True}, {}):
+        model = models.causal_lm(text, architecture="bert", **small, **options).train()
+        with nullcontext() if options else pytest.raises(TrainingFailed, match="is_decoder=true"):
+            check_causal(model, text.vocabulary, text.context, "cpu")
+        assert model.training
+    check_causal(models.gpt(text, dim=8, depth=1, heads=2), 32, 16, "cpu")

@@ -1,12 +1,9 @@
 """Workers that come and go: real processes, a real lighthouse, SIGKILL."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ import torch
 import dlion
 from dlion.methods import METHODS
 from tests.optim.elastic_worker import loss, model, sha256
+from tests.support.runs import Run
 
 coordination = pytest.importorskip("torchft.coordination")
 
@@ -24,30 +22,29 @@ Rows = dict[int, list[str]]  # of each step: workers, digest of the parameters b
 class Crew:
     """Workers of one run."""
 
-    def __init__(self, address: str, folder: Path, method: str, options: str, least: int) -> None:
-        self.settings = address, method, options, least
-        self.folder, self.processes = folder, {}
+    def __init__(self, *settings: Any) -> None:
+        self.settings = settings  # address of the lighthouse, method, options, least workers
+        self.processes: dict[str, Run] = {}
 
     def start(self, name: str, steps: int = 10**6, pause: float = 0.02, **other: str) -> None:
         address, method, options, least = self.settings
         options = other.get("options", options)
         command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
-        with (self.folder / f"{name}.out").open("w") as out, (self.folder / "err").open("a") as err:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, *command, str(steps), str(pause), str(least)],
-                stdout=out,
-                stderr=err,
-                env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-            )
+        numbers = [str(number) for number in (steps, pause, least)]
+        env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
+        self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
-        lines = (self.folder / f"{name}.out").read_text().split("\n")[:-1]
+        lines = self.processes[name].stdout.split("\n")[:-1]
         return {int(step): rest for step, *rest in map(str.split, lines)}
+
+    def said(self) -> str:
+        return "".join(process.stderr for process in self.processes.values())
 
     def wait(self, what: Callable[[], bool]) -> None:
         end = time.monotonic() + 120
         while not what():
-            assert time.monotonic() < end, (self.folder / "err").read_text()
+            assert time.monotonic() < end, self.said()
             time.sleep(0.1)
 
     def see(self, name: str, workers: int) -> None:
@@ -57,11 +54,10 @@ class Crew:
     def stop(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait()
 
 
 @pytest.fixture
-def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
     monkeypatch.setenv("RUST_LOG", "error")
     crews: list[Crew] = []
     lighthouse = coordination.LighthouseServer(
@@ -70,7 +66,7 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     address = "127.0.0.1:" + lighthouse.address().rpartition(":")[2]
 
     def make(method: str, options: str, least: int = 1) -> Crew:
-        crews.append(Crew(address, tmp_path, method, options, least))
+        crews.append(Crew(address, method, options, least))
         return crews[-1]
 
     yield make
@@ -92,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), CASES)
 def test_all_are_equal_after_a_death_and_a_join(
     crew: Callable[..., Crew], method: str, options: str
@@ -116,6 +113,7 @@ def test_all_are_equal_after_a_death_and_a_join(
     assert min(rows[3]) > 0, "the new worker has begun with the state of a peer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"), [("dlion_mavo", "{}"), ("dlion_avg", "{}"), ("terngrad", "{}")]
 )
@@ -126,7 +124,7 @@ def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
     for name in "ab":
         run.start(name, STEPS, 0)
     for name in "ab":
-        assert run.processes[name].wait(120) == 0
+        assert run.processes[name].wait(120).returncode == 0
     net, entry = model(), METHODS[method]
     optimizer = entry.cls(net.parameters(), workers=dlion.Workers(local=2), **entry.options)
     for step in range(STEPS):
@@ -137,6 +135,7 @@ def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
     assert run.rows("a")[STEPS] == run.rows("b")[STEPS] == ["2", sha256(net)]
 
 
+@pytest.mark.slow
 def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     crew: Callable[..., Crew],
 ) -> None:
@@ -144,9 +143,9 @@ def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     run.start("a")
     run.see("a", 1)
     run.start("b", options='{"lr": 0.5}')
-    assert run.processes["b"].wait(120) == 2
-    said = (run.folder / "err").read_text()
-    assert "other hyperparameters than the run that it joins" in said
+    done = run.processes["b"].wait(120)
+    assert done.returncode == 2
+    assert "other hyperparameters than the run that it joins" in done.stderr
     before = max(run.rows("a"))
     run.wait(lambda: max(run.rows("a")) > before + 20)
 

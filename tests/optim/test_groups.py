@@ -55,12 +55,8 @@ def make(cls: Any, options: dict[str, Any], apart: bool, **common: Any) -> tuple
     defaults = cls(weights(), **options).defaults
     groups = [{"params": [p], **rates(i, defaults)} for i, p in enumerate(params)]
     workers = Workers.current(local=2)
-    if not apart:
-        return cls(groups, workers=workers, **options, **common), params
-    optimizer = cls(groups[:1], workers=workers, **options, **common)
-    for group in groups[1:]:  # what is added later has buckets of its own
-        optimizer.add_param_group(group)
-    return optimizer, params
+    cut = {"bucket_cap_mb": 1e-6} if apart else {}
+    return cls(groups, workers=workers, **options, **cut, **common), params
 
 
 # its answer depends on how slices are cut, or on draws that belong to buckets
@@ -121,14 +117,35 @@ def test_groups_are_resumed_to_the_bit(method, cls, options):
     assert torch.equal(train(straight, params, 4, 4), train(resumed, others, 4, 4))
 
 
-def test_a_group_that_is_added_later_has_buckets_and_steps_of_its_own():
+@pytest.mark.parametrize("overlap", [False, True])
+@of_all
+def test_groups_that_are_added_before_a_step_share_buckets(method, cls, options, overlap):
+    together, params = make(cls, options, apart=False, overlap=overlap)
+    groups = [{"params": [p]} for p in weights()]
+    others = [group["params"][0] for group in groups]
+    later = cls(groups[:1], workers=Workers.current(local=2), overlap=overlap, **options)
+    with pytest.raises(TypeError, match="must be real"):
+        wrong = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+        later.add_param_group({"params": [others[1], wrong]})
+    for group, of in zip(groups[1:], together.param_groups[1:], strict=False):
+        later.add_param_group({**of, **group})
+    assert len(later.buckets) == len(together.buckets)
+    for group, of in zip(later.param_groups, together.param_groups, strict=True):
+        group.update({key: value for key, value in of.items() if key != "params"})
+    assert torch.equal(train(together, params, 0, 4), train(later, others, 0, 4))
+
+
+def test_groups_that_are_added_after_a_step_have_buckets_and_steps_of_their_own():
     params, late = weights(), torch.nn.Parameter(torch.zeros(5))
     optimizer = DLion([{"params": [param]} for param in params], lr=1e-2)
     train(optimizer, params, 0, 2)
-    optimizer.add_param_group({"params": [late], "lr": 0.5})
+    later = torch.nn.Parameter(torch.zeros(5))
+    for param in (late, later):
+        optimizer.add_param_group({"params": [param], "lr": 0.5})
     assert [bucket.step for bucket in optimizer.buckets] == [2, 0]
-    train(optimizer, [*params, late], 2, 1)
-    assert late.abs().eq(0.25).all()
+    assert optimizer.state[params[0]]["step"] == 2 and optimizer.state[late]["step"] == 0
+    train(optimizer, [*params, late, later], 2, 1)
+    assert torch.cat([late, later]).abs().eq(0.25).all()
 
 
 def test_earlier_states_of_groups_are_refused_where_buckets_differ():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlion.errors import TrainingFailed
-from dlion.optim import DiLoCo, GAdamW
+from dlion.optim import DiLoCo, GAdamW, SparseLoCo
 from dlion.workers import Workers
 from tests.support.small_model import flat, loss_of, net, samples, train
 
@@ -158,3 +158,24 @@ def test_gradients_that_are_not_finite_within_a_round(nonfinite):
         optimizer.step()
         assert optimizer.skipped == 1
     assert param.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cls", [DiLoCo, SparseLoCo])
+def test_what_a_loop_writes_into_the_model_is_trained_on(cls):
+    pretrained, model = net(), net()
+    train(pretrained, torch.optim.SGD(pretrained.parameters(), lr=0.1), 3)
+    results = []
+    for late in (False, True):
+        model = net()
+        if not late:
+            model.load_state_dict(pretrained.state_dict())
+        optimizer = cls(model.parameters(), lr=1e-2, local_steps=2)
+        if late:  # "load after making" is a usual order
+            model.load_state_dict(pretrained.state_dict())
+        train(model, optimizer, 3)
+        with torch.no_grad():
+            model[2].weight.clamp_(-0.1, 0.1)  # in the middle of a round: a move of this worker
+        train(model, optimizer, 2)
+        results.append(flat(model))
+    assert torch.equal(*results)
+    assert model[2].weight.abs().max() < 0.2

@@ -1,10 +1,13 @@
 """The optimizers in plain loops: they learn, with groups, schedules, closures and every dtype."""
 
+import itertools
+
 import pytest
 import torch
 from omegaconf import OmegaConf
+from sklearn.datasets import load_digits
 
-from dlion.optim import DLion, GLion
+from dlion.optim import DistributedOptimizer, DLion, DLionADM, GLion
 from dlion.suite.config import instantiate
 from dlion.workers import Workers
 from tests.conftest import ROOT
@@ -19,12 +22,12 @@ def test_every_method_learns(method, cls, options):
     if method == "onebit_adam":
         settings.lr = 1e-4  # its variance is that of two steps
     model = net()
-    optimizer = instantiate(settings, model.parameters(), workers=Workers(local=4), **options)
+    optimizer = instantiate(settings, model.parameters(), workers=Workers(local=2), **options)
     x, y = samples()
     before = loss_of(model, x, y).item()
     for _ in range(100):
-        for i in range(4):
-            loss_of(model, x[i::4], y[i::4]).backward()
+        for i in range(2):
+            loss_of(model, x[i::2], y[i::2]).backward()
             optimizer.collect(i)
         optimizer.step()
     assert loss_of(model, x, y).item() < 0.85 * before
@@ -106,3 +109,30 @@ def test_bfloat16_parameters_and_autocast():
     loss.backward()
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def loss_on_sorted_digits(cls: type[DistributedOptimizer], **options) -> float:
+    """Train on handwritten digits of which each of 8 workers sees one or two kinds."""
+    x, y = (torch.tensor(values) for values in load_digits(return_X_y=True))
+    order = y.argsort(stable=True)
+    x, y = (x.float() / 16)[order], y[order]
+    torch.manual_seed(0)
+    sizes = (64, 32, 32)
+    layers = [(torch.nn.Linear(a, b), torch.nn.Tanh()) for a, b in itertools.pairwise(sizes)]
+    model = torch.nn.Sequential(*itertools.chain(*layers), torch.nn.Linear(32, 10))
+    optimizer = cls(model.parameters(), workers=Workers(local=8), **options)
+    for step in range(100):
+        optimizer.param_groups[0]["lr"] = 5e-3 * (1 - step / 100)
+        for worker, (own, kinds) in enumerate(
+            zip(x.tensor_split(8), y.tensor_split(8), strict=True)
+        ):
+            torch.nn.functional.cross_entropy(model(own), kinds).backward()
+            optimizer.collect(worker)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.nn.functional.cross_entropy(model(x), y).item()
+
+
+def test_dlion_adm_with_its_own_betas_is_as_good_as_lion_on_noniid_data():
+    """0.22 nats against 0.23; with Lion's betas, (0.9, 0.99), it has 0.27."""
+    assert loss_on_sorted_digits(DLionADM) < loss_on_sorted_digits(GLion)

@@ -138,3 +138,38 @@ def test_with_overlap_gradients_may_come_from_several_threads():
             optimizer.zero_grad()
         results.append(flat(model))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("measured", [range(6), (3, 5)])
+def test_with_overlap_a_norm_that_is_only_measured_is_no_change(measured):
+    """Whether steps before have measured it, too, or not."""
+    plain = net()
+    expected = train(plain, DLion(plain.parameters(), lr=1e-2), 6)
+    model = net()
+    optimizer = DLion(model.parameters(), lr=1e-2, overlap=True, bucket_cap_mb=1e-3)
+    for t in range(6):
+        optimizer.zero_grad()
+        loss_of(model, *samples(t)).backward()
+        if t in measured:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+        optimizer.step()
+    assert torch.equal(flat(model), expected)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_with_overlap_changed_gradients_are_refused_in_every_step(steps):
+    def clip(grad: torch.Tensor) -> None:
+        grad.mul_(0.999)
+
+    def freeze(grad: torch.Tensor) -> None:
+        grad[0] = 0
+
+    for change in (clip, freeze):
+        model = net()
+        optimizer = DLion(model.parameters(), overlap=True, bucket_cap_mb=1e-3)
+        train(model, optimizer, steps)
+        optimizer.zero_grad()
+        loss_of(model, *samples(steps)).backward()
+        change(model[0].weight.grad)
+        with pytest.raises(RuntimeError, match="changed between"):
+            optimizer.step()

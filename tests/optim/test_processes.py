@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import io
+import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from dlion.optim import DLion, GradDrop, LionCub, PowerSGD
+from dlion.optim import DiLoCo, DLion, GAdamW, GradDrop, LionCub, PowerSGD
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
@@ -338,6 +342,139 @@ def compiled(r: int) -> list[list[float]]:
     return ends
 
 
+def warned(work: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        work()
+    return [str(each.message) for each in said]
+
+
+@case
+def one_file(r: int) -> list[list[str]]:
+    """Warnings of twelve steps: state_dict() of process 0, files of process 0, of both, apart."""
+    found = []
+    for callers, writers, apart in (
+        ([0], [], False),
+        ([0, 1], [0], False),
+        ([0, 1], [0, 1], False),
+        ([0], [0], True),
+    ):
+        model = net()
+        optimizer = DLion(model.parameters(), lr=1e-3)
+        optimizer.workers_apart = apart
+
+        def train(model=model, optimizer=optimizer, callers=callers, writers=writers) -> None:
+            state = optimizer.state_dict() if r in callers else {}
+            for t in range(12):
+                if t == r and r in writers:  # one later than the other
+                    torch.save(copy.deepcopy(state), io.BytesIO())
+                backward(model, 10 * t + r)
+                optimizer.step()
+
+        found.append(warned(train))
+    return found
+
+
+@case
+def same_data(r: int) -> list[list[str]]:
+    """Warnings of two steps with the same samples, and with others."""
+    found = []
+    for seed, overlaps in ((0, True), (r, False)):
+        model = net()
+        optimizer = DLion(model.parameters(), lr=1e-3, overlap=overlaps)
+
+        def train(model=model, optimizer=optimizer, seed=seed) -> None:
+            for t in range(2):
+                optimizer.zero_grad()
+                backward(model, 10 * t + seed)
+                optimizer.step()
+
+        found.append(warned(train))
+    return found
+
+
+def with_fewer(r: int, make: Callable[..., Any], joins: bool, **scale: Any) -> list[float]:
+    """Parameters after five steps, for the last three of which process 1 has no batch."""
+    model = net()
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=bool(scale), **scale)
+
+    def step(t: int) -> None:
+        optimizer.zero_grad()
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * t + r))
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    if joins:
+        with Join([optimizer]):
+            for t in range(2 if r else 5):
+                step(t)
+                schedule.step()
+    else:
+        for t in range(5):
+            optimizer.set_participants([0] if t > 1 else None)
+            if t > 1 and r:
+                optimizer.zero_grad()
+                optimizer.step()
+            else:
+                step(t)
+            schedule.step()
+        optimizer.set_participants(None)
+    optimizer.host(None)
+    backward(model, 100 + r)  # and all go on
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    optimizer.step()
+    optimizer.host(None)
+    return flat(model)
+
+
+@case
+def joined(r: int) -> list[bool]:
+    """Whether Join is as a step without this worker, for some methods; whether a scaler works."""
+    methods = [
+        lambda params: DLion(params, lr=1e-2),
+        lambda params: GAdamW(params, lr=1e-2),
+        lambda params: DiLoCo(params, lr=1e-2, local_steps=2),
+    ]
+    same = [with_fewer(r, make, True) == with_fewer(r, make, False) for make in methods]
+    ends: list[Any] = [None, None]
+    dist.all_gather_object(ends, with_fewer(r, methods[0], True, init_scale=2.0**10))
+    return [*same, ends[0] == ends[1]]
+
+
+@case
+def join_refused(r: int) -> list[str]:
+    overlapping = DLion(net().parameters(), overlap=True)
+    virtual = DLion(net().parameters(), workers=Workers.current(local=2))
+    early = DLion(net().parameters())
+
+    def end_early() -> None:
+        model = net()
+        optimizer = DLion(model.parameters())
+        with Join([optimizer], throw_on_early_termination=True):
+            for t in range(1 + r):
+                backward(model, t)
+                optimizer.step()
+
+    early.set_participants([0])
+    refusals = [refused(lambda each=each: Join([each])) for each in (overlapping, virtual, early)]
+    return [*refusals, refused(end_early)]
+
+
+@case
+def limits(r: int) -> list[float]:
+    """Seconds that the group of an overlapping optimizer waits: as the group that was given."""
+    few = dist.new_group(timeout=timedelta(seconds=17))
+    found = []
+    for group in (None, few):
+        own = DLion(net().parameters(), overlap=True, process_group=group).workers.group
+        found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return found
+
+
 def run_cases() -> dict[str, list[Any]]:
     join_process_group("gloo", 60)
     torch.set_num_threads(1)
@@ -417,6 +554,37 @@ def test_a_step_that_was_left_out_shows_in_the_next_one(seen):
 def test_unfreezing_on_one_process_only_is_named(seen):
     for message in seen["unfrozen_here"] + seen["unfrozen_here_overlap"]:
         assert "in step 2 worker 1 has other hyperparameters or frozen parameters" in message
+
+
+def test_a_file_of_one_process_alone_is_noticed(seen):
+    (called, written, *silent), others = seen["one_file"]
+    for said in (called, written):
+        assert len(said) == 1 and "not that of every other" in said[0]
+    assert not any([*silent, *others])
+
+
+def test_processes_that_read_the_same_samples_are_told(seen):
+    (same, apart), (silent, others) = seen["same_data"]
+    assert len(same) == 1 and "DistributedSampler" in same[0]
+    assert not any([*apart, *silent, *others])
+
+
+def test_a_worker_without_a_batch_takes_no_part_under_join(seen):
+    assert seen["joined"] == [[True] * 4] * 2
+
+
+def test_what_join_cannot_do_is_said(seen):
+    for overlapping, virtual, early, _ in seen["join_refused"]:
+        assert overlapping == virtual and "overlap=False and one worker a process" in virtual
+        assert "call set_participants(None) before it" in early
+    assert {words[-1] for words in seen["join_refused"]} == {
+        "Rank 0 exhausted all inputs.",
+        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
+    }
+
+
+def test_groups_made_later_have_the_limit_of_the_first(seen):
+    assert seen["limits"] == [[60, 17]] * 2
 
 
 def test_powersgd_is_that_of_torch(seen):

@@ -193,10 +193,18 @@ def demo(side: int, k: int, bits: int):
 def dlion_adm(rise: int, lookahead: float):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         coder = (s.estimate, s.level, s.last, s.repeated)
-        settings = (LR, (0.9, 0.99), WD, rise, lookahead, SPANS)
+        settings = (LR, (0.8, 0.9), WD, rise, lookahead, SPANS)
         simple.dlion_adm(x, s.momentum, *coder, s.total, s.outcome, g, t, *settings)
 
     return step
+
+
+def muon_adm(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+    """The second tensor is the one matrix."""
+    others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
+    coder = (s.estimate, s.level, s.last, s.repeated)
+    settings = (LR, 0.95, (0.9, 0.99), WD, 3, 0.5, (5, torch.bfloat16), matrices, others)
+    simple.muon_adm(x, s.momentum, *coder, s.total, s.outcome, g, t, *settings)
 
 
 def g_muon(adjust: str, steps: int, dtype: torch.dtype):
@@ -362,6 +370,7 @@ ROWS = {
         cub(4, "l1", "zero", 3, SPANS[1:2]),
         0,
     ),
+    "muon_adm": ({}, muon_adm, 0),
     "g_muon": ({}, g_muon("match_rms_adamw", 5, torch.bfloat16), 0),
     "g_muon original": (
         {"adjust_lr": "original", "ns_steps": 3, "ns_precision": "float32"},
@@ -426,43 +435,42 @@ CASES = {
 } | ROWS
 
 
-def gradients(n: int, seed: int, step: int) -> Tensor:
+def gradients(n: int, step: int) -> Tensor:
     """Random ones, some of which are exactly zero on all or on all but one worker."""
-    rows = torch.randn(n, D, generator=torch.Generator().manual_seed(1000 * seed + step))
+    rows = torch.randn(n, D, generator=torch.Generator().manual_seed(1000 * n + step))
     rows[:, :3] = 0
     rows[1:, 3:9] = 0
     return rows
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_the_library_is_its_specification(name, n):
     options, step, tolerance = CASES[name]
     method = METHODS[name.split()[0]]
-    for seed in range(2):
-        start = torch.randn(D, generator=torch.Generator().manual_seed(seed))
-        params = [
-            torch.nn.Parameter(part.view(shape).clone())
-            for part, shape in zip(start.split(SIZES), SHAPES, strict=True)
-        ]
-        named = [(str(t), param) for t, param in enumerate(params)]
-        settings = {"lr": LR, "weight_decay": WD, "seed": SEED, **method.options, **options}
-        optimizer = method.cls(named, workers=Workers(local=n), **settings)
-        spec, x = Spec(optimizer, n), start.clone()
-        for t in range(STEPS):
-            rows = gradients(n, seed, t)
-            for worker in range(n):
-                for param, part in zip(params, rows[worker].split(SIZES), strict=True):
-                    param.grad = part.view(param.shape).clone()
-                optimizer.collect(worker)
-            optimizer.step()
-            optimizer.host(None)
-            step(spec, x, rows, t)
-            ours = torch.cat([param.detach().flatten() for param in params])
-            if tolerance:
-                torch.testing.assert_close(ours, x, rtol=tolerance, atol=tolerance)
-            else:
-                assert torch.equal(ours, x), f"step {t}: {(ours - x).abs().max()}"
+    start = torch.randn(D, generator=torch.Generator().manual_seed(n))
+    params = [
+        torch.nn.Parameter(part.view(shape).clone())
+        for part, shape in zip(start.split(SIZES), SHAPES, strict=True)
+    ]
+    named = [(str(t), param) for t, param in enumerate(params)]
+    settings = {"lr": LR, "weight_decay": WD, "seed": SEED, **method.options, **options}
+    optimizer = method.cls(named, workers=Workers(local=n), **settings)
+    spec, x = Spec(optimizer, n), start.clone()
+    for t in range(STEPS):
+        rows = gradients(n, t)
+        for worker in range(n):
+            for param, part in zip(params, rows[worker].split(SIZES), strict=True):
+                param.grad = part.view(param.shape).clone()
+            optimizer.collect(worker)
+        optimizer.step()
+        optimizer.host(None)
+        step(spec, x, rows, t)
+        ours = torch.cat([param.detach().flatten() for param in params])
+        if tolerance:
+            torch.testing.assert_close(ours, x, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(ours, x), f"step {t}: {(ours - x).abs().max()}"
 
 
 def test_the_streams_of_ties_are_named_after_the_bucket():

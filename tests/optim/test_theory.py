@@ -27,6 +27,7 @@ def test_without_noise_the_score_falls_to_the_term_of_the_rate(method):
     assert 0.3 < left[1] / left[0] < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "least", "most"),
     [("g_lion", 0.4, 0.7), ("dlion_mavo", 0.4, 0.7), ("dlion_avg", 0.8, 1.05)],

@@ -60,3 +60,25 @@ def test_interpolations_elsewhere_in_the_process_work_as_before(monkeypatch):
     monkeypatch.setenv("PLANTED", "mine")
     resolve({"a": {"b": "${oc.env:PLANTED}"}})
     assert OmegaConf.create({"a": "${oc.env:PLANTED}"}).a == "mine"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "${g.a%d}${g.a%d}",
+        "${.a%d}${.a%d}",
+        "${oc.select:g.a%d}${oc.select:g.a%d,x}",
+        "${g.${names.n%d}}${g.${names.n%d}}",
+    ],
+)
+def test_look_ups_that_double_at_each_step_are_refused(link):
+    names = {f"n{i}": f"a{i}" for i in range(50)}
+    steps = {f"a{i}": link % (i - 1, i - 1) for i in range(1, 50)}
+    with pytest.raises(ValueError, match="looks up"):
+        resolve({"names": names, "g": {"a0": "text", **steps}})
+
+
+def test_look_ups_of_look_ups_are_filled_in():
+    few = {f"a{i}": f"${{g.a{i - 1}}}" for i in range(1, 9)}
+    assert resolve({"g": {"a0": "text", **few}})["g"]["a8"] == "text"
+    assert resolve({"g": {"own": "${g.own}"}})["g"]["own"] == "${g.own}"

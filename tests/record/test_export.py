@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlion.errors import UserError
+from dlion.suite.files import sha256_of
 from dlion.suite.models import gpt
 from dlion.suite.models.shapes import TextShape
 from dlion.suite.record.export import main
@@ -96,4 +97,14 @@ def test_what_cannot_be_taken_is_said_and_leaves_nothing(run):
         main([str(run)])
     (run / "summary.json").unlink()
     with pytest.raises(UserError, match="is not finished"):
+        main([str(run)])
+
+
+def test_another_model_in_its_place_is_not_taken(run):
+    file, summary = run / "model.safetensors", run / "summary.json"
+    facts = json.loads(summary.read_text()) | {"model_sha256": sha256_of([file])}
+    summary.write_text(json.dumps(facts))
+    main([str(run)])
+    save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, file)
+    with pytest.raises(UserError, match="is not the model that the run has left"):
         main([str(run)])

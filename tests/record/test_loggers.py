@@ -252,6 +252,9 @@ def test_tensorboard_without_its_package_is_refused_before_the_start(monkeypatch
     "variable, value, options",
     [
         ("WANDB_MODE", "banana", {}),
+        ("WANDB_RESUME", "banana", {}),
+        ("WANDB_HTTP_TIMEOUT", "abc", {}),
+        ("WANDB_RUN_ID", "a b/c", {}),
         ("WANDB_BASE_URL", "wandb.example.com", {}),
         ("WANDB_PROJECT", "a/b", {}),
         ("logger.project", "a#b", {"project": "a#b"}),

@@ -3,7 +3,7 @@
 Starting ``python train.py`` takes seconds, nearly all of them imports and compiled kernels that are
 loaded; a copy starts at once. It goes through the script or the module that was named, so its exit
 code, its output and its files are those of the command. The server has no threads, as a fork would
-not copy them.
+not copy them. What torchrun starts is forked as well, from a server of its own.
 """
 
 import atexit
@@ -12,13 +12,16 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,12 +35,61 @@ IMPORTED = (  # what commands import sooner or later
 )
 
 
+class Fork:
+    """A process that a server has started, with the methods of subprocess.Popen that are needed."""
+
+    def __init__(
+        self,
+        server: socket.socket,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        cwd: Path,
+        stdout: int,
+        stderr: int,
+    ):
+        self._report, report = os.pipe()
+        request = json.dumps({"arguments": arguments, "env": env, "cwd": str(cwd)}).encode()
+        socket.send_fds(server, [request], [stdout, stderr, report])
+        os.close(report)
+        self.pid = self._read_number(timeout=120)
+        self._returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._returncode is None:
+            self._returncode = self._read_number(timeout)
+            os.close(self._report)
+        return self._returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _read_number(self, timeout: float | None) -> int:
+        readable, _, _ = select.select([self._report], [], [], timeout)
+        if not readable:
+            raise subprocess.TimeoutExpired("python", timeout or 0)
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(self._report, 1)
+            if not byte:
+                raise RuntimeError("the fork server has died")
+            line += byte
+        return int(line)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return two ends for requests: that of the asker, and that of a server."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 def serve(requests: socket.socket) -> dict:
     """Fork for each request; return it in the copy. All end when the asker does.
 
     A request is ``{"arguments": [...], "env": {...}, "cwd": "..."}`` with three descriptors:
     standard output, standard error, and where to report the copy's process id and later its exit
-    status.
+    status. A copy leads a process group of its own.
     """
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
@@ -59,6 +111,7 @@ def serve(requests: socket.socket) -> dict:
                     return json.loads(message)
                 os.close(stdout)
                 os.close(stderr)
+                os.setpgid(pid, pid)
                 os.write(report, f"{pid}\n".encode())
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, report))
             else:
@@ -94,26 +147,50 @@ def warm_up() -> None:
     from hydra import compose, initialize_config_dir
     from hydra.core.plugins import Plugins
 
+    from dlion.methods import METHODS
     from dlion.suite.launch.check import check
+    from dlion.workers import Workers
 
     Plugins.instance()  # looks through all of Hydra's plugins
+    compose_once()
     with torch.device("meta"):  # which imports much of torch's compiler
         torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
-    methods = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
+    for method in METHODS.values():  # loads compiled kernels
+        params = [torch.nn.Parameter(torch.zeros(64))]
+        method.cls(params, workers=Workers(local=2), **method.options).prepare()
     with (
         initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"),
         tempfile.TemporaryDirectory() as directory,
     ):
-        for method in methods:
-            overrides = [f"optimizer={method}", "dataset=digits", f"output_dir={directory}"]
-            check(compose("config", overrides=overrides), Path(directory), None)
+        overrides = ["dataset=digits", f"output_dir={directory}"]
+        check(compose("config", overrides=overrides), Path(directory), None)
     gc.freeze()  # what is shared with the copies is not looked through again
 
 
+def compose_once() -> None:
+    """Let Hydra compose no configuration to read its mode, which only recipes and users give."""
+    from hydra._internal.hydra import Hydra
+
+    read = Hydra.get_mode
+
+    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> object:
+        given = any("experiment" in word or "hydra" in word for word in overrides)
+        return read(self, config_name, overrides) if given else None
+
+    Hydra.get_mode = get_mode
+
+
 def main() -> None:
-    requests = socket.socket(fileno=int(sys.argv[1]))
     warm_up()
-    request = serve(requests)
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    if request["arguments"][:2] == ["-m", "torch.distributed.run"]:
+        asker, requests = pair()
+        if os.fork() == 0:  # before torchrun has threads
+            asker.close()
+            request = serve(requests)
+        else:
+            requests.close()
+            fork_for_torchrun(asker)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
@@ -134,8 +211,23 @@ def main() -> None:
     _end(0)
 
 
+def fork_for_torchrun(server: socket.socket) -> None:
+    """Let torchrun in this process start copies, which a server makes, instead of new Pythons."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def popen(self: SubprocessHandler, args: Sequence[str], env: dict[str, str]) -> Fork:
+        out, err = (file.fileno() if file else None for file in (self._stdout, self._stderr))
+        assert args[0] == sys.executable
+        return Fork(server, args[1:], env, Path.cwd(), out or 1, err or 2)
+
+    SubprocessHandler._popen = popen
+
+
 def run(first: str, *rest: str) -> None:
     """Run a script, or a module behind ``-m``, as ``python`` does with these arguments."""
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        first, *rest = rest
     if first == "-m":
         sys.argv, sys.path[0] = list(rest), str(Path.cwd())
         sys.modules.pop(rest[0], None)  # which python would not have imported

@@ -38,7 +38,8 @@ def _sentences(text: str, tables: bool = False) -> list[str]:
     text = re.sub(r"(?<=\n\n)( {4}.*\n)+", "\n", text)  # code that is indented, not fenced
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]*`", "code", text)
+    text = re.sub(r"^\$\$.*?\$\$$", "", text, flags=re.M | re.S)
+    text = re.sub(r"`[^`]*`|\$[^$\n]*\$", "code", text)
     if not tables:
         text = re.sub(r"^ *\|.*$", "", text, flags=re.M)
         text = re.sub(r"^#.*$", "", text, flags=re.M)

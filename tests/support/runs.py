@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -14,15 +13,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from tests.conftest import ROOT
+from tests.support.fork_server import Fork, pair
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 # these are read when a command goes on; others may be read by what the server imports before
 _READ_LATE = re.compile(
     "FAULT|MARKER|SLURM_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|COLUMNS"
-    "|CUDA_VISIBLE_DEVICES|MYSQL_UNIX_PORT|GLOO_SOCKET_IFNAME|PYTHONPATH"
+    "|RUST_LOG|CUDA_VISIBLE_DEVICES|MYSQL_UNIX_PORT|GLOO_SOCKET_IFNAME|PYTHONPATH"
 )
 
 
@@ -33,44 +33,13 @@ class _Process(Protocol):
 
     def wait(self, timeout: float | None = None) -> int: ...
 
-
-class _Fork:
-    """A process that the fork server started."""
-
-    def __init__(
-        self, arguments: Sequence[str], env: dict[str, str], cwd: Path, stdout: IO, stderr: IO
-    ):
-        self._report, report = os.pipe()
-        request = json.dumps({"arguments": arguments, "env": env, "cwd": str(cwd)}).encode()
-        descriptors = [stdout.fileno(), stderr.fileno(), report]
-        socket.send_fds(_fork_server(), [request], descriptors)
-        os.close(report)
-        self.pid = self._read_number(timeout=120)
-        self._returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self._returncode is None:
-            self._returncode = self._read_number(timeout)
-            os.close(self._report)
-        return self._returncode
-
-    def _read_number(self, timeout: float | None) -> int:
-        readable, _, _ = select.select([self._report], [], [], timeout)
-        if not readable:
-            raise subprocess.TimeoutExpired("python", timeout or 0)
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = os.read(self._report, 1)
-            if not byte:
-                raise RuntimeError("the fork server has died")
-            line += byte
-        return int(line)
+    def poll(self) -> int | None: ...
 
 
 @functools.cache
 def _fork_server() -> socket.socket:
     """Start the server, once in this process; it ends with it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = pair()
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
         cwd=ROOT,
@@ -118,7 +87,8 @@ class Run:
         self._process: _Process
         env, files = env or {}, (self._stdout, self._stderr)
         if sys.platform == "linux" and all(map(_READ_LATE.fullmatch, env)):
-            self._process = _Fork(arguments, os.environ | env, cwd, *files)
+            numbers = [file.fileno() for file in files]
+            self._process = Fork(_fork_server(), arguments, os.environ | env, cwd, *numbers)
         else:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -155,9 +125,10 @@ class Run:
         return subprocess.CompletedProcess(self._arguments, returncode, self.stdout, self.stderr)
 
     def kill(self) -> None:
-        """End it at once, and wait until it is gone."""
-        self.send_signal(signal.SIGKILL)
-        self._process.wait()
+        """End it at once, if it has not ended, and wait until it is gone."""
+        if self._process.poll() is None:
+            self.send_signal(signal.SIGKILL)
+            self._process.wait()
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -32,6 +32,17 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
 
 
 @pytest.mark.slow
+def test_label_smoothing_is_in_the_training_loss_alone(tmp_path):
+    summary, _ = trained(
+        tmp_path, "optimizer=g_adamw", "steps=20", "optimizer.lr=3e-2", "label_smoothing=0.9"
+    )
+    # with 10 classes, a label is right by 0.1 + 0.09 and any other by 0.09: their entropy
+    least = -0.19 * math.log(0.19) - 9 * 0.09 * math.log(0.09)
+    assert summary["train_loss"] >= least - 1e-3
+    assert summary["test_accuracy"] > 0.5
+
+
+@pytest.mark.slow
 def test_rows_have_the_rate_of_their_step_and_the_norm_of_what_is_sent(tmp_path):
     settings = ["steps=2", "log_every=1", "schedule.warmup_steps=2", "optimizer.lr=4e-3"]
     _, honest = trained(tmp_path / "honest", *settings)
@@ -162,3 +173,11 @@ def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
     latest = max((tmp_path / "skipped" / "checkpoint").glob("step-*"))
     states = [load_file(file) for file in latest.glob("*.safetensors")]
     assert all(values.isfinite().all() for state in states for values in state.values())
+
+
+def test_a_model_that_the_last_step_makes_infinite_is_not_finished(tmp_path):
+    words = [*SETTINGS, "steps=1", "optimizer.lr=1e308"]
+    failed = train(*words, f"output_dir={tmp_path / 'stopped'}", code=1)
+    assert "the model is not finite after the last step" in failed.stderr
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    train(*words, "nonfinite=null", f"output_dir={tmp_path / 'kept'}", code=0)

@@ -22,8 +22,8 @@ from tests.support.runs import record
 pytestmark = pytest.mark.slow
 
 WORKERS = 4
-# their processes, without hardships and with them: one, some, and one each
-SPREADS = {"": (1, 4), "-hard": (1, 2, 4)}
+# their processes, without hardships and with them: one, and some or one each
+SPREADS = {"": (1, 2), "-hard": (1, 4)}
 VOTES = ("dlion", "lion_cub", "signum")  # how methods begin whose agreement can be measured
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 
@@ -60,6 +60,7 @@ HARD = {
     "participation": 0.75,
     "local_steps": 2,
     "nonfinite": "skip",
+    "precision": "bf16_stochastic",
     "faults": {"byzantine": 2, "attack": "random", "scale": 3.0, "stale_steps": 1, "drop": 0.2},
 }
 
@@ -142,10 +143,9 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("kind", SPREADS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_spread_gives_the_same_bits(runs, method, kind):
-    expected, *others = (runs[f"{method}{kind}", processes] for processes in SPREADS[kind])
-    assert expected[0]["sent_bytes_per_step"] > 0
-    for other in others:
-        assert other == expected
+    alone, spread = (runs[f"{method}{kind}", processes] for processes in SPREADS[kind])
+    assert alone[0]["sent_bytes_per_step"] > 0
+    assert spread == alone
 
 
 def test_agreement_is_measured_where_there_are_votes(runs):

@@ -21,7 +21,13 @@ from dlion.suite import models
 from dlion.suite.data import ImageData, TextData
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.training.evaluation import evaluate
-from dlion.suite.training.weights import check_pretrained, check_weights, load_weights, save_model
+from dlion.suite.training.weights import (
+    check_pretrained,
+    check_weights,
+    load_weights,
+    recorded_input,
+    save_model,
+)
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_classes, write_llama, write_tasks, write_tokenizer
@@ -314,3 +320,20 @@ def test_a_trained_model_names_what_is_on_a_picture_and_keeps_its_own_normalisat
     again = train(f"evaluate={tmp_path / 'run'}", f"dataset.path={tmp_path / 'others'}", code=0)
     recorded = json.loads((tmp_path / "run" / "summary.json").read_text())["test_loss"]
     assert f"test_loss {recorded} (recorded {recorded})" in again.stdout
+
+
+def test_a_model_of_transformers_takes_bytes(tmp_path):
+    text = TextData(
+        torch.zeros(99), torch.zeros(99), vocabulary=257, context=4, tokenizer_at="bytes"
+    )
+    model = models.gpt2(text, n_layer=1, n_embd=8, n_head=2)
+    save_model(model, text, tmp_path)
+    made = recorded_input(tmp_path)
+    assert made.context == 4 and made("abcdef").tolist() == [list(b"cdef")]
+
+
+def test_weights_for_pictures_of_another_size_name_theirs(root, tmp_path):
+    write_classes(tmp_path / "pets", size=16, mode="L")
+    words = [*SETTINGS, *TINY, "dataset=images", f"dataset.path={tmp_path / 'pets'}", "workers=2"]
+    refused = train(*words, f"init_from={root / 'vit'}", "init_from_except=head.*", code=2)
+    assert "its pictures had 8 pixels: dataset.image_size=8" in refused.stderr

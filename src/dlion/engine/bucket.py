@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.layout import Member, Slot, lay_out
+from dlion.engine.layout import Member, Slot, dealt, lay_out
 from dlion.engine.lockstep import check_in_step, hyperparameters
 from dlion.engine.shards import local_part
 from dlion.engine.whole import Whole
@@ -78,6 +78,7 @@ class InFlight:
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.
+        saved: what each sender did with its own state.
     """
 
     norms: dict[int, Tensor] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class InFlight:
     present: list[bool] = field(default_factory=list)
     flag: bool = False
     slow: bool = False
+    saved: list[int] = field(default_factory=list)
 
 
 class Bucket:
@@ -109,6 +111,7 @@ class Bucket:
         shared: state that is equal everywhere, name -> float32 ``[padded]``.
         counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
         own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
+        counts_steps: whether ``counters["step"]`` is for others to read: the method has none.
         flight: what the present step has to remember.
         published: parameter, name and view of what ``state[param]`` of the optimizer shows.
         run_led: runs the exchange, if only one process of a node does.
@@ -117,11 +120,15 @@ class Bucket:
     run_led: Callable[["Bucket"], None] | None = None
     exchange: Any  # the kind that the method made
 
-    def __init__(self, index: int, members: Sequence[Member]):
+    def __init__(self, index: int, members: Sequence[Member], owners: int | None = None):
         self.index, first = index, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
         self.sharded = isinstance(first, DTensor)
-        self.slots, self.numel = lay_out(members)
+        if owners is None:
+            self.slots, self.numel = lay_out(members)
+        else:  # each parameter in one slice of so many
+            members, starts, self.numel = dealt(members, owners)
+            self.slots, _ = lay_out(members, starts)
         self.regroup(member.group for member in members)
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
         self.header = Header(len(members))
@@ -142,7 +149,9 @@ class Bucket:
         counters = names.own_counters
         self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
         self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
-        self.counters = {name: zeros(len(self.slots), device="cpu") for name in names.counters}
+        counters = [*names.counters, *([] if "step" in (*names.counters, *counters) else ["step"])]
+        self.counts_steps = "step" not in names.counters and "step" in counters
+        self.counters = {name: zeros(len(self.slots), device="cpu") for name in counters}
         self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
         self.adopt()
 
@@ -352,6 +361,12 @@ class Bucket:
         norms = [zero if grad is None else next(found) for grad in grads.tensors]
         return torch.stack(norms).to(torch.float32)
 
+    def count_step(self) -> None:
+        """Count a step in ``state[param]["step"]``, as torch's optimizers do, if no update does."""
+        if self.counts_steps:
+            present = self.flight.present or self.trained()  # a local step knows of no others
+            self.counters["step"] += torch.tensor(present, device="cpu")
+
     def count(self, name: str) -> list[tuple[int, slice]]:
         """Count a step for every parameter that some worker has a gradient for.
 
@@ -388,15 +403,16 @@ class Bucket:
         return
         yield  # a generator, all the same
 
-    def make_header(self, present: list[bool], trained: int, flag: bool) -> Tensor:
+    def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
         self.flight.rates = rates = hyperparameters(self.distinct_groups)
-        check = zlib.crc32(f"{trained} {rates}".encode())
-        return self.header.encode(self.step, check, present, flag, self.exchange.channel.slow)
+        check = zlib.crc32(f"{trained} {rates}".encode()) % 2**30
+        slow = self.exchange.channel.slow
+        return self.header.encode(self.step, check, present, flag, slow, saved)
 
     def write_header(self, local: int, header: Tensor) -> None:
         """Let a header go with a local worker's message.
@@ -419,10 +435,12 @@ class Bucket:
         read = self.header.decode(headers)
         if not read.agree:
             self.check_in_step(read, self.exchange.channel.participants, "worker")
-        self.flight.present, self.flight.flag, self.flight.slow = read.present, read.flag, read.slow
+        flight = self.flight
+        flight.present, flight.flag = read.present, read.flag
+        flight.slow, flight.saved = read.slow, read.saved
 
     def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Compare what senders, a ``kind`` of such numbers, say of themselves."""
+        """Compare the headers of senders, a ``kind`` of such numbers."""
         if headers.agree:
             return
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)

@@ -15,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.values import parameters, refusal
 
+# numbers of processes of torchrun, Open MPI, MPICH and MVAPICH
+_STARTED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
 
 def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
     """Refuse hyperparameters that a method cannot have; make numbers of tensors of one element."""
@@ -82,16 +85,17 @@ def check_bare(params: Sequence[Tensor]) -> None:
         raise RuntimeError(
             "the model is wrapped in DistributedDataParallel, which would average the gradients"
             " in float32 before any message is made: give the bare model, as this optimizer"
-            " takes the place of DistributedDataParallel too; where a framework insists on it,"
-            " call its register_comm_hook(None, noop_hook), of"
+            " takes the place of DistributedDataParallel too; where a framework insists on it, use"
+            " dlion.frameworks (accelerate, transformers, lightning), or call its"
+            " register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
         )
 
 
 def check_alone() -> None:
     """Refuse the first step of an optimizer that was made before its process group."""
-    started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
-    if dist.get_world_size() > 1 if dist.is_initialized() else started not in ("", "1"):
+    started = {os.environ.get(name, "1") for name in _STARTED}
+    if dist.get_world_size() > 1 if dist.is_initialized() else started - {"", "1"}:
         raise RuntimeError(
             "the optimizer was made before the process group, so each process would train"
             " alone: call init_process_group() first"

@@ -249,7 +249,7 @@ class Elastic:
                 row.copy_(copy)
 
     def _others_are_odd(self) -> bool:
-        """Whether this worker's headers say what those of most workers say."""
+        """Whether this worker's headers equal those of most workers."""
         for bucket in self._optimizer.buckets:
             read = bucket.header.decode(bucket.exchange.headers.cpu())
             if any(broken is not None for broken in read.broken):
@@ -558,7 +558,7 @@ def importing_torchft(who: str) -> Iterator[None]:
 
 
 def split_address(address: str, typed: str) -> tuple[str, str]:
-    """Return host and port of ``HOST:PORT``; ``typed`` is what an error names."""
+    """Return host and port of ``HOST:PORT``; ``typed`` is the name in an error."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"{typed} is not an address: give HOST:PORT")

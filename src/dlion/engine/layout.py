@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,14 +85,43 @@ class Member(NamedTuple):
     group: dict[str, Any]
 
 
-def lay_out(members: Iterable[Member]) -> tuple[list[Slot], int]:
-    """Lay parameters out one after the other, from multiples of 64 on.
+def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Deal things of these sizes to so many, as equally as goes; return their places, ascending."""
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(index)
+        loads[lightest] += sizes[index]
+    return [sorted(part) for part in dealt]
+
+
+def dealt(members: Sequence[Member], owners: int) -> tuple[list[Member], list[int], int]:
+    """Order members so that each lies in one of the equal slices of so many owners.
+
+    Returns them, where each starts, and the elements of all slices.
+    """
+    sizes = [-(-local_part(m.tensor).numel() // ALIGNMENT) * ALIGNMENT for m in members]
+    parts = deal(sizes, owners)
+    length = max(sum(sizes[index] for index in part) for part in parts)
+    starts = [
+        owner * length + start
+        for owner, part in enumerate(parts)
+        for start in itertools.accumulate((sizes[index] for index in part[:-1]), initial=0)
+        if part
+    ]
+    return [members[index] for part in parts for index in part], starts, owners * length
+
+
+def lay_out(members: Iterable[Member], starts: Iterable[int] = ()) -> tuple[list[Slot], int]:
+    """Lay parameters out one after the other, from multiples of 64 on, or from ``starts`` on.
 
     Returns their slots, and the elements of all, gaps included.
     """
     slots: list[Slot] = []
-    start = 0
+    start, given = 0, iter(starts)
     for tensor, name, _ in members:
+        start = next(given, start)
         here = local_part(tensor)
         slots.append(Slot(tensor, name, here.shape, start, start + here.numel(), _order(here)))
         start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
@@ -174,15 +203,20 @@ class Members:
         bucket_cap_mb: as for :func:`cut`.
         kind: of a group; those of different kinds share no bucket.
         whole: as for :func:`by_kind`.
+        together: whether those of a group's kind are all in one bucket.
 
     Attributes:
         frozen: those that were frozen when they were added or looked at last.
     """
 
     def __init__(
-        self, bucket_cap_mb: float | None, kind: Callable[[dict[str, Any]], Hashable], whole: bool
+        self,
+        bucket_cap_mb: float | None,
+        kind: Callable[[dict[str, Any]], Hashable],
+        whole: bool,
+        together: Callable[[dict[str, Any]], bool],
     ) -> None:
-        self._cap, self._kind, self._whole = bucket_cap_mb, kind, whole
+        self._cap, self._kind, self._whole, self._together = bucket_cap_mb, kind, whole, together
         self.frozen: list[Tensor] = []
         self._in_buckets = 0
         self._sizes: list[int] = []
@@ -220,7 +254,14 @@ class Members:
             found = zip(group["params"], names, strict=False)
             members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
         kinds = by_kind(members, self._kind, self._whole)
-        return [part for kind in kinds for part in cut(kind, self._cap, self._whole)]
+        return [
+            part
+            for kind in kinds
+            for part in ([kind] if self._together(kind[0].group) else self._cut(kind))
+        ]
+
+    def _cut(self, members: list[Member]) -> list[list[Member]]:
+        return cut(members, self._cap, self._whole)
 
     @property
     def trained(self) -> int:

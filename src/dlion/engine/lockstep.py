@@ -6,6 +6,8 @@ message says in which step its sender is, and a checksum of its hyperparameters.
 
 import hashlib
 import json
+import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from dlion.engine.shards import local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel
+from dlion.transfer import download
 from dlion.wire import Headers
 from dlion.workers import Workers
 
@@ -56,7 +59,7 @@ def check_equal(workers: Workers, facts: dict[str, Any]) -> None:
     texts = (json.dumps(fact, default=str).encode() for fact in facts.values())
     digests = b"".join(hashlib.sha256(text).digest()[:8] for text in texts)
     own = torch.frombuffer(bytearray(digests), dtype=torch.int64)
-    everyone = _gather(own, workers)
+    everyone = gather(own, workers)
     first, *_ = ranks = workers.ranks
     for process, row in zip(ranks, everyone, strict=True):
         different = (row != everyone[0]).tolist()
@@ -76,7 +79,7 @@ def check_local_workers(workers: Workers) -> None:
     """
     if workers.processes == 1:
         return
-    first, *others = _gather(torch.tensor([workers.local]), workers).flatten().tolist()
+    first, *others = gather(torch.tensor([workers.local]), workers).flatten().tolist()
     for process, local in enumerate(others, 1):
         if local != first:
             raise TrainingFailed(
@@ -85,9 +88,25 @@ def check_local_workers(workers: Workers) -> None:
             )
 
 
-def _gather(values: Tensor, workers: Workers) -> Tensor:
+def gather(values: Tensor, workers: Workers) -> Tensor:
     """Return values in main memory of all processes, ``[...]`` -> ``[P, ...]``."""
     return Channel(replace(workers, local=1).with_cpu_group()).gather(values[None])
+
+
+def check_data(params: Sequence[Tensor], workers: Workers) -> None:
+    """Warn where the gradients of all processes are equal: they read the same samples."""
+    grads = [local_part(tensor.grad) for tensor in params if tensor.grad is not None]
+    hashes = [torch.hash_tensor(grad).view(torch.int64) for grad in grads if not grad.is_sparse]
+    own = torch.stack(download(hashes)) if hashes else torch.zeros(1, dtype=torch.int64)
+    digest = zlib.crc32(own.numpy().tobytes()) if own.any() else -1
+    everyones = gather(torch.tensor(digest), workers)
+    if digest >= 0 and workers.rank == 0 and bool((everyones == digest).all()):
+        warnings.warn(
+            f"all {workers.processes} processes have the same gradients in this step: if they read"
+            " the same samples, give each its own, with"
+            " torch.utils.data.distributed.DistributedSampler say",
+            stacklevel=2,
+        )
 
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Protocol
 from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.layout import Members
 from dlion.engine.node import Node
+from dlion.engine.saving import Files
 from dlion.exchange import Channel, Exchange
 from dlion.workers import Workers
 
@@ -20,9 +21,12 @@ class Method(StateNames, Protocol):
     channel: Channel
     node: Node | None
     nonfinite: Any
+    seed: int
+    stochastic_rounding: bool
     flag: bool
     flagged: bool
     skipped: int
+    files: Files
     param_groups: list[dict[str, Any]]
     state: Any
 

@@ -60,7 +60,7 @@ class Node:
         self._channel.workers.give_back()
 
     def lead(self, bucket: Bucket, method: str) -> None:
-        """Let one process exchange the messages of a bucket, and hand on what came of it."""
+        """Let one process exchange the messages of a bucket, and hand on the result."""
         if bucket.sharded or not bucket.exchange.can_follow:
             what = "parameters that FSDP has sharded" if bucket.sharded else method
             raise ValueError(
@@ -114,7 +114,7 @@ class Node:
         return headers.flag
 
     def run(self, bucket: Bucket) -> None:
-        """Run the exchange of a bucket on one process, and hand on what came of it."""
+        """Run the exchange of a bucket on one process, and hand on the result."""
         exchange, leader = bucket.exchange, bucket.index % self._processes
         if leader == self._rank:
             exchange.run(bucket.step)

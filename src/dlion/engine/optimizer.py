@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dlion.engine import nonfinite, saving, state_dicts, worker_files
+from dlion.engine import nonfinite, saving, state_dicts, uneven, worker_files
 from dlion.engine.bucket import Bucket, StateNames
 from dlion.engine.checks import (
     check_alone,
@@ -25,7 +26,13 @@ from dlion.engine.checks import (
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt
 from dlion.engine.layout import Member, Members
-from dlion.engine.lockstep import check_equal, check_local_workers, facts_about, plain_values
+from dlion.engine.lockstep import (
+    check_data,
+    check_equal,
+    check_local_workers,
+    facts_about,
+    plain_values,
+)
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap
 from dlion.engine.shards import check_sharding, local_part
@@ -51,9 +58,10 @@ class Common(TypedDict, total=False):
     overlap: bool
     bucket_cap_mb: float | Literal["auto"] | None
     nonfinite: Nonfinite | None
+    stochastic_rounding: bool
 
 
-class DistributedOptimizer(torch.optim.Optimizer, ABC):
+class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     """A ``torch.optim.Optimizer`` whose workers exchange packed messages instead of gradients.
 
     It replaces both the optimizer and DistributedDataParallel: use the bare model, one process per
@@ -70,9 +78,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
     alone.
 
-    Parameter groups that are given here share buckets, so a group for each layer costs no more
-    exchanges than one for all; rates may differ and change. A group that is added later, and what
-    is unfrozen later, has buckets of its own.
+    Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
+    all; rates may differ and change. Groups that are added after a step, or after a state was
+    loaded, share buckets of their own, as does what is unfrozen later.
 
     A process may host several virtual workers (``workers.local``): run a backward pass for each,
     with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
@@ -89,9 +97,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     copy of the parameters, is of the local shards. Methods that need whole matrices (GMuon,
     SignMuon, PowerSGD, DeMo, ...) gather them inside a replica, each on one of its processes. A
     scale or a number of entries that another method takes of each tensor it takes of each shard
-    (LionCub, TernGrad, DGC, ...), so for these methods results depend on the shards. Voters are
-    replicas here, whose gradients have less noise than those of single processes: that is better
-    where links between nodes are slow, and another method than a vote of all processes.
+    (LionCub, TernGrad, DGC, the first step size of DLionADM, ...), so for these methods results
+    depend on the shards. Voters are replicas here, whose gradients have less noise than those of
+    single processes: that is better where links between nodes are slow, and another method than a
+    vote of all processes.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
@@ -142,6 +151,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             as a parameter without a gradient there, in that step; None sends it as it is. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the
+            mean of many small steps is right. All workers draw the same. Rounding to the nearest,
+            which is torch's, loses a step below 1/512 of its parameter (a warning says so); a sign
+            step is as small for all. It takes no memory but float32 values of a bucket during its
+            update. Parameters of other dtypes, and methods of local steps, which keep float32
+            parameters, are not concerned.
 
     Attributes:
         buckets: of all groups, in the order in which their messages leave.
@@ -195,9 +210,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         overlap: bool = False,
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
         nonfinite: Nonfinite | None = None,
+        stochastic_rounding: bool = False,
     ):
+        Joinable.__init__(self)
         self.workers_apart = False
         self._own_of = self._awaits = None  # which save: own state was read, or is still to be
+        self.files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
             given = alone(workers or process_group or mesh or dense_group)
@@ -207,11 +225,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_gpus(given, _device_of(params))
         check_local_workers(given)
+        self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
+        self.stochastic_rounding = stochastic_rounding
         settings = self._settings()
         check_equal(given, {"settings": settings})
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
@@ -223,9 +243,14 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.buckets: list[Bucket] = []
         self.flag = self.flagged = False
         self.skipped = 0
-        self.members = Members(bucket_cap_mb, self.kind, self.whole_matrices)
+        self.members = Members(
+            bucket_cap_mb,
+            self.kind,
+            self.whole_matrices,
+            lambda group: self.owners(group) is not None,
+        )
         self._step = Step(self, overlap)
-        self._constructed = False
+        self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
         close.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self._hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
@@ -273,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
     def after_step(self, bucket: Bucket) -> None:
-        """Run the collective work after all updates (averaging momenta, say)."""
+        """Run the collective work after all updates, such as averaging momenta."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
         """Return the names of the state of a bucket's parameters."""
@@ -282,6 +307,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @staticmethod
     def kind(group: dict[str, Any]) -> Hashable:
         """Return the settings that parameter groups must share to share buckets."""
+
+    def owners(self, group: dict[str, Any]) -> int | None:
+        """Return how many owners a bucket's parameters are dealt to; None: slices may cut them."""
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
@@ -315,7 +343,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, first, before = self.param_groups[-1], len(self.buckets), copy.copy(self.members)
+        group, before = self.param_groups[-1], copy.copy(self.members)
+        groups, first = self._used
+        earlier = self.buckets[first:]
         try:
             check_hyperparameters(type(self), group)
             check_sharding(
@@ -324,16 +354,31 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
             self.members.add(group)
             if self._constructed:  # before, groups are waited for that may share buckets
-                self._add_buckets([group])
+                del self.buckets[first:]
+                self._add_buckets(self.param_groups[groups:])
         except Exception:
             self.param_groups.pop()
             self.members = before
             for tensor in group["params"]:
                 self.state.pop(tensor, None)
-            del self.buckets[first:]
+            self._drop(self.buckets[first:])
+            self.buckets[first:] = earlier
+            for bucket in earlier:
+                saving.publish(bucket, self.state, self.saved_workers)
             raise
         if self._constructed:
+            self._drop(earlier)
             self._hand_out([group], self.buckets[first:])
+
+    def _drop(self, buckets: list[Bucket]) -> None:
+        """Forget buckets whose parameters have a place in others."""
+        if self._step.overlap is not None:
+            for bucket in buckets:
+                self._step.overlap.unwatch(bucket)
+
+    def _note_use(self) -> None:
+        """Note that the groups and buckets of now have state: later ones do not join them."""
+        self._used = len(self.param_groups), len(self.buckets)
 
     def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
         """Make buckets for the trained parameters of groups."""
@@ -341,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[Member]) -> None:
-        bucket = Bucket(len(self.buckets), members)
+        bucket = Bucket(len(self.buckets), members, self.owners(members[0].group))
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
@@ -357,6 +402,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Make buckets for parameters that were unfrozen since the last step."""
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
+        self._note_use()
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -419,6 +465,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError("set_participants() in the middle of a step")
         if self._step.elastic is not None:
             raise RuntimeError("set_participants() with manager=, which names the participants")
+        if self._join_config.enable:
+            raise RuntimeError("set_participants() inside torch's Join, which names them")
         self.channel.set_participants(known)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -496,7 +544,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._join_config.enable:
+            uneven.meet(self, here=True)
         self._check_ready()
+        self._note_use()
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
@@ -514,6 +565,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Refuse a step that would go wrong, and take over what others have put into the state."""
         if not self._step.taken:
             check_bare(self.params)
+            if self._peers.processes > 1 and self._peers.local == 1:
+                check_data(self.params, self._peers)
             if self._met_nobody:
                 check_alone()
         if self._awaits is not None:
@@ -525,6 +578,35 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.members.check_unedited(self.param_groups)
         for bucket in self.buckets:
             saving.adopt(bucket, self.state)
+
+    def join_hook(self, **kwargs: Any) -> uneven.Shadow:
+        """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.
+
+        A worker that has no batch left takes no part: it sends nothing, keeps its state, and
+        follows updates and hyperparameters of the others::
+
+            with Join([optimizer]):
+                for batch in batches:  # fewer on some processes
+                    loss_of(batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Raises:
+            RuntimeError: with ``overlap``, virtual workers, ``dense_group`` or ``manager``; after
+                :meth:`set_participants`.
+        """
+        uneven.check_possible(self)
+        return uneven.Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives of ``Join``."""
+        return self.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of the workers, for ``Join``."""
+        return self.workers.group or dist.group.WORLD
 
     # ------------------------------------------------------------------ a step that moves by itself
 
@@ -559,7 +641,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         views = {}
         for bucket in self.buckets:
             views[f"{bucket.index}.parameters"] = bucket.params
-            for name, values in (bucket.shared | bucket.counters).items():
+            counters = {} if bucket.counts_steps else bucket.counters
+            for name, values in (bucket.shared | counters).items():
                 views[f"{bucket.index}.{name}"] = values
         return views
 
@@ -578,8 +661,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         number of workers it raises CheckpointException before this optimizer hears of it: "Size
         mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
         where 4 workers have saved and 2 load; let processes host several, until there are as many.
-        With ``torch.save``, which writes the local part, save on every rank, and import
-        ``dlion.optim`` before ``torch.load``. Where FSDP has sharded the parameters, all processes
+        With ``torch.save``, which writes the local part, save on every rank: a warning follows
+        where one alone does. Where FSDP has sharded the parameters, all processes
         must call this together.
         """
         return super().state_dict()
@@ -638,7 +721,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def saved_workers(self) -> Workers:
-        """Whose state is saved: with a manager each worker's by itself, as numbers change."""
+        """The workers of a saved state; with a manager each worker by itself, as numbers change."""
         return self.workers if self._step.elastic is None else Workers()
 
     def __getstate__(self) -> NoReturn:
@@ -656,7 +739,7 @@ def _listed(given: Any) -> Any:
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:
-    """Return the device of the first parameter, in whatever form parameters are given."""
+    """Return the device of the first parameter, for any form of ``params``."""
     for given in [params] if isinstance(params, Tensor) else params:
         if isinstance(given, Tensor):
             return given.device

@@ -33,13 +33,16 @@ class _Pass:
         waiting: trained parameters whose gradient is not there yet; None before the first is.
         sent: whether its message has left.
         restarted: whether zero_grad() has given up the pass that the message was made in.
-        gradients: those that the message was made of, with their versions and a hash, if taken.
+        gradients: those that the message was made of, with their versions, what was measured of
+            them, and how.
     """
 
     waiting: int | None = None
     sent: bool = False
     restarted: bool = False
-    gradients: list[tuple[Slot, Tensor, int, Tensor | None]] = field(default_factory=list)
+    gradients: list[tuple[Slot, Tensor, int, Tensor, Callable[[Tensor], Tensor]]] = field(
+        default_factory=list
+    )
 
 
 class Overlap:
@@ -59,7 +62,7 @@ class Overlap:
     Attributes:
         sent: how many buckets' messages have left in this step.
         in_backward: whether a backward pass is going on, or has failed.
-        hooks: those of autograd, to be removed.
+        hooks: those of autograd, to be removed, of each bucket.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Overlap:
         # of the optimizer, which is not to live as long as its parameters' hooks
         self._encode, self._expects = weakref.WeakMethod(encode), weakref.WeakMethod(expects)
         self.sent, self.in_backward = 0, False
-        self.hooks: list[RemovableHandle] = []
+        self.hooks: dict[Bucket, list[RemovableHandle]] = {}
         self._passes: dict[Bucket, _Pass] = {}
         self._synchronising = True
         self._written = True  # whether gradients are written to after they are sent: then hashed
@@ -84,11 +87,19 @@ class Overlap:
     # ---- hooks
 
     def watch(self, bucket: Bucket) -> None:
-        """Have autograd say when gradients of a bucket are there."""
+        """Register autograd hooks that report when a bucket's gradients are ready."""
         self._passes[bucket] = _Pass()
         ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
         tensors = (slot.tensor for slot in bucket.slots)
-        self.hooks += [tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors]
+        self.hooks[bucket] = [
+            tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors
+        ]
+
+    def unwatch(self, bucket: Bucket) -> None:
+        """Forget a bucket of which nothing was sent."""
+        for hook in self.hooks.pop(bucket, []):
+            hook.remove()
+        self._passes.pop(bucket, None)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -144,8 +155,8 @@ class Overlap:
     def check_unchanged(self) -> None:
         """Refuse gradients and hyperparameters that were changed after messages had left.
 
-        A gradient that is written to without a change is no change. That takes a hash of each one
-        before; hashes are taken in the first step, and for as long as steps show such writes.
+        A gradient that is written to without a change is no change. To tell, the norm of each one
+        is taken before. In the first step, and for as long as steps show such writes, a hash is.
         """
         self._written = False
         for bucket in self._buckets[: self.sent]:
@@ -156,12 +167,12 @@ class Overlap:
                     " step(), when messages had left: set it before backward(), or create the"
                     " optimizer with overlap=False"
                 )
-            for slot, grad, version, content in [] if here.restarted else here.gradients:
+            for slot, grad, version, content, measure in [] if here.restarted else here.gradients:
                 same = slot.tensor.grad is grad
                 if same and local_part(grad)._version != version:
                     # clip_grad_norm_(params, inf), say, multiplies by 1
                     self._written = True
-                    same = content is not None and _same_bits(content, _content(grad))
+                    same = _same_bits(content, measure(grad))
                 if not same:
                     raise RuntimeError(
                         f"the gradient of {slot.name or 'a parameter'} was changed between"
@@ -170,7 +181,7 @@ class Overlap:
                     )
 
     def check_restart(self) -> None:
-        """Refuse zero_grad() after a pass that went well, and whose messages have left."""
+        """Refuse zero_grad() after a successful pass whose messages have left."""
         if self.sent and not self.in_backward:
             raise RuntimeError(
                 "zero_grad() after a backward pass whose messages have left, before step(): call"
@@ -180,7 +191,7 @@ class Overlap:
             )
 
     def restart(self) -> None:
-        """Count gradients from zero, as they were dropped; what has left stays sent."""
+        """Count gradients from zero, as they were dropped; messages that left stay sent."""
         self.in_backward = False
         for here in self._passes.values():
             here.waiting, here.restarted = None, here.sent
@@ -209,8 +220,9 @@ class Overlap:
             grad = slot.tensor.grad
             if grad is not None:
                 version = local_part(grad)._version
-                content = _content(grad) if self._written else None
-                self._passes[bucket].gradients.append((slot, grad, version, content))
+                measure = _hash if self._written else _norm
+                noted = slot, grad, version, measure(grad), measure
+                self._passes[bucket].gradients.append(noted)
 
     @torch.no_grad()
     def _run(
@@ -244,7 +256,7 @@ class Overlap:
                 keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
 
     def finish(self) -> None:
-        """Wait for all pending work of this host, whatever its result."""
+        """Wait for all pending work of this host, successful or not."""
         for future in self._running.values():
             future.exception()
 
@@ -257,14 +269,18 @@ class Overlap:
 
     def close(self) -> bool:
         """Remove the hooks and end the thread; return whether nothing was under way."""
-        for hook in self.hooks:
-            hook.remove()
+        for bucket in [*self.hooks]:
+            self.unwatch(bucket)
         if self._executor is not None:
             self._executor.shutdown(wait=False)
         return all(future.done() for future in self._running.values())
 
 
-def _content(grad: Tensor) -> Tensor:
+def _norm(grad: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(local_part(grad)).double()
+
+
+def _hash(grad: Tensor) -> Tensor:
     """Return a hash of a gradient's bits, its sum and norm, ``[3]`` on its device.
 
     The hash, of xor, is blind to pairs of equal values.

@@ -1,8 +1,9 @@
 """Saved state of an optimizer: tensors that know which part of them is on which process."""
 
+import warnings
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,43 @@ APART = "workers_apart"  # the entry of a state without each worker's own: which
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
+CALLED, WRITTEN = 1, 2  # state_dict() was called; its tensors went to a file
+_PATIENCE = {CALLED: 1, WRITTEN: 10}  # steps in which others may do so, from a thread say
+
+
+@dataclass
+class Files:
+    """Bits of every message about saved state, since one process cannot know what others save.
+
+    Attributes:
+        here: what this process did with its own state, CALLED or WRITTEN or both, since all had.
+        steps: steps since some process did and another did not.
+    """
+
+    here: int = 0
+    steps: dict[int, int] = field(default_factory=lambda: {CALLED: 0, WRITTEN: 0})
+
+    def compare(self, saved: Sequence[int]) -> None:
+        """Read the bits of all senders; warn once where only some save their state."""
+        for what, patience in _PATIENCE.items():
+            did = [bool(bits & what) for bits in saved]
+            if all(did):
+                self.here, self.steps[what] = self.here & ~what, 0
+            elif any(did):
+                self.steps[what] += 1
+                if self.steps[what] == patience and self.here & what:
+                    warnings.warn(_ONE_FILE, stacklevel=2)
+                    self.steps = dict.fromkeys(_PATIENCE, patience)
+
+
+_ONE_FILE = (
+    "state_dict() of this process was saved, but not that of every other: each worker owns its"
+    " momentum, so this file cannot resume the run. Save on every process, or set"
+    " workers_apart = True and call save_workers(FOLDER) on every process, or use dlion.frameworks"
+    " (accelerate, transformers, lightning)"
+)
+
+
 class Placements:
     """Placement of state: per-worker state on the workers' processes, all of it on shards.
 
@@ -30,7 +68,8 @@ class Placements:
         both: of the two, workers first; None if there is neither.
     """
 
-    def __init__(self, workers: Workers, param: Tensor):
+    def __init__(self, workers: Workers, param: Tensor, files: Files):
+        self.files = files
         self.shards = param.device_mesh if isinstance(param, DTensor) else None
         self.workers = self.both = None
         group: Any = workers.group or dist.group.WORLD
@@ -58,7 +97,7 @@ class Placements:
             behind = [Shard(p.dim + 1) for p in placements if isinstance(p, Shard)]
             over += behind or [Replicate()] * self.shards.ndim
         count = self.workers.size() if self.workers else 1
-        return _dtensor(rows, self.both, over, (len(rows) * count, *shape))
+        return _dtensor(rows, self.both, over, (len(rows) * count, *shape), self.files)
 
     def shared(self, values: Tensor, param: Tensor) -> Tensor:
         """State of a parameter's shape that is equal on all workers."""
@@ -71,23 +110,27 @@ class Placements:
         if self.workers is None:
             return rows
         shape = (len(rows) * self.workers.size(), *rows.shape[1:])
-        return _dtensor(rows, self.workers, [Shard(0)], shape)
+        return _dtensor(rows, self.workers, [Shard(0)], shape, self.files)
 
 
 def _dtensor(
-    here: Tensor, mesh: DeviceMesh, over: list[Placement], shape: tuple[int, ...]
+    here: Tensor,
+    mesh: DeviceMesh,
+    over: list[Placement],
+    shape: tuple[int, ...],
+    files: Files | None = None,
 ) -> Tensor:
     stride = torch.empty(shape, device="meta").stride()
     # the same memory: pickle fails on a tensor that begins inside another
     here = torch.from_dlpack(here)
     size = torch.Size(shape)
     return _as_saved(
-        DTensor.from_local(here, mesh, over, run_check=False, shape=size, stride=stride)
+        DTensor.from_local(here, mesh, over, run_check=False, shape=size, stride=stride), files
     )
 
 
 def of_workers(workers: Workers) -> Tensor:
-    """Say whose per-worker state is: ids and the number of workers, int64 ``[k, 2]``."""
+    """Return the owners of per-worker state: ids and number of workers, int64 ``[k, 2]``."""
     rows = [[worker, workers.count] for worker in workers.ids]
     return torch.tensor(rows, device="cpu")
 
@@ -98,17 +141,21 @@ class _Saved(DTensor):
     So files that torch.save writes can be read without torch.distributed, by weights_only too.
     """
 
+    files: Files | None
+
     def __reduce_ex__(self, proto: Any) -> Any:
+        if self.files is not None:
+            self.files.here |= WRITTEN
         return self._local_tensor.__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Saved":
         with torch.no_grad():
-            memo[id(self)] = _as_saved(self.clone())
+            memo[id(self)] = _as_saved(self.clone(), self.files)
         return memo[id(self)]
 
 
-def _as_saved(tensor: Any) -> Any:
-    tensor.__class__ = _Saved
+def _as_saved(tensor: Any, files: Files | None) -> Any:
+    tensor.__class__, tensor.files = _Saved, files
     return tensor
 
 
@@ -156,6 +203,7 @@ def distributed_state(
     buckets: Sequence[Bucket],
     workers: Workers,
     own_state: Sequence[str],
+    files: Files,
 ) -> tuple[States, Elementwise]:
     """Return an optimizer's state, sharing its memory, as DTensors where processes differ.
 
@@ -163,8 +211,9 @@ def distributed_state(
 
     Args:
         own_state: names of per-worker state, for parameters of which this process has nothing.
+        files: is told where the state of this process is written to one.
     """
-    placements = Placements(workers, params[0])
+    placements = Placements(workers, params[0], files)
     found: States = {}
     flats: Elementwise = []
     for bucket in buckets:
@@ -213,7 +262,7 @@ def own_names(bucket: Bucket, names: Iterable[str]) -> list[str]:
 
 
 def mark(optimizer: Any) -> list[int]:
-    """Return numbers that tell a save from others: equal on all processes."""
+    """Return numbers that identify a save: equal on all processes."""
     first = [view.flatten()[:64].cpu() for view in optimizer.common_state().values()]
     content = b"".join(view.view(torch.uint8).numpy().tobytes() for view in first)
     return [optimizer.param_groups[0]["steps"], zlib.crc32(content)]

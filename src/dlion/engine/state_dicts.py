@@ -1,4 +1,4 @@
-"""The state dict of an optimizer, and what it refuses to load."""
+"""The state dict of an optimizer, and checks of a loaded one."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from dlion.engine.shards import EXCHANGE, local_part
 
 
 def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Put the state of all buckets into what torch has packed, before others' hooks see it."""
+    """Put the state of all buckets into torch's packed state, before others' hooks see it."""
     for bucket in optimizer.buckets:
         saving.adopt(bucket, optimizer.state)
     found, params = _distributed(optimizer)[0], optimizer.params
@@ -26,7 +26,11 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     packed, inner = {**state_dict, "state": state}, optimizer.inner_state()
     if inner:
         packed["inner"] = inner
-    return _without_own(packed, optimizer) if optimizer.workers_apart else packed
+    if optimizer.workers_apart:
+        return _without_own(packed, optimizer)
+    if optimizer.own_state_is_apart and optimizer.saved_workers.processes > 1:
+        optimizer.files.here |= saving.CALLED
+    return packed
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -37,7 +41,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, flats = _distributed(optimizer)
-    saved, foreign = _sort_out(state_dict["state"], param_of, here, apart is not None)
+    state = _with_steps(state_dict["state"], groups)
+    saved, foreign = _sort_out(state, param_of, here, apart is not None)
     _check_groups(groups, {*optimizer._hyperparameters})
     worker = saving.of_workers(optimizer.saved_workers)
     for name, param in param_of.items():
@@ -56,7 +61,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         saving.publish(bucket, optimizer.state, optimizer.saved_workers)
     saving.put_back(optimizer.buckets, here, flats, saved)
     for key, value in foreign.items():
-        if isinstance(key, torch.nn.Parameter):
+        if isinstance(key, Tensor):
             optimizer.state[key] |= value
         else:
             optimizer.state[key] = value
@@ -65,12 +70,12 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _distributed(optimizer: Any) -> tuple[States, saving.Elementwise]:
     state, params, buckets = optimizer.state, optimizer.params, optimizer.buckets
     return saving.distributed_state(
-        state, params, buckets, optimizer.saved_workers, optimizer.own_state
+        state, params, buckets, optimizer.saved_workers, optimizer.own_state, optimizer.files
     )
 
 
 def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Leave out what differs from worker to worker, and say of which save the rest is."""
+    """Leave out per-worker state, and name the save that the rest belongs to."""
     if not optimizer.own_state_is_apart:
         return packed
     index_of = {param: index for index, param in enumerate(optimizer.params)}
@@ -82,6 +87,15 @@ def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     packed["state"] = {key: value for key, value in packed["state"].items() if value != {}}
     return {key: value for key, value in packed.items() if key != "inner"} | {
         APART: saving.mark(optimizer)
+    }
+
+
+def _with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Give parameters whose steps an earlier state did not count those of their group."""
+    steps = {name: group.get("steps", 0) for group in groups for name in group["params"]}
+    return {
+        key: value | {"step": value.get("step", steps[key])} if key in steps and value else value
+        for key, value in state.items()
     }
 
 

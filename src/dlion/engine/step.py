@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlion.engine import nonfinite
 from dlion.engine.bucket import Bucket, InFlight
@@ -13,6 +14,7 @@ from dlion.engine.elastic import Elastic
 from dlion.engine.layout import Member
 from dlion.engine.method import Method
 from dlion.engine.overlap import Overlap, Work
+from dlion.engine.rounding import Rounder
 from dlion.exchange import run_together
 from dlion.transfer import download
 
@@ -46,6 +48,7 @@ class Step:
         if overlap:
             self.overlap = Overlap(method.buckets, self._encode_last, self._is_last_pass)
         self.elastic: Elastic | None = None
+        self._rounder = Rounder(method.stochastic_rounding, method.seed)
         self._skipping: set[int] = set()  # workers that leave out a gradient in this step
         self._late: dict[Bucket, Work] = {}  # what the exchange's thread does before an exchange
 
@@ -111,7 +114,7 @@ class Step:
         """Let the node average its gradients, and write the message about their mean."""
         method = self._method
         assert method.node is not None
-        header = bucket.make_header(bucket.present(), method.members.trained, flag)
+        header = self._header(bucket, bucket.present(), flag)
         self._write_message(bucket, local, method.node.average(bucket, header))
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
@@ -127,7 +130,11 @@ class Step:
         own = (rows[local] for rows in bucket.own.values())
         with method.channel.timer.encode, bucket.untouched(present, own):
             method.encode(bucket, local)
-        bucket.write_header(local, bucket.make_header(present, method.members.trained, flag))
+        bucket.write_header(local, self._header(bucket, present, flag))
+
+    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
+        method = self._method
+        return bucket.make_header(present, method.members.trained, flag, method.files.here)
 
     # ------------------------------------------------------------------ messages -> parameters
 
@@ -196,20 +203,24 @@ class Step:
         for bucket in buckets:
             bucket.adopt()
             flats = (bucket.params, *bucket.shared.values())
-            with method.channel.timer.apply, bucket.untouched(bucket.flight.present, flats):
+            kept = bucket.untouched(bucket.flight.present, flats)
+            with method.channel.timer.apply, kept, self._rounder(bucket):
                 method.update(bucket)
             bucket.write_back()
 
     def _conclude(self) -> None:
-        """Note what the headers of this step said, and count it."""
+        """Note the headers of this step, and count it."""
         method = self._method
         travelled = slow = method.flagged = False
         for bucket in method.buckets:
             flight = bucket.flight
             travelled, slow = travelled or any(flight.present), slow or flight.slow
             method.flagged = method.flagged or flight.flag
+            bucket.count_step()
+        self._rounder.end_step()
         if travelled:
             method.channel.adapt(slow)
+            method.files.compare(method.buckets[0].flight.saved)
         method.skipped += len(self._skipping)
         self.taken = True
         for group in method.param_groups:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.layout import ALIGNMENT, Slot
+from dlion.engine.layout import ALIGNMENT, Slot, deal
 
 
 class Whole:
@@ -95,17 +95,6 @@ class Whole:
         inbox = outbox.new_empty(sum(received))
         dist.all_to_all_single(inbox, outbox, received, sent, group=self._mesh.get_group())
         return inbox
-
-
-def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Deal things of these sizes to so many, as equally as goes; return their places, ascending."""
-    dealt: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        lightest = loads.index(min(loads))
-        dealt[lightest].append(index)
-        loads[lightest] += sizes[index]
-    return [sorted(part) for part in dealt]
 
 
 def _in_memory(slot: Slot) -> torch.Size:

@@ -1,7 +1,7 @@
 """Exchanges carry messages between workers and combine them. They know nothing of optimizers."""
 
 from dlion.exchange.channel import Channel, Traffic, sum_in_order
-from dlion.exchange.delta import DeltaVote
+from dlion.exchange.delta import DeltaVote, PolarDeltaVote
 from dlion.exchange.direct_send import (
     Buffers,
     DenseMean,
@@ -33,6 +33,7 @@ __all__ = [
     "LevelMean",
     "LowRankMean",
     "Matrix",
+    "PolarDeltaVote",
     "RoundedMean",
     "ScaledInt8Mean",
     "ScaledSignMean",

@@ -84,7 +84,7 @@ class Channel:
         self.set_participants(None)
 
     def move(self, workers: Workers) -> None:
-        """Go on with other workers, on a gloo group that torch need not know."""
+        """Continue with other workers, on a gloo group that torch need not know."""
         self.workers, self.alone = workers, workers.processes == 1
         self._backends = dict.fromkeys(("cpu", "cuda"), "gloo")
         self.slow = self._one_by_one = False
@@ -334,7 +334,7 @@ class Channel:
                 part.copy_(incoming[q])
 
     def barrier(self) -> None:
-        """Wait until all processes are here, and have received what was sent before."""
+        """Wait until all processes are here, and have received all earlier messages."""
         if not self.alone:
             dist.barrier(group=self.workers.group)
 
@@ -412,7 +412,7 @@ def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def sums_of_rows(values: Tensor) -> Tensor:
-    """The sums of ``|v|`` of rows of 64 in float64, ``[m, 64]`` -> ``[m]``, whatever the threads.
+    """The sums of ``|v|`` of rows of 64 in float64, ``[m, 64]`` -> ``[m]``, for any threads.
 
     On a CPU some rows at a time, as torch would first make a float64 copy of all.
     """

@@ -7,6 +7,7 @@ alternate around the truth (granular noise). It is learnt from the bits alone, s
 bits travels.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 import torch
@@ -104,28 +105,35 @@ class DeltaVote(DirectSend):
         super().run(step)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        positive, tied = self.follow(messages, owner, self.lookahead)
+        words = answer.view(torch.int64)
+        words.copy_(positive | self._ties.positive(tied, owner, step))
+        self._ties.remember(words, owner)
+        if self.weighted:
+            estimates = self.state["received_estimate"][owner]
+            opinions = self._competence.of_senders(estimates) > 0
+            self._competence.learn(owner, opinions == self.down.decode(answer, self.slice))
+
+    def follow(self, messages: Tensor, owner: int, lookahead: float) -> Tensor:
+        """Move the estimates of the senders by their bits.
+
+        Returns where their sum, taken ahead, is above 0 and where it is 0: int64 ``[2, words]``.
+        """
         received = ("received_estimate", "received_level", "received_history")
         coders = Coder(*(self.state[name][owner] for name in received))
         senders = self.channel.participants
         row_of = {worker: row for row, worker in enumerate(senders)}
         rows = tuple(row_of.get(worker, -1) for worker in range(self.channel.workers.count))
-        positive, tied = self._masks
         kernels.decode_deltas(
             self.up.view(messages),
             index_of(rows, self._masks.device),
             coders,
             self._weights(owner),
             self.rise,
-            self.lookahead,
-            positive,
-            tied,
+            lookahead,
+            *self._masks,
         )
-        words = answer.view(torch.int64)
-        words.copy_(positive | self._ties.positive(tied, owner, step))
-        self._ties.remember(words, owner)
-        if self.weighted:
-            opinions = self._competence.of_senders(coders.estimate) > 0
-            self._competence.learn(owner, opinions == self.down.decode(answer, self.slice))
+        return self._masks
 
     def decode(self) -> Tensor:
         return signs_of(self)
@@ -151,8 +159,61 @@ class DeltaVote(DirectSend):
         return weights * self._competence.weights(owner) if self.weighted else weights
 
 
+class PolarDeltaVote(DeltaVote):
+    """The signs of a function of each matrix of the sum of estimates, computed by its owner.
+
+    No matrix may lie in two slices, so every one has one owner, which computes its answer once for
+    all. The sum is taken ahead by ``lookahead`` times what it has just moved by.
+
+    Args:
+        numel, sizes: as for :class:`DeltaVote`.
+        spans: ``(start, stop)`` of each matrix.
+        answer: makes the answers of an owner: the numbers of its matrices and their values,
+            ``[R * C]`` each -> as many.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        numel: int,
+        sizes: list[int],
+        rise: int,
+        lookahead: float,
+        spans: Sequence[tuple[int, int]],
+        answer: Callable[[list[int], list[Tensor]], list[Tensor]],
+        **buffers: Unpack[Buffers],
+    ) -> None:
+        super().__init__(channel, numel, sizes, rise, lookahead, **buffers)
+        self._spans, self._answer = spans, answer
+        if any(start // self.slice != (stop - 1) // self.slice for start, stop in spans):
+            raise ValueError("a matrix lies in the slices of two owners")
+
+    def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
+        total = self.state["received_estimate"][owner, 0]
+        before = total.clone()
+        self.follow(messages, owner, 0.0)
+        ahead = total + self.lookahead * (total - before)
+        offset = self.slice * self.channel.workers.ids[owner]
+        own = [
+            (index, slice(start - offset, stop - offset))
+            for index, (start, stop) in enumerate(self._spans)
+            if offset <= start < offset + self.slice
+        ]
+        found = self._answer([index for index, _ in own], [ahead[part] for _, part in own])
+        directions = torch.ones_like(ahead)
+        for (_, part), direction in zip(own, found, strict=True):
+            directions[part] = direction
+        positive, tied = (
+            self.down.encode(mask.to(torch.uint8)).view(torch.int64)
+            for mask in (directions > 0, directions == 0)
+        )
+        words = answer.view(torch.int64)
+        words.copy_(positive | self._ties.positive(tied, owner, step))
+        self._ties.remember(words, owner)
+
+
 def _sum(values: Tensor) -> Tensor:
-    """Add values in float64 one after the other on a CPU, so whatever the number of threads.
+    """Add values in float64 one after the other on a CPU: independent of the threads.
 
     On a GPU ``cumsum`` is not deterministic, and ``sum`` is.
     """

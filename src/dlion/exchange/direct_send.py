@@ -125,7 +125,7 @@ class Exchange(ABC):
         """Take note of the answer that was handed on."""
 
     def elementwise(self) -> dict[str, Tensor]:
-        """Return what ``state`` says of each parameter by itself, from all owners: ``[numel]``.
+        """Return the per-parameter part of ``state``, from all owners: ``[numel]``.
 
         What is not among it depends on the slices. All processes must call this together.
         """

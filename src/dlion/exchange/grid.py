@@ -104,7 +104,7 @@ class Grid:
     def _send(
         self, held: Tensor, headers: Tensor, line: Line, senders: set[int] | None
     ) -> tuple[Tensor, Tensor]:
-        """Send along one dimension what is about slices in each direction.
+        """Send the slices of each direction along one dimension.
 
         Args:
             held: int64 ``[k, planes, slices, words]``.

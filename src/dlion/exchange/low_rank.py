@@ -126,7 +126,8 @@ class LowRankMean(Exchange):
             for query in self._split(self._query[0]):
                 query /= query.norm(dim=0) + SMALLEST_NORM
             self._query[1:] = self._query[0]
-        self.answer = [self._first.answer, *self._bases]  # all that decode() reads and this made
+        made = [self._product] if self._unit else []
+        self.answer = [self._first.answer, *self._bases, *made]  # all that is made here and read
 
     def decode(self) -> Tensor:
         return self._expand(self._query[0], self._first.decode())

@@ -243,6 +243,6 @@ def cosines(size: int) -> Tensor:
 
 
 def without_noise(tiles: Tensor) -> Tensor:
-    """Return float64 tiles, ``[..., h, w]``, with 0 for what cancelled but for rounding."""
+    """Return float64 tiles, ``[..., h, w]``, with 0 for differences of rounding size."""
     sizes = tiles.abs()
     return tiles.masked_fill(sizes < 1e-9 * sizes.amax((-2, -1), keepdim=True), 0)

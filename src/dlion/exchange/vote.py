@@ -230,7 +230,7 @@ class Competence:
         return (p / (1 - p)).log()
 
     def learn(self, owner: int, agreed: Tensor) -> None:
-        """Average the shares of the senders over about 100 steps with what agreed now.
+        """Average the senders' shares of agreement over about 100 steps.
 
         Args:
             agreed: which parameters each sender agreed on with the answer, bool ``[m, slice]``.
@@ -243,7 +243,7 @@ class Competence:
         shares.index_copy_(0, senders, after)
 
     def of_senders(self, values: Tensor) -> Tensor:
-        """Return what values of all workers, ``[n, ...]``, say of the senders, ``[m, ...]``."""
+        """Return the senders' rows, ``[m, ...]``, of values of all workers, ``[n, ...]``."""
         senders = self._channel.participants
         if len(senders) == len(values):
             return values

@@ -1,4 +1,4 @@
-"""The door to Hugging Face accelerate: save_state() and load_state() with every worker's state."""
+"""Hugging Face accelerate: save_state() and load_state() with every worker's state."""
 
 from pathlib import Path
 from typing import Any

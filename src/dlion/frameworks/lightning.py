@@ -1,4 +1,4 @@
-"""The door to Lightning: checkpoints with every worker's state."""
+"""Lightning: checkpoints with every worker's state."""
 
 import shutil
 from pathlib import Path
@@ -41,7 +41,7 @@ class KeepWorkers(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Remember which file's neighbours are to be read."""
-        self._loads = _beside(checkpoint_path)
+        self._loads = _beside(Path(checkpoint_path).resolve())  # last.ckpt may be a link
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

@@ -1,4 +1,4 @@
-"""The door to the Trainer of transformers: checkpoints with every worker's state."""
+"""The Trainer of transformers: checkpoints with every worker's state."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class KeepWorkers(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
-        """Silence DistributedDataParallel; read what a loaded state is without."""
+        """Silence DistributedDataParallel; read the workers' state of a resumed run."""
         for one in ours([optimizer]):
             one.workers_apart = True
             silence(one)

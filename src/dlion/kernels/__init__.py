@@ -2,8 +2,8 @@
 
 Each pass exists in plain torch (``reference.py``, the specification, for every device and dtype),
 for CPUs (``numba_cpu.py``) and for CUDA (``triton_cuda.py``); device and dtype decide which of
-them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference. So does a
-machine with CUDA where Triton cannot work, after a warning.
+them runs. ``DLION_KERNELS=reference`` in the environment always takes the reference, as does
+``NUMBA_DISABLE_JIT=1`` on a CPU, and a machine with CUDA where Triton cannot work, after a warning.
 
 All give the same bits: each product and each sum is rounded to float32 by itself (there is no fused
 multiply-add), bfloat16 gradients are widened first, and bfloat16 parameters are rounded once, to
@@ -58,6 +58,7 @@ __all__ = [
     "momentum_descent",
     "nearest_level",
     "pack_votes",
+    "round_at_random",
     "step_size",
     "sum_planes",
     "take_mean",
@@ -353,6 +354,20 @@ def lion(
     module.lion(params, momentum, grad, beta1, beta2, lr, weight_decay)
 
 
+def round_at_random(params: Tensor, values: Tensor, key: tuple[int, int]) -> None:
+    """Round float32 values to bfloat16, up or down at random: the mean is the value itself.
+
+    What bfloat16 can represent stays as it is. The 16 random bits of a place are a hash of the
+    place and the key, so every process and device that has the key draws the same.
+
+    Args:
+        params: bfloat16 ``[m]``, overwritten.
+        values: float32 ``[m]``.
+        key: two integers of 32 bits.
+    """
+    choose(params, values).round_at_random(params, values, key)
+
+
 def choose(*vectors: Tensor, length: int = 0) -> ModuleType:
     """Return the fastest module that takes the vectors.
 
@@ -369,6 +384,10 @@ def _compiled(device: str) -> ModuleType:
     if os.environ.get("DLION_KERNELS") == "reference":
         return reference
     if device == "cpu":
+        from numba import config
+
+        if getattr(config, "DISABLE_JIT", False):  # for debuggers
+            return reference
         from dlion.kernels import numba_cpu
 
         return numba_cpu
@@ -400,7 +419,7 @@ def _missing_for_triton() -> str | None:
 
 
 def _inexact(triton: str, capability: tuple[int, int]) -> str | None:
-    """Return what is missing for kernels that round each product and each sum by itself.
+    """Return the missing requirement of kernels that round each product and sum by itself.
 
     On Blackwell the assembler of Triton 3.6 fuses them, although it is told not to.
     """

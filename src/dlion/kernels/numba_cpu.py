@@ -22,7 +22,7 @@ from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlion.kernels import steps
+from dlion.kernels import rounding, steps
 
 _BLOCK = 512  # words of a vote at a time: its planes stay in the first cache
 _SMALL = 1 << 17  # elements below which threads do not pay
@@ -30,6 +30,8 @@ _ZERO, _ONES = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds a small float32 to an integer
 _ONE, _SIGN = np.uint32(1), np.uint32(31)
 _SIZE, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800001)  # of the bits of float32
+_INF = np.uint32(0x7F800000)
+_PLACE, _MIX = np.uint32(rounding.PLACE), tuple(map(np.uint32, rounding.MIX))
 _SAMPLE = 4096  # entries that tell which may be among the largest
 _SHIFT, _BASE = np.uint32(steps.SHIFT), np.uint32(steps.BASE)
 _UNSIGNED = {torch.int64: torch.uint64, torch.bfloat16: torch.uint16}  # NumPy has no bfloat16
@@ -151,6 +153,11 @@ def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     factors = (float(beta1), float(beta2), float(lr), float(weight_decay))
     args = (_array(params), momentum.numpy(), _array(grad), *factors)
     _on_threads(_lion, args, len(params))
+
+
+def round_at_random(params, values, key):
+    args = (_array(params), values.numpy().view(np.uint32), *map(np.uint32, key))
+    _on_threads(_round_at_random, args, len(params))
 
 
 def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
@@ -659,6 +666,19 @@ def _lion(params, momentum, grad, beta1, beta2, lr, weight_decay, start, stop):
                 m[j] = b2 * old + a2 * new
     _keep(params, stop, xs[1])
     _keep(momentum, stop, momenta[1])
+
+
+@_compile
+def _round_at_random(params, values, first, second, start, stop):
+    for s in range(start, stop):
+        h = np.uint32(np.uint32(s) * _PLACE + first)
+        h = np.uint32((h ^ h >> np.uint32(16)) * _MIX[0])
+        h = np.uint32((h ^ h >> np.uint32(13)) + second)
+        h = np.uint32(h * _MIX[1])
+        bits = values[s]
+        cut = np.uint32(bits + (h >> np.uint32(16))) >> np.uint32(16)
+        nan = bits & _SIZE > _INF
+        params[s] = np.uint16(0x7FC0) if nan else np.uint16(cut)
 
 
 @_compile

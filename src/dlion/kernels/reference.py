@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dlion.kernels.rounding import random_bits
 from dlion.kernels.steps import step_size
 from dlion.wire import Sparse, packing
 
@@ -191,6 +192,12 @@ def apply_trits(params, answers, length, lr, weight_decay):
 def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     direction = lion_direction(momentum, grad, beta1, beta2)
     descend(params, direction.sign_(), lr, weight_decay)
+
+
+def round_at_random(params, values, key):
+    bits = values.view(torch.int32)
+    cut = (bits + random_bits(len(values), key, values.device)) & -0x10000
+    params.copy_(cut.view(torch.float32).where(~values.isnan(), values))
 
 
 def _unzip(entries: Tensor) -> tuple[Tensor, Tensor]:

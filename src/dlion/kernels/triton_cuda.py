@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dlion.kernels import reference
 from dlion.kernels.gradients import Gradients
+from dlion.kernels.rounding import MIX, PLACE
 from dlion.kernels.steps import BASE, SHIFT
 from dlion.transfer import upload
 
@@ -31,6 +32,8 @@ _PARTS = tl.constexpr(256)  # partial sums that a program adds at a time
 _LANES = tl.constexpr(512)  # of a program that packs votes, 20 each
 _HALVES = tl.constexpr(128)  # of a program that follows deltas
 _SHIFT, _BASE = tl.constexpr(SHIFT), tl.constexpr(BASE)
+_PLACE_FACTOR = tl.constexpr(PLACE)
+_MIX_1, _MIX_2 = map(tl.constexpr, MIX)
 _EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
 # where a message lies differs from bucket to bucket, and none of it is worth a compilation
 _PLACE = ["row", "plane", "words", "n"]
@@ -143,6 +146,12 @@ def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
 def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
     size, factors = params.numel(), (float(momentum), *_rates(lr, weight_decay))
     _momentum_descent[_grid(size)](params, buffer, answer, size, *factors, **_EXACT)
+
+
+@_on_device
+def round_at_random(params, values, key):
+    size, signed = params.numel(), (half - (half >> 31 << 32) for half in key)
+    _round_at_random[_grid(size)](params, values, size, *signed, **_EXACT)
 
 
 @_on_device
@@ -839,6 +848,20 @@ def _momentum_descent(values, buffer, answer, size, momentum, decay, rate):
     start, left = _block(size)
     b = _moved(buffer + start, answer + start, left, momentum)
     _descend(values + start, left, b * rate, decay)
+
+
+@triton.jit(do_not_specialize=["first", "second"])
+def _round_at_random(values, wide, size, first, second):
+    start, left = _block(size)
+    index = _index()
+    value = tl.load(wide + start + index, mask=index < left, other=0.0)
+    h = (start.to(tl.uint32) + index.to(tl.uint32)) * _PLACE_FACTOR + first.to(tl.uint32)
+    h = (h ^ (h >> 16)) * _MIX_1
+    h = (h ^ (h >> 13)) + second.to(tl.uint32)
+    h = h * _MIX_2
+    cut = (value.to(tl.uint32, bitcast=True) + (h >> 16)) & 0xFFFF0000
+    rounded = tl.where(value == value, cut.to(tl.float32, bitcast=True), value)
+    tl.store(values + start + index, rounded.to(values.dtype.element_ty), mask=index < left)
 
 
 @triton.jit

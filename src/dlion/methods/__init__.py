@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot follow __getattr__
     from dlion.methods.local import DiLoCo as DiLoCo
     from dlion.methods.local import LocalUpdate as LocalUpdate
     from dlion.methods.muon import GMuon as GMuon
+    from dlion.methods.muon_adm import MuonADM as MuonADM
     from dlion.methods.onebit_adam import OneBitAdam as OneBitAdam
     from dlion.methods.powersgd import PowerSGD as PowerSGD
     from dlion.methods.sign_muon import SignMuon as SignMuon
@@ -120,6 +121,9 @@ METHODS = {  # new ones at the end: the order decides colours of plots
     "dion": Method("dion.Dion", "orthonormal low-rank factors of momenta, AdamW on the rest"),
     "ef21_muon": Method(
         "ef21_muon.EF21Muon", "Muon on momenta, tracked by their largest changes (EF21)"
+    ),
+    "muon_adm": Method(
+        "muon_adm.MuonADM", "sign of the polar factor of the momenta, tracked by delta modulation"
     ),
 }
 

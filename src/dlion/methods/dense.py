@@ -28,7 +28,11 @@ class MeanGradientOptimizer(DistributedOptimizer):
 class GAdamW(MeanGradientOptimizer):
     """Global AdamW: torch.optim.AdamW on the mean gradient of all workers.
 
-    As in torch, steps are counted for each parameter: those in which some worker had a gradient.
+    Everyone, with g the mean gradient: ``m <- b1 m + (1 - b1) g``, ``v <- b2 v + (1 - b2) g^2``,
+    ``x <- (1 - lr wd) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``.
+    Source: Loshchilov and Hutter 2019 (arXiv 1711.05101), Algorithm 2.
+
+    As in torch, steps t are counted for each parameter: those in which some worker had a gradient.
 
     When not to use it: to train. DistributedDataParallel with torch.optim.AdamW computes the same
     on a fast link; this is the quality that compressed methods are compared with.
@@ -62,8 +66,9 @@ class GAdamW(MeanGradientOptimizer):
 class GLion(MeanGradientOptimizer):
     """Global Lion: Lion on the mean gradient of all workers.
 
-    ``u = b1 m + (1 - b1) g``, ``m <- b2 m + (1 - b2) g``, ``x <- (1 - lr wd) x - lr sign(u)`` with
-    g the mean gradient. Source: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
+    Everyone, with g the mean gradient: ``u = b1 m + (1 - b1) g``, ``m <- b2 m + (1 - b2) g``,
+    ``x <- (1 - lr wd) x - lr sign(u)``.
+    Source: Chen et al. 2023 (arXiv 2302.06675), Algorithm 2.
 
     When not to use it: on a slow link, where :class:`DLion` sends 1/32 of the bits and
     on i.i.d. data learns as well.

@@ -227,8 +227,12 @@ class Signum(SignedDescent):
 
     Worker i: ``m_i <- b m_i + (1 - b) g_i``, ``d_i = sign(m_i)``; then as :class:`DLion`.
     Source: Bernstein et al. 2018 (arXiv 1810.05291), Algorithm 1, and D-SIGNUM of arXiv 2404.00438
-    (which uses b = 0.99). sign(0), ``aggregation``, ``ties`` and when not to use it: as
-    :class:`DLion`, which is to be preferred with a momentum as short; Signum is here to compare.
+    (which uses b = 0.99).
+
+    sign(0), ``aggregation`` and ``ties``: as :class:`DLion`.
+
+    When not to use it: where :class:`DLion` is not to be used. With a momentum as short
+    :class:`DLion` is to be preferred; Signum is here to compare.
 
     Args:
         lr: learning rate.

@@ -5,7 +5,6 @@ the bucket's group.
 """
 
 import itertools
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,8 +16,8 @@ from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.layout import Slot
 from dlion.methods.muon import (
-    EMBEDDINGS_AND_HEADS,
     bucket_orthogonalise,
+    is_hidden,
     matrix_shape,
     rms_scale,
 )
@@ -124,7 +123,7 @@ class Muon(Inner):
 
 
 def _is_hidden(slot: Slot) -> bool:
-    return len(slot.shape) > 1 and not re.search(EMBEDDINGS_AND_HEADS, slot.name)
+    return len(slot.shape) > 1 and is_hidden(slot.name)
 
 
 class OfTorch(Inner):

@@ -32,6 +32,11 @@ AdjustLR = Literal["match_rms_adamw", "original"]
 Precision = Literal["bf16", "float32"]
 
 
+def is_hidden(name: str, others: str | None = None) -> bool:
+    """Whether a matrix of this name is of a hidden layer; ``others``: a pattern of the others."""
+    return not re.search(others or EMBEDDINGS_AND_HEADS, name)
+
+
 class MatricesApart(DistributedOptimizer):
     """An optimizer whose parameter groups are split into matrices and the rest: ``use_muon``."""
 
@@ -55,7 +60,7 @@ class MatricesApart(DistributedOptimizer):
         name, tensor = member if isinstance(member, tuple) else ("", member)
         if tensor.dim() < 2 or asked is False:
             return False
-        return asked is True or not re.search(self.adamw_names or EMBEDDINGS_AND_HEADS, name)
+        return asked is True or is_hidden(name, self.adamw_names)
 
 
 class BesideAdamW(MatricesApart, MeanGradientOptimizer):

@@ -337,6 +337,20 @@ def first_level(u: Tensor, spans: Spans) -> Tensor:
     return level
 
 
+def delta_steps(
+    u: Tensor, h: Tensor, level: Tensor, last: Tensor, repeated: Tensor, rise: int
+) -> Tensor:
+    bits = u >= h
+    same = bits == last
+    level += torch.where(same, torch.where(repeated, rise, 0), -1)
+    level.clamp_(0, 255)
+    last.copy_(bits)
+    repeated.copy_(same)
+    steps = step_size(level) * torch.where(bits, 1.0, -1.0)
+    h += steps
+    return steps
+
+
 def dlion_adm(
     x: Tensor,
     m: Tensor,
@@ -358,19 +372,60 @@ def dlion_adm(
     u = lion_direction(m, g, betas)
     if step == 0:
         level.copy_(first_level(u, spans))
-    bits = u >= h
-    same = bits == last
-    level += torch.where(same, torch.where(repeated, rise, 0), -1)
-    level.clamp_(0, 255)
-    last.copy_(bits)
-    repeated.copy_(same)
-    steps = step_size(level) * torch.where(bits, 1.0, -1.0)
-    h += steps
+    steps = delta_steps(u, h, level, last, repeated, rise)
     for row in steps:
         total += row  # the sum of h, an absent worker's included
     ahead = total + lookahead * sum(steps)
     previous.copy_(ahead.sign().where(ahead != 0, previous))
     descend(x, previous, lr, wd)
+
+
+# Muon by delta modulation: the owner of a matrix orthogonalises the sum of the estimates.
+
+
+def muon_adm(
+    x: Tensor,
+    m: Tensor,
+    h: Tensor,
+    level: Tensor,
+    last: Tensor,
+    repeated: Tensor,
+    total: Tensor,
+    previous: Tensor,
+    g: Tensor,
+    step: int,
+    lr: float,
+    mu: float,
+    betas: Betas,
+    wd: float,
+    rise: int,
+    lookahead: float,
+    newton_schulz: tuple[int, torch.dtype],
+    matrices: "Matrices",
+    spans: Spans,
+) -> None:
+    for start, stop in spans:
+        part = slice(start, stop)
+        coder = (h[:, part], level[:, part], last[:, part], repeated[:, part])
+        rates, state = (0.1 * lr, betas, wd / 0.1), (total[part], previous[part])
+        own = [(0, stop - start)]
+        dlion_adm(
+            x[part], m[:, part], *coder, *state, g[:, part], step, *rates, rise, lookahead, own
+        )
+    for start, stop, rows in matrices:
+        part = slice(start, stop)
+        m[:, part].lerp_(g[:, part], 1 - mu)
+        u = g[:, part].lerp(m[:, part], mu)
+        if step == 0:
+            level[:, part] = first_level(u, [(0, stop - start)])
+        steps = delta_steps(u, h[:, part], level[:, part], last[:, part], repeated[:, part], rise)
+        before = total[part].clone()
+        for row in steps:
+            total[part] += row
+        ahead = total[part] + lookahead * (total[part] - before)
+        o = orthogonalise(ahead.view(rows, -1), *newton_schulz).flatten()
+        previous[part] = o.sign().where(o != 0, previous[part])
+        descend(x[part], previous[part], 0.2 * lr, wd / 0.2)
 
 
 # Muon: matrices are ``(start, stop, rows)`` in d, AdamW's are the ``spans``.

@@ -4,15 +4,17 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dlion.errors import RunFailed, UserError
 from dlion.suite.files import is_stream, whole_file, write_atomically
+from dlion.suite.terminal import in_one_line
 from dlion.suite.units import parse_rate
 
 DEFAULT_RUNS = Path("outputs")  # where train.py writes
@@ -24,8 +26,15 @@ _KINDS = {*PICTURES, ".html", ".htm", ".csv", ".tsv", ".xlsx", ".json", ".md", "
 class Parser(argparse.ArgumentParser):
     """A parser that refuses wrong arguments in one sentence, with exit code 2."""
 
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        options = super().parse_args(*args, **kwargs)
+        for value in vars(options).values():
+            if isinstance(value, Path) and re.match(r"\w{2,}:/", str(value)):
+                self.error(f"{value} is an address: name a file or folder of this machine")
+        return options
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {in_one_line(message)}\n")
 
 
 def make_parser(name: str, description: str | None, example: str) -> Parser:
@@ -62,7 +71,7 @@ def errors_end_the_command() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except UserError as error:
-        _leave(f"error: {error}", 2)
+        _leave(f"error: {in_one_line(str(error))}", 2)
     except RunFailed as error:
         _leave(f"error: {error}", 1)
     except ModuleNotFoundError as error:
@@ -82,7 +91,7 @@ def errors_end_the_command() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Drop what was printed and not yet written, which Python would write at its end."""
+    """Drop printed output that Python would write at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -178,16 +187,13 @@ def print_or_write(text: str, file: Path | None, name: str) -> None:
             write_atomically(path, text)
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers, ``1e7`` among them, that are not below ``least``."""
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return a parser of whole numbers, ``1e7`` among them, from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value == int(value) >= least):
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        value = _float(text)
+        if not (math.isfinite(value) and value == int(value) and least <= value <= most):
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number {_limits(least, most)}")
         return int(value)
 
     return parse
@@ -197,16 +203,23 @@ def number(least: float, most: float = math.inf) -> Callable[[str], float]:
     """Return a parser of finite numbers from ``least`` to ``most``."""
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = _float(text)
         if not (math.isfinite(value) and least <= value <= most):
-            limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not a number {limits}")
+            raise argparse.ArgumentTypeError(f"{text} is not a number {_limits(least, most)}")
         return value
 
     return parse
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _limits(least: float, most: float) -> str:
+    return f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
 
 
 def link(text: str) -> int | None:

@@ -22,11 +22,22 @@ from omegaconf.errors import (
 
 import dlion.suite.search  # noqa: F401 - its resolvers are those of recipes
 from dlion.errors import UserError
-from dlion.suite.settings import Settings, check_complete, root_cause, with_present_names
+from dlion.suite.lookups import check_size
+from dlion.suite.settings import (
+    Settings,
+    check_complete,
+    component_of,
+    root_cause,
+    with_present_names,
+)
 from dlion.values import did_you_mean, parameters
 
 _PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
 _OF_A_RESOLVER = "UserError raised while resolving interpolation: "
+_GROUPS = (  # folders of conf/
+    *(key for key, hint in parameters(Settings).items() if component_of(hint) is not None),
+    *("experiment", "search"),
+)
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -75,6 +86,10 @@ def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         settings = OmegaConf.masked_copy(config, kept)
     except OmegaConfBaseException as error:
         raise UserError(_unresolved(config) or explain(error)) from error
+    try:
+        check_size(OmegaConf.to_container(settings, resolve=False))
+    except ValueError as error:
+        raise UserError(f"{error}: type values, or look up less") from error
     words: Any = OmegaConf.to_container(hydra_node.overrides.task, resolve=False)
     typed = {override.lstrip("+~").partition("=")[0] for override in words}
     check_complete(settings.keys())
@@ -108,7 +123,7 @@ def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
 
 
 def _unresolved(node: Any) -> str | None:
-    """Name the first setting that looks up what is not there, and say why it cannot."""
+    """Name the first setting whose interpolation fails, and say why."""
     for key in node if isinstance(node, DictConfig) else range(len(node)):
         if key == "hydra":
             continue
@@ -172,11 +187,16 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _unknown_choice(error.missing_cfg_file, error.options or ())
+        unknown = _unknown_choice(error.missing_cfg_file, error.options or ())
+        named_by = re.match("In '(.+)': Could not load", reason)
+        inside = named_by and named_by[1] != "config"
+        return f"the defaults of {named_by[1]}.yaml: {unknown}" if inside else unknown
     if isinstance(error, InstantiationException):
         return _first_line(root_cause(error))
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"
+    if elsewhere := re.match("Could not override '(.+@.*)'", reason):
+        return _not_a_setting(elsewhere[1], parameters(Settings))
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
         return _unknown(cause)
@@ -199,7 +219,9 @@ def _unreadable(override: str) -> str:
 
 def _unknown_choice(file: str, options: Collection[str]) -> str:
     """Say that a group has no such file, and which one was probably meant."""
-    group, _, name = file.rpartition("/")
+    group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
+    if group not in _GROUPS and not file.startswith("hydra/"):
+        return f"--config-name {file} is not a file of conf/: leave it out"
     if group == "hydra/launcher":
         options = {*options, "basic"}
     beginnings = sorted(option for option in options if option.startswith(name))
@@ -207,8 +229,6 @@ def _unknown_choice(file: str, options: Collection[str]) -> str:
     guess = f" (did you mean {preferred or beginnings[0]}?)" if preferred or beginnings else ""
     if not name:
         return f"{group}= names nothing: type a name behind it, or leave it out"
-    if not group:
-        return f"--config-name {name} is not a file of conf/: leave it out"
     few = 0 < len(options) <= 20
     choices = (
         f"choose one of {', '.join(sorted(options))}" if few else "see `python train.py --help`"

@@ -2,10 +2,11 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -99,8 +100,22 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def as_argument(path: Path) -> str:
+    """Return a path as it is typed behind a command, to which -x would be an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def sha256_of(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of files, one behind the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file completely or, whatever happens, not at all."""
+    """Write a text file completely or not at all, even if the process dies."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """The machine that this process runs on."""
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -21,6 +22,16 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory() -> int | None:
+    """Return the bytes of memory that this process may use at most, where that is known."""
+    found = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(ValueError, OSError):  # of a container; "max" is no number
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found, default=None)
 
 
 def _processor() -> str:

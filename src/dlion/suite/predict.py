@@ -27,7 +27,7 @@ from dlion.exchange.channel import IN_FLIGHT, SLOW, TELLING
 from dlion.exchange.grid import TOPOLOGIES, Topology, bits_up, grid_shape
 from dlion.suite.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
 from dlion.suite.files import whole_file
-from dlion.suite.units import show_rate
+from dlion.suite.units import human_bytes, human_seconds, show_rate
 
 DIRECT, RING = "direct-send", "ring"
 HEADERS = 1.07  # TCP's and Ethernet's, acknowledgements included, of long messages
@@ -186,9 +186,9 @@ def step_seconds(method: Method, setting: Setting) -> float:
 
 
 def bottleneck(method: Method, setting: Setting) -> str:
-    """Return what a step would be shorter without: compute, bandwidth or messages."""
+    """Return the bottleneck of a step: compute, bandwidth or messages."""
     step = step_seconds(method, setting)
-    if step < 1.1 * setting.compute:
+    if step < 1.1 * setting.compute or setting.workers == 1:
         return "compute"
     instant = step_seconds(method, replace(setting, latency=0.0, message=0.0))
     return "messages" if step - instant > (step - setting.compute) / 2 else "bandwidth"
@@ -199,7 +199,7 @@ def _shares(setting: Setting) -> tuple[float, ...]:
 
 
 def _one_by_one(method: Method, setting: Setting, shape: tuple[int, ...]) -> bool:
-    """Whether messages tell how slow the links are, and wait for each other since."""
+    """Whether links were found slow, so that messages wait for each other."""
     if method.schedule == RING:
         return False
     if setting.one_by_one is not None:
@@ -254,8 +254,8 @@ def compare(file: Path) -> list[tuple[str, float | None, str, float, float]]:
         return _compare(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{file} does not hold whole steps ({error!r}): give an end_to_end.json, as"
-            " benchmarks/end_to_end.py writes it"
+            f"{file} does not hold whole steps ({type(error).__name__}: {str(error)[:80]}): give an"
+            " end_to_end.json, as benchmarks/end_to_end.py writes it"
         ) from error
 
 
@@ -297,10 +297,10 @@ def show(setting: Setting) -> None:
         table.add_row(
             name,
             "x".join(map(str, shape_of(method, setting))),
-            f"{payload_bytes(method, setting) / 1e6:,.2f} MB",
-            f"{1e3 * exchange_seconds(method, setting):,.1f} ms",
-            f"{1e3 * step:,.1f} ms",
-            f"{baseline / step:.2f}x",
+            human_bytes(payload_bytes(method, setting)),
+            human_seconds(exchange_seconds(method, setting)),
+            human_seconds(step),
+            f"{baseline / step:.2f}x" if step else "",
             bottleneck(method, setting),
         )
     Console().print(table)
@@ -385,17 +385,18 @@ def existing(text: str) -> Path:
     return Path(text)
 
 
+_LONGEST = 1e6  # seconds
 # for each number of a Setting: how it is parsed, what is assumed where none is typed, its meaning
 NUMBERS: dict[str, tuple[Callable[[str], float | None], str, str]] = {
-    "parameters": (whole(1), "1e9", "d, of the model"),
-    "workers": (whole(1), "8", "n, each on a link of its own"),
+    "parameters": (whole(1, 10**15), "1e9", "d, of the model"),
+    "workers": (whole(1, 10**6), "8", "n, each on a link of its own"),
     "rate": (link, "1gbit", "of a worker's link each way, such as 10gbit, or loopback"),
-    "compute": (number(0), "1", "seconds of a step's forward and backward pass"),
-    "latency": (number(0), f"{Setting.latency:g}", "seconds until a message has come"),
-    "message": (number(0), f"{Setting.message:g}", "seconds of a core for a message"),
-    "host": (number(0), f"{Setting.host:g}", "seconds of a core for a byte"),
-    "buckets": (whole(1), str(Setting.buckets), "exchanges a step"),
-    "speed": (number(1e-3), "1", "of local work, 1 being an AMD EPYC's core"),
+    "compute": (number(0, _LONGEST), "1", "seconds of a step's forward and backward pass"),
+    "latency": (number(0, _LONGEST), f"{Setting.latency:g}", "seconds until a message has come"),
+    "message": (number(0, _LONGEST), f"{Setting.message:g}", "seconds of a core for a message"),
+    "host": (number(0, 1), f"{Setting.host:g}", "seconds of a core for a byte"),
+    "buckets": (whole(1, 10**4), str(Setting.buckets), "exchanges a step"),
+    "speed": (number(1e-3, 1e6), "1", "of local work, 1 being an AMD EPYC's core"),
 }
 
 

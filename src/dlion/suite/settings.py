@@ -9,7 +9,7 @@ checked as far as it has annotations.
 import inspect
 import re
 import textwrap
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import (
     Annotated,
@@ -193,7 +193,9 @@ class Settings:
         epochs: passes of the workers over their data.
         batch_size: samples per worker and step.
         accumulate: backward passes a batch is cut into, where memory is short.
-        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too.
+        label_smoothing: share of a training label that is spread over all classes.
+        precision: bf16_mixed is autocast, bf16 has parameters in bfloat16 too, and bf16_stochastic
+            rounds their updates at random, so that small steps add up.
         seed: of all random choices.
         device: null: cuda where there is one.
         backend: null: gloo on cpu, nccl on cuda.
@@ -225,7 +227,7 @@ class Settings:
             failure.
         timeout: seconds to wait for another process before the run fails.
         nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
-            worker had none, or null: send it.
+            worker had none, or null: send it. With null a run may end with such a model, too.
         box: evaluations also measure the two phases of Lion's theory
             (dlion.suite.training.evaluation).
         agreement: evaluations also measure what the vote keeps of the workers' mean, and how far
@@ -258,7 +260,8 @@ class Settings:
     epochs: Count = traits(compared=3)
     batch_size: Count = traits(bits=True, compared=2, evaluated=True)
     accumulate: Count = traits(bits=True, compared=3)
-    precision: Literal["float32", "bf16_mixed", "bf16"] = traits(
+    label_smoothing: Share = traits(bits=True, compared=1, unrecorded=0.0)
+    precision: Literal["float32", "bf16_mixed", "bf16", "bf16_stochastic"] = traits(
         bits=True, compared=1, evaluated=True
     )
     seed: Whole = traits(bits=True, evaluated=True)
@@ -296,6 +299,27 @@ class Settings:
     output_dir: Folder
 
 
+# settings without effect unless another one has certain values: that one, a test of its value, and
+# what to type
+NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "dataset.alpha": ("dataset.sharding", lambda way: way == "dirichlet", "dirichlet"),
+    "epochs": ("steps", lambda steps: steps is None, "null"),
+    "faults.attack": ("faults.byzantine", lambda count: count > 0, "1"),
+    "faults.scale": ("faults.byzantine", lambda count: count > 0, "1"),
+    "faults.stale_steps": ("faults.attack", lambda attack: attack == "stale", "stale"),
+    "init_from_except": ("init_from", lambda source: source is not None, "RUN"),
+    "local_lr": ("local_steps", lambda steps: steps > 1, "8"),
+    "model.architecture": ("model.path", lambda path: path is None, "null"),
+    "optimizer.betas": ("optimizer.inner", lambda inner: inner != "sgd", "adamw"),
+    "optimizer.scale": ("optimizer.bits", lambda bits: bits != 1, "4"),
+    "optimizer.sync_rate": (
+        "optimizer.momentum_sync",
+        lambda steps: isinstance(steps, str),
+        "exponential",
+    ),
+    "optimizer.ties": ("optimizer.aggregation", lambda way: way != "avg", "mavo"),
+}
+
 TRAITS: dict[str, Traits] = {
     setting.name: setting.metadata.get("traits", Traits()) for setting in fields(Settings)
 }
@@ -326,6 +350,29 @@ def check_values(settings: DictConfig) -> None:
             _check_value(key, plain[key], hint)
 
 
+def check_effects(settings: DictConfig, words: Iterable[str], varied: Collection[str] = ()) -> None:
+    """Refuse a typed setting that does nothing, as another one has the wrong value.
+
+    Args:
+        settings: of a run.
+        words: that were typed, such as ``dataset.alpha=0.1``.
+        varied: settings and groups that a sweep varies, of which nothing is known.
+
+    Raises:
+        UserError: the first such setting, and what to type besides.
+    """
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        other, works, advice = NEEDS.get(key, ("", bool, ""))
+        now = OmegaConf.select(settings, other, default=...) if other else ...
+        if now is ... or {other, other.partition(".")[0]} & {*varied} or works(now):
+            continue
+        raise UserError(
+            f"{key}={value} has no effect with {other}={show(now)}: type {other}={advice} as well,"
+            f" or leave {key} out"
+        )
+
+
 def check_complete(keys: Container[Any]) -> None:
     """Refuse settings that lack one which every run has.
 
@@ -345,13 +392,13 @@ def is_group(key: str) -> bool:
 
 
 def unrecorded(keys: Iterable[str]) -> dict[str, Any]:
-    """Return what runs did that are older than these settings, of those that came later."""
+    """Return the values of settings in runs that are older than these settings."""
     values = {key: TRAITS[key].unrecorded for key in keys}
     return {key: value for key, value in values.items() if value is not ...}
 
 
 def component_of(hint: Any) -> Component | None:
-    """Return what marks a parameter of :class:`Settings` as a component."""
+    """Return the mark of a component at a parameter of :class:`Settings`."""
     marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((mark for mark in marks if isinstance(mark, Component)), None)
 
@@ -406,7 +453,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def sentences(target: Any) -> dict[str, str]:
-    """Return what the Args of a class's or function's docstring say about each parameter."""
+    """Return the sentence about each parameter in the Args of a docstring."""
     _, _, text = inspect.getdoc(target).partition("\nArgs:\n") if target.__doc__ else ("", "", "")
     found: dict[str, str] = {}
     section = re.split(r"\n(?=\S)", text)[0]

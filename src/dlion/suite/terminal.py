@@ -3,17 +3,19 @@
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any, NoReturn, TextIO
 
 
 def prepare() -> None:
-    """Prepare a command's process, before it imports what takes seconds and prints anything.
+    """Prepare a command's process, before slow imports and any output.
 
     Nothing that is printed ends it, though the terminal, pipe or log may go away: all goes through
     ``sys.stdout`` and ``sys.stderr``, which are replaced. Ctrl-C ends it with one line and exit
-    code 130, until :func:`raise_interrupts` is called.
+    code 130, until :func:`raise_interrupts` is called. Without a folder to be in it ends at once.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # it takes the place of one that was closed, which no other file may get
@@ -23,6 +25,11 @@ def prepare() -> None:
         if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream))
     _at_interrupt(_leave)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("error: the folder you are in was deleted: type cd DIR first", file=sys.stderr)
+        sys.exit(2)
 
 
 def raise_interrupts() -> None:
@@ -35,6 +42,23 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@contextmanager
+def patience(doing: str, seconds: float = 20) -> Iterator[None]:
+    """Say what a command is doing, where that takes longer than so many seconds."""
+    timer = Timer(seconds, lambda: print(f"still {doing}", flush=True))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # no thread may run while processes are forked
+
+
+def in_one_line(text: str) -> str:
+    """Return a text whose control characters, in a typed value perhaps, are written as ``\\n``."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def end_now(code: int) -> NoReturn:
     """End this process though one of its threads may wait for another process, for ever."""
     sys.stdout.flush()
@@ -43,7 +67,7 @@ def end_now(code: int) -> NoReturn:
 
 
 class _Guarded:
-    """A text stream that drops what cannot be written, and writes again as soon as it can.
+    """A text stream that drops output it cannot write, and resumes when it can.
 
     A run outlives its ssh session, the reader of its pipe and a full disk under its log. Python's
     own streams would raise OSError from the next ``print``, in the middle of a checkpoint, say.

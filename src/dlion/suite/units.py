@@ -31,6 +31,14 @@ def show_rate(rate: int | None) -> str:
     return "loopback" if rate is None else f"{rate / 1e6:g} Mbit/s"
 
 
+def human_seconds(seconds: float) -> str:
+    """Write 0.00123 as ``1.23 ms``."""
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
 def human_bytes(count: float) -> str:
     """Write 1,234,000 as ``1.23 MB`` (powers of 1,000)."""
     for unit in ("B", "kB", "MB", "GB"):

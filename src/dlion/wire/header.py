@@ -18,6 +18,7 @@ class Headers(NamedTuple):
         steps: the step of each sender.
         broken: of each sender the first parameter whose gradient is not finite, None without one.
         checksums: of what each sender must have in common with the others.
+        saved: what each sender did with its own state, 0 to 3.
         present: which parameters some sender has a gradient for.
         flag: whether any sender has its flag set.
         slow: whether any sender's links are slow.
@@ -26,6 +27,7 @@ class Headers(NamedTuple):
     steps: list[int]
     broken: list[int | None]
     checksums: list[int]
+    saved: list[int]
     present: list[bool]
     flag: bool
     slow: bool
@@ -40,9 +42,10 @@ class Headers(NamedTuple):
 class Header:
     """The header of messages about so many parameters: ``nbytes`` bytes, whole 64-bit words.
 
-    The step and a checksum as 32-bit integers, one bit a parameter (whether the sender has a
-    gradient for it), one for a flag of the training loop's own, and one for slow links. If
-    gradients are not finite, the first of them, i of T, is sent in place of the step, as i - T.
+    The step as 32 bits, a checksum as 30, two bits about saved state, one bit a parameter (whether
+    the sender has a gradient for it), one for a flag of the training loop's own, and one for slow
+    links. If gradients are not finite, the first of them, i of T, is sent in place of the step, as
+    i - T.
     """
 
     def __init__(self, parameters: int):
@@ -56,10 +59,11 @@ class Header:
         present: list[bool],
         flag: bool = False,
         slow: bool = False,
+        saved: int = 0,
     ) -> Tensor:
         """Return the header, uint8 ``[nbytes]``."""
         header = np.zeros(self.nbytes, np.uint8)
-        header[:_NUMBERS] = np.array([step, checksum], "<u4").view(np.uint8)
+        header[:_NUMBERS] = np.array([step, checksum | saved << 30], "<u4").view(np.uint8)
         bits = np.packbits([*present, flag, slow], bitorder="little")
         header[_NUMBERS : _NUMBERS + len(bits)] = bits
         return torch.from_numpy(header)
@@ -79,8 +83,10 @@ class Header:
         """Read the headers of all senders, uint8 ``[m, nbytes]``, in main memory."""
         rows = headers.numpy()
         steps, checksums = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T.tolist()
+        saved = [checksum >> 30 for checksum in checksums]
+        checksums = [checksum % 2**30 for checksum in checksums]
         broken = [step - 2**32 + self.parameters if step >= 2**31 else None for step in steps]
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 2).astype(bool)
         *present, flag, slow = flags.tolist()
-        return Headers(steps, broken, checksums, present, flag, slow)
+        return Headers(steps, broken, checksums, saved, present, flag, slow)

@@ -3,7 +3,7 @@
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class QuickSweeper(BasicSweeper):
         from dlion.errors import UserError
         from dlion.suite.launch.environment import detect
         from dlion.suite.launch.resume import make_sweep_dir
+        from dlion.values import Folder, refusal, show
 
         assert self.hydra_context is not None and self.config is not None
         if (started := detect()) is not None:
@@ -74,9 +75,10 @@ class QuickSweeper(BasicSweeper):
                 choice = f"choose one of {', '.join(known)}" if known else "give a value or more"
                 raise UserError(f"{override.input_line} names no value: {choice}")
         print(f"{len(batch)} run{'s' * (len(batch) > 1)}", flush=True)
-        self._check(batch)
-        if self.config.hydra.sweep.dir == "":
-            raise UserError("hydra.sweep.dir= is not possible: give a folder")
+        varied = {each.key_or_group for each in overrides if each.is_sweep_override()}
+        self._check(batch, arguments, varied)
+        if wrong := refusal(directory := self.config.hydra.sweep.dir, Folder):
+            raise UserError(f"hydra.sweep.dir={show(directory)} {wrong}")
         _check_subdir(self.config, len(batch))
         make_sweep_dir(Path(self.config.hydra.sweep.dir))
         return super().sweep(arguments)
@@ -88,12 +90,21 @@ class QuickSweeper(BasicSweeper):
         assert self.hydra_context is not None and self.config is not None
         return self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
 
-    def _check(self, batch: Sequence[Sequence[str]]) -> None:
-        """Check every value of the sweep, each in a combination that will be run."""
+    def _check(
+        self, batch: Sequence[Sequence[str]], typed: Sequence[str], varied: Collection[str]
+    ) -> None:
+        """Check every value of the sweep, each in a combination that will be run.
+
+        Args:
+            batch: the overrides of every run.
+            typed: what was typed, without what the recipe varies.
+            varied: settings and groups with several values.
+        """
         from dlion.errors import UserError
         from dlion.suite.config import resolve
         from dlion.suite.launch.check import check_settings, load_data
         from dlion.suite.launch.stored import settings_of_run
+        from dlion.suite.settings import check_effects
 
         assert self.hydra_context is not None and self.config is not None
         loader = self.hydra_context.config_loader
@@ -134,6 +145,8 @@ class QuickSweeper(BasicSweeper):
                 check_settings(settings, data_is_here=runs_here)
                 if settings.dataset.get("path", "") is None:
                     downloaded[settings.dataset.name] = settings.dataset.copy()
+            if not checked:
+                check_effects(settings, typed, varied)
             checked.update(overrides)
         for dataset in downloaded.values() if runs_here else ():
             load_data(dataset)

@@ -37,7 +37,7 @@ from dlion.suite.compare.curves import (
 from dlion.suite.compare.options import add_only, conditions_of
 from dlion.suite.compare.plot import FRONTS, Figure, draw
 from dlion.suite.compare.reading import read_runs
-from dlion.suite.compare.readme import refresh
+from dlion.suite.compare.readme import MARK, refresh
 from dlion.suite.compare.style import (
     display_name,
     end_values,
@@ -164,7 +164,7 @@ def read_task(folder: Path, conditions: Conditions) -> Task:
     for curve in make_curves(runs(measured), metric):
         key = curve.method, curve.settings["workers"]
         if key in compute:
-            raise UserError(f"{measured} has {curve.label} and another: leave one there")
+            raise UserError(f"{measured} has several runs of {curve.label}: publish one")
         compute[key] = curve.seconds / curve.settings["workers"]
     apart = [
         math.sqrt(2) * float(stdtrit(len(curve.seeds) - 1, 1 - LEVEL / 2)) * ends.std(ddof=1)
@@ -225,7 +225,7 @@ def to_table(task: Task, lines: list[Standing]) -> Table:
     table = [[title_of(task.metric), *ends, *costs]]
     for line in lines:
         curve, values = line.curve, end_values(line.curve, task.metric)
-        verdict = "" if line.level is None else " (level)" if line.level else " (behind)"
+        verdict = "" if line.level is None else " (noise)" if line.level else " (behind)"
         compute = task.compute.get((curve.method, curve.settings["workers"]))
         seconds = [line.seconds(rate * 1e6, compute) for rate in RATES]
         table.append(
@@ -252,15 +252,13 @@ def to_link_table(runs: list[Run]) -> Table:
         name, rate = settings["optimizer.name"], settings.get("network.rate")
         speed = parse_rate(rate) if rate else math.inf
         if speed in steps[name]:
-            raise UserError(
-                f"links/ has two runs of {name} at {_link_name(speed)}: leave one there"
-            )
+            raise UserError(f"links/ has two runs of {name} at {_link_name(speed)}: publish one")
         steps[name][speed] = run
     rates = sorted({rate for by_rate in steps.values() for rate in by_rate})
     table = [["ms a step", *map(_link_name, rates)]]
     for name, by_rate in steps.items():
         if by_rate.keys() != set(rates) or math.inf not in rates:
-            raise UserError(f"links/ has not every rate, and network=none, of {name}: publish all")
+            raise UserError(f"links/ lacks a rate or network=none of {name}: publish all of them")
         cells = []
         for rate in rates:
             seconds, wire = _step(by_rate[rate], rate)
@@ -278,7 +276,7 @@ def _overlaps(settings: Settings) -> bool:
 
 
 def _link_name(rate: float) -> str:
-    """Return what a link of so many bits a second is called; infinite: there is none."""
+    """Return the name of a link of so many bits a second; infinite: no link."""
     return "no link" if rate == math.inf else show_rate(rate)
 
 
@@ -310,11 +308,16 @@ def make_page(folder: Path, conditions: Conditions) -> None:
     task, page = read_task(folder, conditions), folder / "README.md"
     if not page.is_file():
         raise UserError(f"{page} is missing: write one with <!-- table: dlion board {folder} -->")
+    text = page.read_text("utf-8")
+    if not MARK.search(text):
+        raise UserError(
+            f"{page} has no place for a table: write a line <!-- table: dlion board {folder} -->"
+        )
     if not task.curves:
         raise UserError(f"{folder} has no run yet: dlion publish RUNS -o {folder} adds some")
     for bits in FRONTS:
         draw(task.curves, Figure(task.metric, bits), folder / f"{bits}.png")
-    write_atomically(page, refresh(page.read_text("utf-8")))
+    write_atomically(page, refresh(text))
 
 
 def _board(options: argparse.Namespace) -> str:

@@ -41,7 +41,7 @@ COLUMNS = [
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """Return what is known of a run, from its configuration, measurements and summary."""
+    """Return the facts of a run, from its configuration, measurements and summary."""
     config = run.config or {}
     last: dict[str, Any] = {}
     for row in run.metrics:
@@ -113,7 +113,7 @@ def collect(paths: list[Path]) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def _listed_if_odd(path: Path, note: LeftOut) -> Iterator[None]:
-    """Note under its directory what is wrong with a file."""
+    """Note the fault of a file under its directory."""
     try:
         yield
     except UserError as error:
@@ -121,7 +121,7 @@ def _listed_if_odd(path: Path, note: LeftOut) -> Iterator[None]:
 
 
 def guarded(cell: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula, whatever a run's files say."""
+    """Return a cell that no spreadsheet takes for a formula, for any content."""
     is_number = isinstance(cell, int | float)
     return f"'{cell}" if str(cell).startswith(FORMULA) and not is_number else cell
 

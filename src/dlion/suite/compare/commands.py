@@ -13,7 +13,7 @@ from dlion.suite.record.runs import Run, named_if_damaged
 
 
 def read_hydra(file: Path) -> dict[str, Any]:
-    """Return what Hydra recorded of itself in hydra.yaml or multirun.yaml; nothing is looked up."""
+    """Return Hydra's own settings of hydra.yaml or multirun.yaml, without interpolation."""
     return read_yaml(file)["hydra"]
 
 

@@ -153,7 +153,7 @@ def more_is_better(metric: str) -> bool:
 
 
 def best_first(curves: list[Curve], metric: str) -> list[Curve]:
-    """Return the curves by their mean at the end, the best first; what diverged is last."""
+    """Return the curves by their mean at the end, the best first; diverged ones last."""
     sign = -1 if more_is_better(metric) else 1
     return sorted(curves, key=lambda c: np.nan_to_num(sign * c.final.mean(), nan=math.inf))
 
@@ -235,7 +235,7 @@ def select_runs(runs: list[Run], conditions: Conditions) -> list[Run]:
 
 
 def _is_typed(value: Any, text: str) -> bool:
-    """Whether a text is what people type for a setting's value."""
+    """Whether a text can be typed as the value of a setting."""
     if _is_number(value):
         try:
             return float(text) == value
@@ -373,7 +373,7 @@ def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Set
 
 
 def _a_step(rows: list[dict[str, Any]], key: str, steps: list[int]) -> float:
-    """Return the mean over runs of what was counted until the last step, a step."""
+    """Return the mean over runs of a count until the last step, per step."""
     return float(np.mean([row.get(key, math.nan) for row in rows]) / steps[-1])
 
 

@@ -109,7 +109,7 @@ def make_report(entity: str, project: str) -> Any:
     from wandb_workspaces.reports import v2 as wr
 
     blocks: list[Any] = [
-        wr.P("Bits and bytes are what a worker sent, counted where it is handed to the network."),
+        wr.P("Bits and bytes are those a worker sent, counted at the collectives."),
         wr.P("Curves are means of runs of one data set, model, method and number of workers."),
     ]
     for name, panels in make_panels().items():
@@ -120,13 +120,13 @@ def make_report(entity: str, project: str) -> Any:
 
 
 def specification(entity: str, project: str) -> dict[str, Any]:
-    """Return what would be created, as JSON: arguments of the classes of ``wandb_workspaces``."""
+    """Return the workspace and report as JSON: arguments of ``wandb_workspaces``' classes."""
     workspace, report = make_workspace(entity, project), make_report(entity, project)
     return {"workspace": _plain(workspace), "report": _plain(report)}
 
 
 def _plain(value: Any) -> Any:
-    """Return a part of a page as JSON: the name of its class, and what was given to it."""
+    """Return a part of a page as JSON: the name of its class, and its arguments."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if not dataclasses.is_dataclass(value):

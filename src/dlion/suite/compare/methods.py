@@ -20,16 +20,16 @@ SIDE, WORKERS = 512, 8
 def make_table(arguments: list[str]) -> str:
     """Return the Markdown that the command prints."""
     _parse(arguments)
-    heading = ["`optimizer=`", "method", "bits up", "bits down", "state, bytes"]
+    heading = ["`optimizer=`", "bits up", "bits down", "state, bytes", "method"]
     rows = [_row(name, method) for name, method in METHODS.items()]
-    return to_markdown([heading, *rows], words=2)
+    return to_markdown([heading, *rows], words=(0, 4))
 
 
 def _row(name: str, method: Method) -> list[str]:
     params = [torch.nn.Parameter(torch.zeros(SIDE, SIDE))]
     optimizer = method.cls(params, workers=Workers(local=WORKERS), **method.options)
     numbers = [*optimizer.paper_bits, optimizer.state_bytes / SIDE**2]
-    return [f"`{name}`", method.summary, *(f"{number:.3g}" for number in numbers)]
+    return [f"`{name}`", *(f"{number:.3g}" for number in numbers), method.summary]
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

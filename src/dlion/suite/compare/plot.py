@@ -158,7 +158,7 @@ def _falls_by_decades(curves: list[Curve], figure: Figure) -> bool:
 
 
 def _title(curves: list[Curve], figure: Figure) -> str:
-    """Return what all curves have in common, and what bars and bands are."""
+    """Return the settings that all curves share, and the meaning of bars and bands."""
     tasks = ([*dict.fromkeys(c.settings[key] for c in curves)] for key in ("model", "dataset"))
     words = [" on ".join(" and ".join(names) for names in tasks)]
     workers = {curve.settings.get("workers") for curve in curves}
@@ -177,7 +177,7 @@ def _title(curves: list[Curve], figure: Figure) -> str:
 
 
 def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
-    """Draw into one panel and return what the legend has to show, by name."""
+    """Draw into one panel and return the legend's entries by name."""
     if panel.x in ("bits", "step"):
         return _draw_courses(axes, panel, figure)
     if panel.x in A_STEP:
@@ -290,7 +290,7 @@ def _draw_points(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
 
 
 def _draw_front(axes: Any, points: list[tuple[float, float]], metric: str) -> None:
-    """Draw a line along what no other point beats, with fewer bits or as many."""
+    """Draw a line along the points that none beats with as few bits."""
     sign = 1 if more_is_better(metric) else -1
     front: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -sign * point[1])):
@@ -301,7 +301,7 @@ def _draw_front(axes: Any, points: list[tuple[float, float]], metric: str) -> No
 
 
 def _draw_reference(axes: Any, curves: list[Curve], figure: Figure) -> None:
-    """Draw the level of Lion on the mean gradient: what is below it was lost by compression."""
+    """Draw the level of Lion on the mean gradient: compression lost the rest."""
     references = [curve for curve in curves if curve.method == REFERENCE]
     if len(references) == 1 and len(curves) > 1:
         level = end_values(references[0], figure.metric, figure.best).mean()

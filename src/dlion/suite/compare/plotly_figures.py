@@ -74,7 +74,7 @@ METHOD = "method"  # what a curve is chosen by on the page, beside its settings
 
 
 def tags(curve: Curve, hidden: str | None = None) -> dict[str, str]:
-    """Return what a curve can be chosen by on the page, without a setting that an axis shows."""
+    """Return the filters of a curve on the page, without a setting that an axis shows."""
     settings = {key: show(value) for key, value in curve.differing.items() if key != hidden}
     return {METHOD: curve.method, **settings}
 
@@ -183,7 +183,7 @@ def figure_along_setting(curves: list[Curve], metric: str, setting: str) -> Mark
 
 
 def _hover(xs: list[Any], finals: list[np.ndarray], name: str, metric: str) -> dict[str, Any]:
-    """Return what a point says of itself: where it is, the mean, the seeds around it, its name."""
+    """Return the text of a point: position, mean, range of the seeds, name."""
     form = number_format(metric)
     words = []
     for x, final in zip(xs, finals, strict=True):

@@ -20,13 +20,13 @@ from dlion.suite.compare.reading import read_runs
 from dlion.suite.compare.style import CURVES
 from dlion.suite.files import write_atomically
 from dlion.suite.record.runs import Run
-from dlion.suite.record.studies import PACKED, add_to_packed, read_packed
+from dlion.suite.record.studies import PACKED, add_to_packed, are_in, read_packed
 
 NOT_RECORDED = "not recorded"  # by runs of older commits
 
 
 def provenance(runs: list[Run]) -> str:
-    """Return lines that say where the figures of runs come from."""
+    """Return the provenance of runs' figures as lines."""
     origins: dict[str, list[str]] = {"commit": [], "machine": [], "versions": [], "command": []}
     for run in runs:
         summary = run.summary or {}
@@ -54,11 +54,13 @@ def publish(runs: list[Run], study: Path) -> None:
         raise UserError(f"not finished: {', '.join(unfinished)}: give finished runs")
     packed = study / PACKED
     choose_metric([*(read_packed(packed) if packed.exists() else []), *runs])
-    study.mkdir(parents=True, exist_ok=True)
-    add_to_packed(packed, _named(runs))
+    cut_off = not (study / CURVES).exists() and are_in(packed, runs)  # before the figure was there
+    if not cut_off:
+        add_to_packed(packed, _named(runs))
     origins = study / "provenance.txt"  # behind those of runs published before
     before = origins.read_text("utf-8") + "\n" if origins.exists() else ""
-    write_atomically(origins, before + provenance(runs))
+    if not (cut_off and provenance(runs) in before):
+        write_atomically(origins, before + provenance(runs))
 
 
 def _named(runs: list[Run]) -> list[tuple[str, Run]]:

@@ -64,7 +64,7 @@ def _say(_: Path, reason: str) -> None:
 
 
 def check(run: Run) -> None:
-    """Check that a run's files say what the commands take for granted.
+    """Check that a run's files have the contents that commands rely on.
 
     Raises:
         UserError: if they do not.

@@ -88,7 +88,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure as HTML, with its title and what it shows in words."""
+    """A figure as HTML, with its title and a description."""
 
     title: str
     words: str
@@ -141,7 +141,7 @@ class Section:
         ]
 
     def filters(self) -> dict[str, list[Choice]]:
-        """Return what curves are chosen by, and its values: the method, and differing settings.
+        """Return the filters and their values: the method, and differing settings.
 
         Of very many curves those of the most workers are shown at first.
         """
@@ -159,7 +159,7 @@ class Section:
         return filters
 
     def key(self) -> list[tuple[str, Style]]:
-        """Return the lines and fills that tell the settings of a method apart, by their words.
+        """Return the lines and fills that distinguish the settings of a method, by their words.
 
         A single method's settings differ by colour, which its figures' legends show.
         """
@@ -226,7 +226,7 @@ def _counted(value: float | None, form: str, high: bool = False) -> Cell:
 
 
 def _provenance(runs: list[Run]) -> list[tuple[str, str]]:
-    """Return what is known of where the runs of a section come from, by what it is."""
+    """Return the provenance of a section's runs: label and text."""
     summaries = [run.summary or {} for run in runs]
     configs = [run.config or {} for run in runs]
     commits = [str(summary.get("commit") or "")[:12] for summary in summaries]
@@ -244,7 +244,7 @@ def _provenance(runs: list[Run]) -> list[tuple[str, str]]:
 
 
 def _noted(runs: list[Run], fact: str) -> str:
-    """Return what the file beside packed runs says where the runs themselves do not."""
+    """Return a fact of provenance.txt, which the packed runs lack."""
     files = {run.directory.parent.with_name(PROVENANCE) for run in runs if run.study}
     lines = [
         line
@@ -264,7 +264,7 @@ def _distinct(values: list[str]) -> str:
 
 
 def _dates(runs: list[Run]) -> str:
-    """Return from when to when the runs ended, as far as they or their files say so."""
+    """Return the dates between which the runs ended, where they are recorded."""
     dates = {str(run.summary["date"]) for run in runs if run.summary and "date" in run.summary}
     files = [run.directory / METRICS for run in runs if not run.summary or not dates]
     times = [file.stat().st_mtime for file in files if file.exists()]

@@ -32,7 +32,7 @@ def job_of(directory: Path) -> Job | None:
 
 
 def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path, list[str]]]:
-    """Return the jobs of a sweep in which no run began: their folders, and what they are to run.
+    """Return the jobs of a sweep in which no run began: their folders and commands.
 
     Args:
         sweep: its directory, with multirun.yaml.
@@ -90,7 +90,7 @@ def ask_slurm(jobs: Iterable[Job]) -> dict[Job, str]:
 
 
 def _states(*command: str) -> dict[Job, str] | None:
-    """Return the states of the jobs that a program lists as ID|STATE; None if it cannot tell."""
+    """Return the states of the jobs that a program lists as ID|STATE; None on failure."""
     if shutil.which(command[0]) is None:
         return None
     env = os.environ | {"SLURM_BITSTR_LEN": "0"}  # arrays are written in full

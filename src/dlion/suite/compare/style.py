@@ -158,7 +158,7 @@ def mean_and_deviation(values: np.ndarray, form: str, sign: str = "") -> str:
 
 
 def title_of(metric: str) -> str:
-    """Return what a metric is called on an axis, with the unit of :func:`in_axis_unit`."""
+    """Return the label of a metric on an axis, with the unit of :func:`in_axis_unit`."""
     return TITLES.get(metric, f"{metric} (%)" if is_accuracy(metric) else metric)
 
 

@@ -6,7 +6,7 @@ a method, seed for seed, instead of or beside the values.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 
@@ -116,10 +116,10 @@ def difference_cell(curve: Curve, curves: list[Curve], method: str, metric: str,
     return mean_and_deviation(values, number_format(metric), sign="+")
 
 
-def to_markdown(table: Table, words: int = 1) -> str:
-    """Return the text of a table: the first columns, of ``words``, to the left, numbers right."""
+def to_markdown(table: Table, words: Container[int] = (0,)) -> str:
+    """Return the text of a table: the columns of ``words`` to the left, those of numbers right."""
     headings, *rows = ([cell.replace("|", "\\|") for cell in row] for row in table)
-    rule = ["---"] * words + ["---:"] * (len(headings) - words)
+    rule = ["---" if column in words else "---:" for column in range(len(headings))]
     return "".join(f"| {' | '.join(row)} |\n" for row in (headings, rule, *rows))
 
 

@@ -30,7 +30,10 @@ def to_search_table(file: Path, metric: str) -> Table:
     trials: dict[str, dict[str, float]] = defaultdict(dict)  # infinite: failed
     try:
         with file.open(encoding="utf-8", newline="") as lines:
-            for row in csv.DictReader(lines):
+            table = csv.DictReader(lines)
+            if missing := {"status", "optimizer", "overrides"} - {*(table.fieldnames or ())}:
+                raise ValueError(f"it has no column {min(missing)}")
+            for row in table:
                 if row["status"] not in ("finished", "failed"):
                     continue  # it has not ended, or nothing is known of it
                 found = _CANDIDATE.search(row["overrides"])
@@ -46,6 +49,8 @@ def to_search_table(file: Path, metric: str) -> Table:
             f"{file} does not list trials ({error}): dlion collect makes such a table, of runs with"
             " candidate=NAME"
         ) from error
+    if not trials:
+        raise UserError(f"{file} lists no trial that has ended: collect them again when some have")
     rows = []
     for method, ends in sorted(trials.items(), key=lambda item: min(item[1].values())):
         best = min(ends, key=ends.__getitem__)

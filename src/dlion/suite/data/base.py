@@ -23,12 +23,15 @@ class Data(ABC):
         sums: length m of what :meth:`score` returns.
         left_out: number of files, rows or documents that were not taken, by reason.
         input: makes a model's input of a file or text; None: not known.
+        label_smoothing: share of each label that :meth:`loss` spreads over all classes, as the run
+            sets it.
     """
 
     test_batch_size: int
     sums: int
     left_out: Mapping[str, int] = {}
     samples = "samples"
+    label_smoothing = 0.0
 
     @property
     def input(self) -> Any:
@@ -39,7 +42,7 @@ class Data(ABC):
         return self
 
     def describe(self) -> str:
-        """Say in a line what there is, and what was left out and why."""
+        """Describe the data in a line: size, and what was left out and why."""
         there = f"{self.train_size:,} {self.samples} to train on, {self.test_size:,} to test on"
         return "; ".join(filter(None, [there, describe(self.left_out)]))
 
@@ -86,6 +89,8 @@ class Data(ABC):
     def results(self, sums: list[float]) -> dict[str, float]:
         """Return ``test_loss`` (nats) and other results from the sums over all test batches."""
 
+    patience: float = 600  # seconds for a batch of helper processes; of a run: its timeout
+
     def batches(
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:
@@ -126,7 +131,7 @@ class Images(Data):
         return self
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), y)
+        return F.cross_entropy(logits.float(), y, label_smoothing=self.label_smoothing)
 
     def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
         return torch.cat([_loss(logits, y), (logits.argmax(-1) == y).sum().view(1).double()])
@@ -154,7 +159,8 @@ class Text(Data):
         return max(1, 8192 // self.context)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
+        logits = logits.flatten(0, -2).float()
+        return F.cross_entropy(logits, y.flatten(), label_smoothing=self.label_smoothing)
 
     def score(self, logits: Tensor, y: Tensor, start: int) -> Tensor:
         return _loss(logits, y)
@@ -165,7 +171,7 @@ class Text(Data):
 
 
 def to_device(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; nobody waits while it is copied to a GPU."""
+    """Return a tensor of the CPU on a device; copies to a GPU do not block."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,7 @@
 """CIFAR-10 and CIFAR-100: the hub's copies, or folders in the same layout."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,11 +11,11 @@ from dlion.errors import UserError
 from dlion.suite.data.folders import LeftOut
 from dlion.suite.data.image_data import ImageData
 from dlion.suite.data.parquet import (
+    NamedPictures,
     class_names,
     keep_encoded,
     load_hub,
     load_parquet,
-    named_pictures,
 )
 from dlion.suite.data.pictures import check_varied, decode
 from dlion.values import Count, Folder
@@ -89,7 +90,7 @@ def _load(
             raise UserError(f"{where}: the column {label} of {split} does not hold whole numbers")
         if not 0 <= min(labels) <= max(labels) < classes:
             raise UserError(f"{where}: {split} has labels outside 0 .. {classes - 1}")
-        pictures = named_pictures(table, "img", f"{split} in {where}")
+        pictures = NamedPictures(table, "img", f"{split} in {where}", Path(path or "").expanduser())
         tensors += [decode(pictures, len(table)), torch.tensor(labels)]
     check_varied(tensors[0], path or hub)
     return ImageData(

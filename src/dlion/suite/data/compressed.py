@@ -1,4 +1,4 @@
-"""Compressed files, which their first bytes tell, whatever they are called."""
+"""Compressed files, recognised by their first bytes, not their names."""
 
 import bz2
 import gzip
@@ -27,7 +27,7 @@ def bare_name(file: Path) -> Path:
 
 
 def unpack(file: Path, target: Path) -> None:
-    """Write what a compressed file holds.
+    """Write the contents of a compressed file.
 
     Raises:
         UserError: if it is damaged.

@@ -1,6 +1,7 @@
 """Files of data sets: which of a folder are taken, and which are left out and why."""
 
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -47,17 +48,22 @@ def classes_in(folder: Path, left_out: LeftOut) -> dict[str, list[Path]] | None:
     """Return the pictures below a folder by the name of their class, its folder; None: there are
     no pictures in folders.
 
+    Names that differ in the Unicode form of their letters alone, as macOS and Linux write them, are
+    those of one class.
+
     Raises:
         UserError: if a folder has none.
     """
     suffixes = picture_suffixes()
-    classes = {
-        each.name: files_below(each, suffixes, left_out) for each in folders_in(folder, left_out)
-    }
+    found: dict[str, list[Path]] = {}
+    for each in folders_in(folder, left_out):
+        name = unicodedata.normalize("NFC", each.name)
+        found.setdefault(name, []).extend(files_below(each, suffixes, left_out))
+    classes = dict(sorted(found.items()))
     if not any(classes.values()):
         return None
-    for name, found in classes.items():
-        if not found:
+    for name, files in classes.items():
+        if not files:
             raise UserError(
                 f"{folder / name} holds no pictures (.jpg, .png and others that Pillow reads): add"
                 " some, or remove the folder"
@@ -112,7 +118,7 @@ def describe(left_out: Mapping[str, int]) -> str:
 def _walk(folder: Path, above: tuple[str, ...], left_out: LeftOut) -> Iterator[Path]:
     """Yield the files below a folder; ``above``: the real paths of the folders it lies in."""
     real = os.path.realpath(folder)
-    if real in above:
+    if any(Path(place).is_relative_to(real) for place in above):
         left_out["links back to a folder above"] += 1
         return
     for entry in folder.iterdir():

@@ -1,9 +1,15 @@
-"""The Hugging Face hub, and the cache of what came from it."""
+"""The Hugging Face hub and its cache."""
 
+import errno
 import socket
 from functools import cache
+from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import getproxies
+
+from dlion.errors import UserError
+
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 @cache
@@ -31,3 +37,24 @@ def _is_reachable(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_cache(error: BaseException | None) -> None:
+    """Refuse a cache that ``datasets`` could not write, if that is why it could not read files.
+
+    Raises:
+        UserError: naming the cache.
+    """
+    import datasets
+
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            place = Path(error.filename or (cache if full else ""))
+            if place.is_relative_to(cache) or cache.is_relative_to(place):
+                raise UserError(
+                    f"the cache of data sets, {cache}, could not be written ({error.strerror}): set"
+                    " HF_HOME to a folder that can be"
+                ) from error
+        error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""MNIST's IDX files: an array of bytes behind a header that says its shape."""
+"""MNIST's IDX files: an array of bytes behind a header with its shape."""
 
 import gzip
 import math
@@ -45,7 +45,7 @@ def read_idx(path: Path) -> np.ndarray:
             shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
             size = math.prod(shape)
             if (zeros, code) != (0, _BYTES) or size > _MOST:
-                raise ValueError("its header is none of unsigned bytes")
+                raise ValueError("its header does not describe unsigned bytes")
             content = file.read(size + 1)
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
         raise UserError(

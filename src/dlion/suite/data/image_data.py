@@ -25,6 +25,7 @@ class ImageData(Images):
         left_out: number of files or rows that were not taken, by reason.
         recorded: of the model that the images are for; None: a new one, which the statistics of the
             training images are for.
+        levels: as in :class:`PictureInput`.
     """
 
     train_x: Tensor
@@ -37,6 +38,7 @@ class ImageData(Images):
     names: Sequence[str] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
     recorded: PictureInput | None = None
+    levels: Sequence[float] | None = None
 
     @property
     def channels(self) -> int:
@@ -92,6 +94,7 @@ class ImageData(Images):
             mean=mean.flatten().tolist(),
             deviation=deviation.flatten().tolist(),
             names=tuple(self.names),
+            levels=self.levels,
         )
 
     def like(self, source: PictureInput) -> "ImageData":

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data.base import Batch, Images, numbers_of, split_off
@@ -17,14 +17,14 @@ from dlion.suite.data.folders import LeftOut, files_below, find_parts
 from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import LAYOUTS, folder_with
 from dlion.suite.data.parquet import class_names, content, keep_encoded, load_parquet
-from dlion.suite.data.pictures import check_varied, read_picture
+from dlion.suite.data.pictures import Levels, Source, check_varied, levels_of, read_picture
 from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.machine import cores, die_with
 from dlion.values import Count, Folder, NotNegative, Whole
 
 _TEST_NAMES = ("val", "valid", "validation", "test", "testing")  # ImageNet's test has no classes
 _LOOKED_AT = 16  # training pictures, whether they differ
-_PATIENCE = 300  # seconds for a batch, after which a helper process counts as stuck
+_MEASURED = 256  # training pictures, for their range of values
 # ImageNet's, as torchvision's models use them
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -47,6 +47,7 @@ class ImageFiles(Images):
         left_out: number of files or rows that were not taken, by reason.
         recorded: of the model that the images are for; None: ImageNet's mean and deviation.
         numbers: of each class in a model that counts otherwise; empty: as here.
+        levels: as in :class:`PictureInput`; the samples are read with them.
     """
 
     train: Sequence[tuple[Any, int]]
@@ -60,6 +61,7 @@ class ImageFiles(Images):
     left_out: Mapping[str, int] = field(default_factory=dict)
     recorded: PictureInput | None = None
     numbers: Sequence[int] = ()
+    levels: Sequence[float] | None = None
     # their helper processes stay for the next evaluation
     _test_loaders: dict[tuple[tuple[int, ...], str], DataLoader] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -76,7 +78,8 @@ class ImageFiles(Images):
         source = self.recorded or PictureInput(
             3, self.image_size, _MEAN, _DEVIATION, scale=255.0, center_crop=True
         )
-        return replace(source, image_size=self.image_size, names=tuple(self.names))
+        names = tuple(self.names)
+        return replace(source, image_size=self.image_size, names=names, levels=self.levels)
 
     def like(self, source: PictureInput) -> Self:
         return replace(self, recorded=source)
@@ -107,14 +110,14 @@ class ImageFiles(Images):
         self, requests: Iterable[tuple[Tensor, int]], device: str = "cpu"
     ) -> Iterator[Batch]:
         samplings = ((indices.tolist(), seed) for indices, seed in requests)
-        return (_to(device, batch) for batch in self._loader(_Training(self), samplings, device))
+        return self._take(self._loader(_Training(self), samplings, device), device)
 
     def test_batches(self, starts: Iterable[int], device: str = "cpu") -> Iterator[Batch]:
         key = tuple(starts), device
         if key not in self._test_loaders:
             dataset = _Testing(self, self.test_batch_size)
             self._test_loaders[key] = self._loader(dataset, key[0], device)
-        return (_to(device, batch) for batch in self._test_loaders[key])
+        return self._take(self._test_loaders[key], device)
 
     def hold_out(self, fraction: float = 0.1, seed: int = 0) -> Self:
         train, test = split_off(self.train_size, fraction, seed)
@@ -132,9 +135,32 @@ class ImageFiles(Images):
             num_workers=loaders,
             persistent_workers=loaders > 0,
             worker_init_fn=partial(_begin, os.getpid()),
-            timeout=_PATIENCE if loaders else 0,
+            timeout=self.patience if loaders else 0,
             pin_memory=device == "cuda",
+            collate_fn=_as_it_is,
         )
+
+    def _take(self, loader: DataLoader, device: str) -> Iterator[Batch]:
+        """Yield the batches of a loader, on a device.
+
+        Raises:
+            TrainingFailed: about a picture that cannot be read, or helper processes that died, or
+                gave none for ``patience`` seconds.
+        """
+        batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader"):
+                    raise
+                raise TrainingFailed(
+                    f"the {loader.num_workers} helper processes of dataset.loaders give no batch"
+                    f" ({error}): type fewer, or dataset.loaders=0, or a longer timeout="
+                ) from error
+            yield _to(device, batch)
 
 
 def _labels(samples: Any) -> list[int]:
@@ -156,11 +182,17 @@ class _Batches(Dataset):
     (An exception in a helper process would arrive with its traceback.)
     """
 
-    def __getitem__(self, request: Any) -> Batch | str:
+    def __getitem__(self, request: Any) -> Any:
         try:
-            return self.make(request)
+            batch = self.make(request)
         except UserError as error:
             return str(error)
+        if get_worker_info() is None:
+            return batch
+        try:
+            return [part.share_memory_() for part in batch]
+        except RuntimeError:  # /dev/shm is full: Docker's has 64 MB
+            return [part.numpy() for part in batch]  # which go through a pipe
 
     def make(self, request: Any) -> Batch:
         """Return the batch of a request."""
@@ -225,10 +257,15 @@ def _stack(
     return x, torch.tensor(numbers, dtype=torch.int64)
 
 
-def _to(device: str, batch: Batch | str) -> Batch:
+def _as_it_is(batch: Any) -> Any:
+    """Let arrays be arrays, in place of torch's collation."""
+    return batch
+
+
+def _to(device: str, batch: Any) -> Batch:
     if isinstance(batch, str):
         raise TrainingFailed(batch)
-    x, y = (part.to(device, non_blocking=True) for part in batch)
+    x, y = (torch.as_tensor(part).to(device, non_blocking=True) for part in batch)
     return x, y
 
 
@@ -237,6 +274,7 @@ def imagenet(
     image_size: Count = 224,
     auto_augment: bool = False,
     mixup: NotNegative = 0.0,
+    levels: Levels | None = None,
     loaders: Whole = 4,
 ) -> ImageFiles:
     """Load ImageNet-1K, or any other set of images in one of its two layouts.
@@ -249,6 +287,8 @@ def imagenet(
         image_size: pixels, of square crops.
         auto_augment: AutoAugment besides random crops and flips.
         mixup: alpha of MixUp; 0: none.
+        levels: the values [BLACK, WHITE] of grey of more than 8 bits; None: the darkest and
+            brightest of 256 training pictures, or all of 16 bits where they fill half of these.
         loaders: helper processes that decode, for each process; 0: none.
 
     Raises:
@@ -262,9 +302,13 @@ def imagenet(
         train, test, names = _load_parquet(root, left_out)
     else:
         raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('imagenet')}")
+    some = range(0, len(train), -(-len(train) // _MEASURED))
+    levels = levels or levels_of(map(train.source, some))
+    train.levels = test.levels = levels
     data = ImageFiles(
         train, test, len(names), image_size, auto_augment, mixup, loaders, names, left_out
     )
+    data = replace(data, levels=levels)
     _check_varied(data, f"dataset.path={path}")
     return data
 
@@ -279,24 +323,43 @@ def _check_varied(data: ImageFiles, where: str) -> None:
         check_varied(first.expand(data.train_size, -1, -1, -1), where)
 
 
-class _Files(Dataset):
-    """Pictures of the folders of classes, decoded when they are needed."""
+class _Samples(Dataset):
+    """Pictures and labels, decoded when they are needed.
+
+    Attributes:
+        targets: the labels.
+        levels: as in :class:`PictureInput`.
+    """
+
+    targets: list[int]
+    levels: Sequence[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        name, source = self.source(index)
+        return read_picture(source, name, levels=self.levels), self.targets[index]
+
+    def source(self, index: int) -> tuple[str, Source]:
+        """Return a picture's name for messages, and where it is."""
+        raise NotImplementedError
+
+
+class _Files(_Samples):
+    """Pictures of the folders of classes."""
 
     def __init__(self, classes: Mapping[str, list[Path]], numbers: Mapping[str, int]):
         self.files = [file for found in classes.values() for file in found]
         self.targets = [numbers[name] for name, found in classes.items() for _ in found]
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        file = self.files[index]
-        return read_picture(file, str(file)), self.targets[index]
+    def source(self, index: int) -> tuple[str, Source]:
+        return str(self.files[index]), self.files[index]
 
 
 def _of_folders(
     parts: list[dict[str, list[Path]]], root: Path
-) -> tuple[Sequence, Sequence, tuple[str, ...]]:
+) -> tuple[_Samples, _Samples, tuple[str, ...]]:
     """Return training samples, test samples and the names of the classes."""
     if len(parts) < 2:
         raise UserError(
@@ -313,25 +376,18 @@ def _of_folders(
     return _Files(train, numbers), _Files(test, numbers), tuple(train)
 
 
-class _Rows(Dataset):
-    """Rows of a table of the hub, decoded when they are needed; ``name`` is for messages."""
+class _Rows(_Samples):
+    """Rows of a table of the hub; ``name`` is for messages."""
 
-    def __init__(self, table: Any, name: str):
-        self.table, self.name = table, name
+    def __init__(self, table: Any, name: str, folder: Path):
+        self.table, self.name, self.folder = table, name, folder
+        self.targets = table["label"][:]
 
-    def __len__(self) -> int:
-        return len(self.table)
-
-    @property
-    def targets(self) -> list[int]:
-        return self.table["label"][:]
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        row = self.table[int(index)]
-        return read_picture(content(row["image"]), f"row {index} of {self.name}"), row["label"]
+    def source(self, index: int) -> tuple[str, Source]:
+        return f"row {index} of {self.name}", content(self.table[int(index)]["image"], self.folder)
 
 
-def _load_parquet(root: Path, left_out: LeftOut) -> tuple[Sequence, Sequence, tuple[str, ...]]:
+def _load_parquet(root: Path, left_out: LeftOut) -> tuple[_Samples, _Samples, tuple[str, ...]]:
     """Return training samples, test samples and the names of the classes."""
     splits = {"train": "train", "test": "validation"}
     tables = load_parquet(root, splits, {"image", "label"}, left_out)
@@ -350,4 +406,5 @@ def _load_parquet(root: Path, left_out: LeftOut) -> tuple[Sequence, Sequence, tu
     classes = len(names)
     if not 0 <= min(test_labels) <= max(test_labels) < classes:
         raise UserError(f"{where}: validation has labels that train has not")
-    return _Rows(train, f"train in {where}"), _Rows(test, f"validation in {where}"), tuple(names)
+    parts = (_Rows(train, f"train in {where}", root), _Rows(test, f"validation in {where}", root))
+    return *parts, tuple(names)

@@ -17,7 +17,7 @@ from dlion.suite.data.torchvision_ops import declare_missing_operators
 
 @dataclass(frozen=True)
 class PictureInput:
-    """Turns pictures into what a model was trained on.
+    """Turns pictures into the input that a model was trained on.
 
     ::
 
@@ -33,6 +33,8 @@ class PictureInput:
         names: of the classes, in the order of the logits; empty if they are not known.
         center_crop: cut the middle out of a picture that was made a little larger, as is usual for
             ImageNet, instead of out of the whole picture.
+        levels: the grey values of pictures of more than 8 bits that become black and white; None:
+            the training pictures had 8 bits.
     """
 
     channels: int
@@ -42,6 +44,7 @@ class PictureInput:
     scale: float = 1.0
     names: Sequence[str] = ()
     center_crop: bool = False
+    levels: Sequence[float] | None = None
 
     def __call__(self, *pictures: str | Source) -> Tensor:
         """Return pictures as a batch, float32 ``[B, C, S, S]``.
@@ -58,7 +61,7 @@ class PictureInput:
         """Return a picture in the size of the model, uint8 ``[C, S, S]``."""
         source = Path(picture).expanduser() if isinstance(picture, str) else picture
         name = str(source) if isinstance(source, Path) else "the picture"
-        image = read_picture(source, name, keep_grey=True)
+        image = read_picture(source, name, keep_grey=True, levels=self.levels)
         image = self.cut(image.convert("L" if self.channels == 1 else "RGB"))
         values = torch.from_numpy(np.array(image))
         return values.unsqueeze(0) if self.channels == 1 else values.permute(2, 0, 1)

@@ -14,5 +14,5 @@ LAYOUTS = {
 
 
 def folder_with(dataset: str) -> str:
-    """Return what to give as ``dataset.path``: "a folder with ..."."""
+    """Return a description of a valid ``dataset.path``: "a folder with ..."."""
     return f"a folder with {LAYOUTS.get(dataset, 'the data')}"

@@ -1,5 +1,6 @@
 """User-supplied pictures in the usual layouts: folders of classes, parquet, IDX files."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,17 +20,18 @@ from dlion.suite.data.idx import find_idx, read_idx
 from dlion.suite.data.image_data import ImageData
 from dlion.suite.data.layouts import folder_with
 from dlion.suite.data.parquet import (
+    NamedPictures,
     class_names,
     find_splits,
     keep_encoded,
     load_files,
-    named_pictures,
 )
-from dlion.suite.data.pictures import Source, check_varied, decode
-from dlion.values import Count, Folder, Name
+from dlion.suite.data.pictures import Levels, Source, check_varied, decode, levels_of
+from dlion.values import Count, Folder, Name, did_you_mean
 
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
 _FEWEST = 10  # pictures that a tenth can be taken of
+_LOOKED_AT = 10_000  # training pictures, for their range of values
 
 
 class Split(NamedTuple):
@@ -51,6 +53,7 @@ def images(
     image_size: Count | None = None,
     augment: bool = True,
     flip: bool = False,
+    levels: Levels | None = None,
     image_column: Name | None = None,
     label_column: Name | None = None,
 ) -> ImageData:
@@ -59,21 +62,32 @@ def images(
     Args:
         path: a folder with ``train/CLASS/*`` and ``test/CLASS/*`` (or ``val``), with ``CLASS/*``
             alone, with parquet files (``train-*`` and ``test-*``, or others), or with MNIST's IDX
-            files. Where no part is for the test, a random tenth is taken.
+            files; or one parquet file. Where no part is for the test, a random tenth is taken.
         image_size: pixels to which pictures are cut and scaled; None: they are of one size already.
         augment: shift training pictures by up to an eighth of their size.
         flip: mirror every other training picture.
+        levels: the values [BLACK, WHITE] of grey of more than 8 bits; None: the darkest and
+            brightest of the training pictures, or all of 16 bits where they fill half of these.
         image_column, label_column: of parquet files; None: found by type and name.
 
     Raises:
         UserError: if the folder holds none of these, or a picture or a label is not one.
     """
-    root = Path(path).expanduser()
-    if not root.is_dir():
+    root, left_out = Path(path).expanduser(), LeftOut()
+    one_table = root.suffix == ".parquet" and root.is_file()
+    if not (root.is_dir() or one_table):
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with('images')}")
-    left_out = LeftOut()
-    parts = _find_idx(root) or _find_folders(root, left_out)
-    parts = parts or _find_tables(root, image_column, label_column, left_out)
+    parts = None if one_table else _find_idx(root) or _find_folders(root, left_out)
+    if parts is None or len(set(parts[0].labels)) < 2:  # its pictures may lie in a folder beside
+        beside = LeftOut()
+        if tables := _find_tables(root, image_column, label_column, beside):
+            parts, left_out = tables, beside
+    of_table = parts is not None and isinstance(parts[0].pictures, NamedPictures)
+    for column in filter(None, () if of_table or parts is None else (image_column, label_column)):
+        raise UserError(
+            f"dataset.path={path} holds no parquet files with a column {column}: leave the setting"
+            " out"
+        )
     if parts is None:
         lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"
         raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
@@ -85,10 +99,12 @@ def images(
         )
     names = parts[0].names  # the numbers of a ClassLabel stay
     numbers = {label: i for i, label in enumerate(range(len(names)) if names else present)}
-    tensors = [_load(part, numbers, image_size, path) for part in parts]
+    levels = levels or levels_of(_some(parts[0].pictures, len(parts[0].labels), _LOOKED_AT))
+    tensors = [_load(part, numbers, image_size, path, levels) for part in parts]
     check_varied(tensors[0][0], f"dataset.path={path}")
     known = tuple(names or map(str, present))
     options = {"crop": augment, "flip": flip, "names": known, "left_out": left_out}
+    options["levels"] = levels
     if len(tensors) == 2:
         (train_x, train_y), (test_x, test_y) = _alike(*tensors)
         return ImageData(train_x, train_y, test_x, test_y, len(known), **options)
@@ -101,17 +117,35 @@ def images(
     return ImageData(x, y, x[:0], y[:0], len(known), **options).hold_out()
 
 
+def _some(
+    pictures: Iterable[tuple[str, Source]], count: int, most: int
+) -> Iterable[tuple[str, Source]]:
+    """Return every n-th picture, at most so many."""
+    return itertools.islice(pictures, 0, None, -(-count // most))
+
+
 def _load(
-    part: Split, numbers: dict[Any, int], image_size: int | None, path: str
+    part: Split,
+    numbers: dict[Any, int],
+    image_size: int | None,
+    path: str,
+    levels: Sequence[float] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pixels and labels of a part."""
     unknown = set(part.labels) - numbers.keys()
     if unknown:
+        name = min(unknown)
+        if part.names:
+            raise UserError(
+                f"dataset.path={path} has the label {name}, which is no number of its"
+                f" {len(part.names)} classes: leave these rows out"
+            )
+        guess = did_you_mean(name, numbers) if isinstance(name, str) else ""
         raise UserError(
-            f"dataset.path={path}: the test has the class {min(unknown)}, which the training"
-            " pictures do not have"
+            f"dataset.path={path}: the test has the class {name}, which the training pictures do"
+            f" not have{guess}"
         )
-    x = decode(part.pictures, len(part.labels), image_size, keep_grey=True)
+    x = decode(part.pictures, len(part.labels), image_size, keep_grey=True, levels=levels)
     return x, torch.tensor([numbers[label] for label in part.labels])
 
 
@@ -178,15 +212,19 @@ def _find_tables(
     root: Path, image_column: str | None, label_column: str | None, left_out: LeftOut
 ) -> list[Split] | None:
     """Return the parts that lie in parquet files, if there are any."""
-    files = find_splits(root, {"train": ("train",), "test": TEST_NAMES}, left_out, any_name=True)
+    files = {"train": [root]}
+    if root.is_dir():
+        splits = {"train": ("train",), "test": TEST_NAMES}
+        files = find_splits(root, splits, left_out, any_name=True)
     if not files:
         return None
     tables = load_files(files, root)
+    root = root if root.is_dir() else root.parent
     where = f"dataset.path={root}"
     features = tables["train"].features
     image = _column("image_column", image_column, features, _may_be_pictures, (), where)
     label = _column("label_column", label_column, features, _may_be_labels, _LABEL_NAMES, where)
-    return [_read_table(table, split, image, label, where) for split, table in tables.items()]
+    return [_read_table(table, split, image, label, root) for split, table in tables.items()]
 
 
 def _column(
@@ -211,16 +249,28 @@ def _column(
 def _may_be_pictures(kind: Any) -> bool:
     """Tell whether a column's type can hold encoded pictures."""
     struct = isinstance(kind, dict) and "bytes" in kind
-    return struct or type(kind).__name__ == "Image" or getattr(kind, "dtype", "") == "binary"
+    return (
+        struct
+        or type(kind).__name__ == "Image"
+        or getattr(kind, "dtype", "") in ("binary", "large_binary")
+    )
 
 
 def _may_be_labels(kind: Any) -> bool:
     """Tell whether a column's type can hold numbers or names of classes."""
-    return str(getattr(kind, "dtype", "")).startswith(("int", "uint", "string", "large_string"))
+    return str(getattr(kind, "dtype", "")).startswith(
+        ("int", "uint", "bool", "string", "large_string")
+    )
 
 
-def _read_table(table: Any, split: str, image: str, label: str, where: str) -> Split:
-    labels = table[label][:]
+def _read_table(table: Any, split: str, image: str, label: str, root: Path) -> Split:
+    where = f"dataset.path={root}"
+    labels = [_label(value) for value in table[label][:]]
+    if None in labels:
+        raise UserError(
+            f"{where}: row {labels.index(None)} of {split} has no label in the column {label}:"
+            " leave it out"
+        )
     if {type(value) for value in labels} not in ({int}, {str}):
         raise UserError(
             f"{where}: the column {label} of {split} does not hold whole numbers or names alone:"
@@ -228,4 +278,11 @@ def _read_table(table: Any, split: str, image: str, label: str, where: str) -> S
         )
     names = class_names(table, label)
     table = keep_encoded(table, image, where)
-    return Split(named_pictures(table, image, f"{split} in {where}"), labels, names)
+    return Split(NamedPictures(table, image, f"{split} in {where}", root), labels, names)
+
+
+def _label(value: Any) -> Any:
+    """Return a label as a name or a whole number, where it is one."""
+    if isinstance(value, bool):
+        return str(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -3,15 +3,18 @@
 ``datasets`` is imported inside the functions, as it takes seconds that most runs can do without.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.data.folders import LeftOut, files_below
-from dlion.suite.data.hub import use_the_cache_if_offline
+from dlion.suite.data.hub import check_cache, use_the_cache_if_offline
 
 
 def load_parquet(
@@ -121,8 +124,12 @@ def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, A
     be_quiet()
     names = {table: [escape(str(file)) for file in parts] for table, parts in files.items()}
     try:
+        _check_numbering(itertools.chain(*files.values()))
         return load_dataset("parquet", data_files=names)
+    except UserError:
+        raise
     except Exception as error:  # pyarrow and datasets have many, all about the files
+        check_cache(error)
         first, *_, last = 2 * str(error.__cause__ or error).strip().splitlines()
         reason = first if first == last else f"{first} ... {last}"
         raise UserError(
@@ -131,8 +138,25 @@ def load_files(files: Mapping[str, list[Path]], path: str | Path) -> dict[str, A
         ) from error
 
 
+def _check_numbering(files: Iterable[Path]) -> None:
+    """Refuse files that give the names of classes other numbers: one numbering would be lost."""
+    from datasets import Features
+    from pyarrow.parquet import read_schema
+
+    known: dict[str, tuple[list[str], Path]] = {}
+    for file in files:
+        for column, kind in Features.from_arrow_schema(read_schema(file)).items():
+            names = getattr(kind, "names", None)
+            first, there = known.setdefault(column, (names, file)) if names else (names, file)
+            if names != first:
+                raise UserError(
+                    f"{file} numbers the classes in {column} as {', '.join(names[:3])} ..., but"
+                    f" {there} as {', '.join(first[:3])} ...: write both with the same ClassLabel"
+                )
+
+
 def be_quiet() -> None:
-    """Let ``datasets`` show no progress, and log nothing that its errors say anyhow."""
+    """Let ``datasets`` show no progress, and log nothing that its errors repeat."""
     from datasets import disable_progress_bars, logging
 
     disable_progress_bars()
@@ -198,7 +222,9 @@ def keep_encoded(table: Any, column: str, where: str) -> Any:
     from datasets import Image
 
     try:
-        return table.cast_column(column, Image(decode=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lists of pixels in 64 bits
+            return table.cast_column(column, Image(decode=False))
     except Exception as error:  # pyarrow and datasets have many
         raise UserError(
             f"{where}: the column {column} holds {table.features[column]}, not pictures: store"
@@ -206,17 +232,30 @@ def keep_encoded(table: Any, column: str, where: str) -> Any:
         ) from error
 
 
-def content(cell: Any) -> bytes:
-    """Return the file of a picture as it is stored, empty where there is none."""
-    return (cell and cell["bytes"]) or b""
+def content(cell: Any, folder: Path) -> bytes | Path:
+    """Return the file of a picture as it is stored, empty where there is none.
+
+    ``folder``: that of the data set, where a path in a cell begins.
+    """
+    stored, path = (cell["bytes"], cell["path"]) if cell else (None, None)
+    return folder / path if stored is None and path else stored or b""
 
 
-def named_pictures(table: Any, column: str, part: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the pictures of :func:`keep_encoded`'s table with names for messages.
+@dataclass(frozen=True)
+class NamedPictures:
+    """Pictures of :func:`keep_encoded`'s table, each with a name for messages.
 
-    Args:
+    Attributes:
         table, column: where they are.
         part: how a message calls the table.
+        folder: in which paths in the table begin.
     """
-    for row, cell in enumerate(table[column]):
-        yield f"row {row} of {part}", content(cell)
+
+    table: Any
+    column: str
+    part: str
+    folder: Path = Path()
+
+    def __iter__(self) -> Iterator[tuple[str, bytes | Path]]:
+        for row, cell in enumerate(self.table[self.column]):
+            yield f"row {row} of {self.part}", content(cell, self.folder)

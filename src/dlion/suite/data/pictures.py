@@ -4,36 +4,85 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
 from dlion.errors import UserError
+from dlion.values import Called
 
 _MOST_BYTES = 4 * 10**9  # of pixels in memory
 _GREY = ("1", "L", "LA", "La")  # Pillow's names
 _DEEP = ("I", "F")  # beginnings of its names for grey of more than 8 bits
+_GAMMA = 1 / 2.2  # of PNG files that are as screens show them
 
 Source = Path | bytes | np.ndarray | Image.Image
 """A picture's file, the content of one, its pixels, uint8 ``[H, W]``, or Pillow's."""
 
+Levels = Annotated[tuple[float, float], Called("two numbers, [BLACK, WHITE]")]
 
-def read_picture(source: Source, name: str, keep_grey: bool = False) -> Image.Image:
+
+def read_picture(
+    source: Source, name: str, keep_grey: bool = False, levels: Sequence[float] | None = None
+) -> Image.Image:
     """Decode a picture to 8 bits a channel as people see it, in colour unless it may stay grey.
 
-    It is turned as its EXIF orientation says, and what is transparent shows a white ground. Grey
-    values of more than 8 bits become 0 .. 255: of 16 bits in proportion, and where they fill less
-    than half of these, as scans of 12 bits do, from the picture's darkest to its brightest.
+    It is turned as its EXIF orientation says, its colours are those of its ICC profile or gamma,
+    and what is transparent shows a white ground. Of an animation, or a file of several pages, it is
+    the first picture.
+
+    Args:
+        source: where it is.
+        name: for messages.
+        keep_grey: whether a grey picture stays grey.
+        levels: of grey values of more than 8 bits, as :func:`levels_of` returns them for a set of
+            pictures; None: those of this picture.
 
     Raises:
-        UserError: calling it ``name``, if it is damaged, no picture, or of more pixels than one has
-            (Pillow's limit, against files that are small only until they are decoded).
+        UserError: if it is damaged, no picture, or of more pixels than one has (Pillow's limit,
+            against files that are small only until they are decoded).
+    """
+    with _opened(source, name) as image:
+        image.load()
+        with contextlib.suppress(Exception):  # EXIF may say anything
+            ImageOps.exif_transpose(image, in_place=True)
+        grey = image.mode in _GREY or image.mode.startswith(_DEEP)
+        image = _in_srgb(_on_white(_to_8_bits(image, levels)))
+        return image.convert("L" if keep_grey and grey else "RGB")
+
+
+def levels_of(pictures: Iterable[tuple[str, Source]]) -> tuple[float, float] | None:
+    """Return the grey values of a set of pictures that become black and white.
+
+    Only grey pictures of more than 8 bits count, without any it is None. It is all of 16 bits where
+    they fill more than half of these, and their darkest and brightest value otherwise, as for scans
+    of 12 bits.
+
+    Raises:
+        UserError: as :func:`read_picture`.
+    """
+    ranges = []
+    for name, source in pictures:
+        with _opened(source, name) as image:
+            if image.mode.startswith(_DEEP):  # of others no more than the header is read
+                ranges.append(_range(np.asarray(image), image.info.get("transparency")))
+    return _levels(ranges) if ranges else None
+
+
+@contextlib.contextmanager
+def _opened(source: Source, name: str) -> Iterator[Image.Image]:
+    """Open a picture; what goes wrong with it in here is said in one sentence.
+
+    Raises:
+        UserError: calling it ``name``.
     """
     try:
         if isinstance(source, Image.Image):
@@ -44,35 +93,40 @@ def read_picture(source: Source, name: str, keep_grey: bool = False) -> Image.Im
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         with image, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged EXIF entries, which do not matter here
-            image.load()
-            with contextlib.suppress(Exception):  # it may say anything
-                ImageOps.exif_transpose(image, in_place=True)
-            grey = image.mode in _GREY or image.mode.startswith(_DEEP)
-            image = _on_white(_to_8_bits(image))
-            return image.convert("L" if keep_grey and grey else "RGB")
+            yield image
     except Exception as error:  # Pillow's readers raise whatever they come across
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = "its format is not known" if unknown else str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, UnidentifiedImageError):
+            empty = source == b"" or (isinstance(source, Path) and not source.stat().st_size)
+            reason = "it is empty" if empty else "its format is not known"
         raise UserError(
             f"{name} is not a picture that can be read"
             f" ({reason or type(error).__name__}): replace it, or leave it out"
         ) from error
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Return a picture whose channels have 8 bits, with a transparent grey value as it was."""
+def _range(values: np.ndarray, clear: int | None) -> tuple[float, float]:
+    """Return the least and the greatest value that is finite and not the transparent one."""
+    seen = values[np.isfinite(values) & (values != clear)]
+    return (float(seen.min()), float(seen.max())) if seen.size else (0.0, 0.0)
+
+
+def _levels(ranges: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
+    whole = 0 <= low <= high < 2**16 and not 0 < high - low < 2**15
+    return (0.0, 65280.0) if whole else (low, high)  # 255 / 65280 = 1 / 256
+
+
+def _to_8_bits(image: Image.Image, levels: Sequence[float] | None) -> Image.Image:
+    """Return a picture whose channels have 8 bits, with a transparent value as it was."""
     clear = image.info.get("transparency")
     if not image.mode.startswith(_DEEP):
         if image.mode == "RGB" and clear is not None and max(clear) > 255:
             image.info["transparency"] = tuple(value >> 8 for value in clear)  # as its pixels
         return image
     values = np.asarray(image).astype(np.float64)
-    seen = values[np.isfinite(values) & (values != clear)]
-    low, high = (seen.min(), seen.max()) if seen.size else (0.0, 0.0)
-    if 0 <= low <= high < 2**16 and not 0 < high - low < 2**15:
-        shades = values / 256
-    else:
-        shades = 255 * (values - low) / ((high - low) or 1)
+    low, high = levels or _levels([_range(values, clear)])
+    shades = (values - low) * 255 / ((high - low) or 1)
     pixels = np.nan_to_num(shades, posinf=255, neginf=0).clip(0, 255).astype(np.uint8)
     if clear is None:
         return Image.fromarray(pixels)
@@ -90,11 +144,41 @@ def _on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
+def _in_srgb(image: Image.Image) -> Image.Image:
+    """Return an opaque picture in the colours that its ICC profile or PNG's gamma stands for."""
+    profile, gamma = image.info.get("icc_profile"), image.info.get("gamma")
+    if "srgb" in image.info or not (profile or gamma or image.mode == "LAB"):
+        return image
+    if image.mode not in ("L", "CMYK", "LAB"):
+        image = image.convert("RGB")
+    if profile or image.mode == "LAB":
+        change = _to_srgb(profile, image.mode)
+        return image if change is None else change.apply(image)
+    exponent = _GAMMA / gamma
+    table = [round(255 * (value / 255) ** exponent) for value in range(256)]
+    return image.point(table * len(image.getbands())) if abs(exponent - 1) > 0.05 else image
+
+
+@lru_cache(maxsize=64)
+def _to_srgb(profile: bytes | None, mode: str) -> Any:
+    """Return the change of colours from an ICC profile; None: there is nothing to change."""
+    try:
+        source: Any = ImageCms.createProfile("LAB")
+        if profile:
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            if "srgb" in ImageCms.getProfileDescription(source).lower():
+                return None
+        return ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError):  # it is damaged, or of other colours
+        return None
+
+
 def decode(
     pictures: Iterable[tuple[str, Source]],
     count: int,
     size: int | None = None,
     keep_grey: bool = False,
+    levels: Sequence[float] | None = None,
 ) -> Tensor:
     """Decode square pictures to uint8 ``[N, C, S, S]``.
 
@@ -104,6 +188,7 @@ def decode(
         size: pixels S to which they are scaled, after the middle was cut out of those that are not
             square; None: they are S pixels high and wide already.
         keep_grey: make one channel (C = 1) if all are grey; otherwise there are three.
+        levels: of grey values of more than 8 bits, as for :func:`read_picture`.
 
     Raises:
         UserError: if one cannot be read, they differ in size, or are too much for the memory.
@@ -113,7 +198,7 @@ def decode(
     )
     with progress:
         named = progress.track(pictures, count, description="reading pictures")
-        arrays = list(_squares(named, count, size, keep_grey))
+        arrays = list(_squares(named, count, size, keep_grey, levels))
     if any(array.ndim == 3 for array in arrays):
         arrays = [a if a.ndim == 3 else np.stack(3 * [a], axis=-1) for a in arrays]
         return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
@@ -121,14 +206,18 @@ def decode(
 
 
 def _squares(
-    pictures: Iterable[tuple[str, Source]], count: int, size: int | None, keep_grey: bool
+    pictures: Iterable[tuple[str, Source]],
+    count: int,
+    size: int | None,
+    keep_grey: bool,
+    levels: Sequence[float] | None,
 ) -> Iterator[np.ndarray]:
     """Yield the pixels of pictures of one size, ``[S, S]`` or ``[S, S, 3]``."""
     first, side = "", 0
     if size is not None:
         _check_memory(count, size)
     for name, source in pictures:
-        image = read_picture(source, name, keep_grey)
+        image = read_picture(source, name, keep_grey, levels)
         if size is not None and image.size != (size, size):
             image = ImageOps.fit(image, (size, size))
         if not first:

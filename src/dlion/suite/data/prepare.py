@@ -1,4 +1,4 @@
-"""Turn text into tokens once and for all: a file of one's own, OpenWebText and its like.
+"""Turn text into tokens once: a file of your own, OpenWebText or another data set.
 
     dlion prepare book.txt -o DIR                    # bytes, nothing is downloaded
     dlion prepare a.jsonl b.jsonl -o DIR             # from files of one kind
@@ -9,6 +9,7 @@ writes ``train.bin``, ``val.bin`` (uint16, or int32 for vocabularies above 65,53
 continues.
 """
 
+import codecs
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ import numpy as np
 from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 from dlion.suite.data.compressed import SUFFIXES, bare_name, compression, unpack
+from dlion.suite.data.hub import check_cache
 from dlion.suite.data.parquet import be_quiet, open_hub
 from dlion.suite.data.tokens import (
     BYTES,
@@ -53,6 +55,17 @@ _TABLES = {  # other files are text
     ".csv": "csv",
     ".tsv": "csv",
 }
+_BINARY = (
+    f"not text, but binary: give text, or {', '.join(_TABLES)}, also compressed"
+    f" ({', '.join(SUFFIXES)})"
+)
+_MARKS = {  # that of UTF-32 begins with one of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_PRINTED = bytes([*range(7, 14), 27, *range(32, 256)])  # what text has; others are control codes
 
 
 class Texts:
@@ -168,7 +181,7 @@ def _is_of(tokenizer: Any, own: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Delete what was written into a folder, and the folder if it holds nothing else."""
+    """Delete the written files of a folder, and the folder if it is then empty."""
     for name in (FACTS, *(f"{part}.bin" for part in PARTS)):
         (folder / name).unlink(missing_ok=True)
     if {path.name for path in folder.iterdir()} == {TOKENIZER}:
@@ -178,7 +191,7 @@ def _remove(folder: Path) -> None:
 
 
 def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
-    """Open the file of a part, without what was written after the last count."""
+    """Open the file of a part, cut off after the last counted token."""
     file = (folder / f"{part}.bin").open("ab")
     file.truncate(facts["tokens"][part] * np.dtype(facts["dtype"]).itemsize)
     return file
@@ -208,7 +221,7 @@ def _append(
 
 
 def _parts_of(tokens: np.ndarray, number: int, facts: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what of a document goes into which part."""
+    """Return the pieces of a document and their parts."""
     if facts["held_out"]:
         return {"train" if number % facts["held_out"] else "val": tokens}
     least = min(_LEAST_TEST // facts["of"], len(tokens) // 2)
@@ -294,13 +307,22 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
             files = [
                 _unpacked(Path(source), Path(folder, str(i))) for i, source in enumerate(sources)
             ]
+            for file, source in zip(files, sources, strict=True):
+                with file.open("rb") as opened:
+                    encoding = _marked_encoding(opened.read(4))
+                if encoding and kind != "parquet":
+                    raise _other_encoding(source, encoding)
             options = _as_text(files, suffixes) if kind == "csv" else {}
             names = [escape(str(file)) for file in files]
             return load_dataset(kind, data_files=names, split="train", **options)
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets have many, all about the files
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        check_cache(error)
+        cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise _other_encoding(", ".join(sources), "latin1") from error
+        reason = str(cause).strip().partition("\n")[0]
         raise UserError(
             f"{', '.join(sources)} could not be read ({reason or 'no documents'}): give whole files"
             " with the same columns"
@@ -329,22 +351,38 @@ def _as_text(files: list[Path], suffixes: Collection[str]) -> dict[str, Any]:
     return {**options, "features": features}
 
 
+def _marked_encoding(content: bytes) -> str | None:
+    """Return the name of UTF-16 or UTF-32, if a text begins with the mark of one."""
+    return next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
+
+
+def _other_encoding(source: str, encoding: str, where: str = "") -> UserError:
+    """Return the error about a file that is not in UTF-8."""
+    return UserError(
+        f"{source} is not text in UTF-8{where}: convert it, with `iconv -f {encoding} -t utf-8`"
+        " for instance"
+    )
+
+
 def _read_text(source: str, separator: str | None) -> list[str]:
-    """Return the documents of a text file as they are, with their newlines."""
+    """Return the documents of a text file as they are, with their newlines.
+
+    UTF-16 and UTF-32 are known by their mark.
+
+    Raises:
+        UserError: if the file is not text, or of another encoding.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
+    marked = _marked_encoding(content)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            content = _unpacked(Path(source), Path(folder, "0")).read_bytes()
-        if b"\0" in content[:4096] and not content.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(
-                f"{source} is not text, as it has bytes of 0: give text, or"
-                f" {', '.join(_TABLES)}, also compressed ({', '.join(SUFFIXES)})"
-            )
-        text = content.decode()
+        if b"\0" in content[:4096] and not marked:
+            raise UserError(f"{source} is {_BINARY}")
+        text = content.decode(marked or "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{source} is not text in UTF-8 (byte {error.start:,}): convert it, with"
-            f" `iconv -f {'utf-16' if error.start == 0 else 'latin1'} -t utf-8` for instance"
-        ) from error
+        if content[:4096].translate(None, _PRINTED):
+            raise UserError(f"{source} is {_BINARY}") from error
+        raise _other_encoding(source, "latin1", f" (byte {error.start:,})") from error
     marker = separator and separator.replace("\\n", "\n").replace("\\t", "\t")
     documents = text.split(marker) if marker else [text]
     if not text.strip():
@@ -353,7 +391,7 @@ def _read_text(source: str, separator: str | None) -> list[str]:
 
 
 def how_to_train(folder: Path) -> str:
-    """Return the command that trains on a prepared folder, after a look at what it will train on.
+    """Return the command that trains on a prepared folder, after checking its contents.
 
     Its context is the longest power of two, at most 256 bytes or 1,024 other tokens, that the test
     has and that cuts the text into enough samples.
@@ -386,7 +424,7 @@ def _resolved(name: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Prepare what the command line names."""
+    """Prepare the text that the command line names."""
     parser = make_parser("prepare", __doc__, "book.txt -o DIR")
     parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")

@@ -94,7 +94,7 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return what a prepared folder says about itself.
+    """Return the facts that a prepared folder records.
 
     Raises:
         UserError: if the file that says it is damaged.

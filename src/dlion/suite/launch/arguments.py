@@ -94,9 +94,15 @@ def _check_word(word: str, following: str) -> None:
         group, _, name = word.partition("=")
         if group == "hydra.run.dir":  # Hydra would make it
             raise UserError(f"hydra.run.dir is not used: type output_dir={name}")
-        hint = parameters(Settings).get(group)
-        if name in ("", "null") and component_of(hint) is not None:
+        is_group = component_of(parameters(Settings).get(group)) is not None
+        if name in ("", "null") and is_group:
             raise UserError(f"{group} is required: type {group}=NAME")
+        if re.fullmatch(r"\[.*\]", name) and (is_group or group == "experiment"):
+            first = name.strip("[]").partition(",")[0] or "NAME"
+            raise UserError(
+                f"{group}={name} is a list, of which one is taken: type {group}={first}, or"
+                f" {group}=A,B and -m for all"
+            )
         return
     value = "VALUE" if "=" in following or following[:1] in ("", "-") else following
     name, equals, given = key.partition("=")
@@ -104,8 +110,10 @@ def _check_word(word: str, following: str) -> None:
     if key == word:
         similar = difflib.get_close_matches(word, parameters(Settings), n=1)
         hint = f"type {similar[0]}={value}" if similar else "see `python train.py --help`"
-        if "=" in following or word == "=":
+        if word == "=" or following.startswith("="):
             hint = "leave out the spaces around ="
+        if word.startswith("@"):
+            hint = "settings are not read from files"
         raise UserError(f"{word} is not a setting of the form KEY=VALUE: {hint}")
     raise UserError(f"{word} is not an option: type {name}={given if equals else value}")
 

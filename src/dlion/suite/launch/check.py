@@ -25,13 +25,14 @@ from dlion.suite.data.layouts import folder_with
 from dlion.suite.launch.environment import RankInfo, is_first
 from dlion.suite.launch.network import check_possible
 from dlion.suite.launch.resume import check_output, checkpoint_to_resume
-from dlion.suite.machine import cores
+from dlion.suite.machine import cores, memory
 from dlion.suite.record.loggers import check_logger
 from dlion.suite.settings import check as check_types
+from dlion.suite.terminal import patience
 from dlion.suite.training.agreement import VOTES
 from dlion.suite.training.job import Job
 from dlion.suite.training.weights import check_pretrained, check_weights, recorded_input
-from dlion.suite.units import parse_rate
+from dlion.suite.units import human_bytes, parse_rate
 from dlion.values import show
 from dlion.workers import Workers
 
@@ -78,7 +79,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    data = _for_its_model(load_data(config.dataset), config)
+    data = _load_for_model(config)
+    data.label_smoothing = config.label_smoothing
     sharding = Sharding(
         data.train_size,
         config.workers,
@@ -101,7 +103,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
             f"{config.schedule.warmup_steps} are not fewer than the {steps} steps of the run",
             file=sys.stderr,
         )
-    _check_method(config, data, sharding.smallest_batch // config.accumulate, device)
+    local = started.local_processes if started else processes
+    _check_method(config, data, sharding.smallest_batch // config.accumulate, device, local)
     resume = checkpoint_to_resume(config, output_dir, steps)
     samples = data.train_size, data.test_size
     if resume is not None and resume.samples != samples:
@@ -154,14 +157,21 @@ def load_data(dataset: DictConfig) -> Data:
     Raises:
         UserError: one sentence about why it could not be loaded.
     """
-    with _one_line(f"dataset={dataset.name}"):
+    choice = f"dataset={dataset.name}"
+    with _one_line(choice), patience(f"loading {choice}"):
         return datasets.load(dataset)
 
 
-def _for_its_model(data: Data, config: DictConfig) -> Data:
-    """Return the data as the model of evaluate or init_from takes it."""
-    source = config.evaluate or config.init_from
-    made = recorded_input(source) if source is not None and isinstance(data, Images) else None
+def _load_for_model(config: DictConfig) -> Data:
+    """Load the data as the model takes it, also that of evaluate or init_from."""
+    source, dataset = config.evaluate or config.init_from, config.dataset
+    levels = dataset.get("levels", ...)
+    made = recorded_input(source) if source is not None and levels is None else None
+    if isinstance(made, PictureInput) and made.levels is not None:
+        dataset = OmegaConf.merge(dataset, {"levels": list(made.levels)})
+    data = load_data(dataset)
+    if made is None and source is not None and isinstance(data, Images):
+        made = recorded_input(source)
     if not isinstance(data, Images) or not isinstance(made, PictureInput):
         return data
     if config.evaluate is not None and made.names and data.names:
@@ -170,7 +180,7 @@ def _for_its_model(data: Data, config: DictConfig) -> Data:
 
 
 def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
-    """Check what the settings alone can show, without loading data or a model.
+    """Check the settings alone, without loading data or a model.
 
     Args:
         settings: of a run.
@@ -228,7 +238,7 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
             f" {folder_with(dataset.name)}"
         )
     path = dataset.get("path")
-    if data_is_here and path and not Path(str(path)).expanduser().exists():
+    if data_is_here and path and not os.path.exists(Path(str(path)).expanduser()):  # noqa: PTH110
         raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
 
 
@@ -290,7 +300,7 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
 
 @contextmanager
 def _one_line(choice: str) -> Iterator[None]:
-    """Turn whatever goes wrong in a component, which may be anybody's, into one line.
+    """Turn any error of a component, which may be a user's own, into one line.
 
     Raises:
         UserError: the error, and the line of code that raised it.
@@ -308,7 +318,9 @@ def _one_line(choice: str) -> Iterator[None]:
         ) from error
 
 
-def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> None:
+def _check_method(
+    config: DictConfig, data: Data, samples: int, device: str, processes: int
+) -> None:
     """Build model and optimizer without memory, so that they refuse wrong settings here.
 
     Args:
@@ -316,16 +328,29 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         data: the data set.
         samples: fewest that go through the model at once.
         device: of the run.
+        processes: of the run on this machine.
     """
-    with torch.device("meta"), _one_line(f"model={config.model.name}"):
+    choice = f"model={config.model.name}"
+    with torch.device("meta"), _one_line(choice), patience(f"building {choice}"):
         model = models.build(config.model, data)
+    if device == "cpu":
+        _check_memory(model, choice, processes)
     if samples == 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
         _check_single_sample(model, config, data)
     path = config.model.get("path")
     if isinstance(model, models.CausalLM) and path and Path(path).is_dir():
         check_pretrained(model, path)
     if config.init_from is not None:
-        check_weights(model, config.init_from, config.init_from_except)
+        try:
+            check_weights(model, config.init_from, config.init_from_except)
+        except UserError as error:
+            size = getattr(getattr(data, "recorded", None), "image_size", None)
+            if size in (None, getattr(data, "image_size", None)):
+                raise
+            raise UserError(
+                f"{error}; its pictures had {size} pixels: dataset.image_size={size} may be all"
+                " that is missing"
+            ) from error
     try:
         optimizer = instantiate(
             config.optimizer,
@@ -354,8 +379,20 @@ def _check_method(config: DictConfig, data: Data, samples: int, device: str) -> 
         optimizer.prepare()  # compiled once, before the fork, not by every process
 
 
+def _check_memory(model: nn.Module, choice: str, processes: int) -> None:
+    """Refuse a model whose parameters and gradients alone are more than the memory."""
+    least = 2 * processes * sum(p.numel() * p.element_size() for p in model.parameters())
+    if (there := memory()) is not None and least > there:
+        raise UserError(
+            f"{choice} has {sum(p.numel() for p in model.parameters()):,} parameters, which take"
+            f" {human_bytes(least)} with their gradients in {processes} process"
+            f"{'es' * (processes > 1)}, but this machine has {human_bytes(there)}: choose a smaller"
+            " model"
+        )
+
+
 def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
-    """Refuse what does not go with a method whose workers take steps of their own."""
+    """Refuse settings that contradict a method with local steps."""
     name = config.optimizer.name
     if config.local_steps > 1:
         raise UserError(
@@ -371,7 +408,7 @@ def _check_local(config: DictConfig, optimizer: LocalUpdate) -> None:
 
 
 def _check_single_sample(model: nn.Module, config: DictConfig, data: Data) -> None:
-    """Refuse to train on samples one by one what normalises over batches, if it cannot do that."""
+    """Refuse batches of one sample for a model that normalises over batches."""
     if not isinstance(data, Images):
         return
     images = torch.empty(1, data.channels, data.image_size, data.image_size, device="meta")

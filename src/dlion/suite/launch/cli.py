@@ -20,10 +20,10 @@ from dlion.errors import Finished, RunFailed, Stopped, UserError
 from dlion.suite.config import explain, resolve, unlisted_method
 from dlion.suite.launch.arguments import Arguments
 from dlion.suite.launch.environment import among_others, is_first
-from dlion.suite.launch.help import help_text
+from dlion.suite.launch.help import help_text, opened
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
-from dlion.suite.settings import check_values
-from dlion.suite.terminal import end_now, raise_interrupts
+from dlion.suite.settings import check_effects, check_values
+from dlion.suite.terminal import end_now, in_one_line, raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -58,7 +58,7 @@ def run(main: Callable[[], Any], conf: Path) -> None:
     except (MarkedYAMLError, UnicodeDecodeError) as error:  # before the others: a duplicate key
         _leave(UserError(_unreadable_file(error)))
     except tuple(_EXIT_CODES) as error:
-        _leave(error)
+        _leave(_reason_behind(error, conf))
     except Exception as error:
         if type(error).__module__.startswith("submitit."):
             _leave(RunFailed(_job_failure(error)))
@@ -68,8 +68,27 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         raise
 
 
+def _reason_behind(error: BaseException, conf: Path) -> BaseException:
+    """Return why a recipe with several values is not composed, if that is why it is no sweep.
+
+    Hydra takes a recipe that cannot be composed for one that is no sweep, and then complains of
+    several values.
+    """
+    if "Ambiguous value for argument" not in str(error):
+        return error
+    arguments = Arguments(sys.argv[1:])
+    try:
+        with opened(conf, arguments.options.config_dir) as loader:
+            loader.load_configuration(
+                "config", arguments.settings, RunMode.MULTIRUN, validate_sweep_overrides=False
+            )
+    except (HydraException, OmegaConfBaseException) as reason:
+        return reason
+    return error
+
+
 def guarded(config: DictConfig) -> Any:
-    """Launch what was configured, from inside Hydra's main function, and end as it ended.
+    """Launch the configured run, from inside Hydra's main function, and end as it ended.
 
     The exception is the outcome: Stopped, RunFailed, UserError; none: the run has finished.
     """
@@ -82,6 +101,8 @@ def guarded(config: DictConfig) -> Any:
             _check_single(hydra)
         settings = resolve(config, hydra)
         check_values(settings)
+        if not multirun:  # the sweeper has checked it
+            check_effects(settings, hydra.overrides.task)
         _announce(settings, unlisted_method(config, hydra))
         from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
         from dlion.suite.launch.runner import launch
@@ -92,10 +113,20 @@ def guarded(config: DictConfig) -> Any:
         raise_interrupts()
         return launch(settings, output_dir)
     except (Exception, KeyboardInterrupt) as error:
-        _conclude(error, config, output_dir, sweep)
-        if isinstance(error, Finished):
-            return error.result
-        raise
+        told = _told(error)
+        _conclude(told, config, output_dir, sweep)
+        if isinstance(told, Finished):
+            return told.result
+        raise told from error.__cause__ if told is error else error
+
+
+def _told(error: BaseException) -> BaseException:
+    """Return an error, or the sentence about a file that the operating system refuses."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return UserError(
+            f"{error.filename} could not be read or written ({error.strerror}): name another place"
+        )
+    return error
 
 
 def _conclude(
@@ -147,7 +178,7 @@ def _record(error: BaseException, config: DictConfig, output_dir: Path, of_sweep
 
 
 def _check_single(hydra: DictConfig) -> None:
-    """Refuse what only sweeps use.
+    """Refuse settings that only sweeps use.
 
     Raises:
         UserError: what to type instead.
@@ -158,7 +189,7 @@ def _check_single(hydra: DictConfig) -> None:
 
 
 def _announce(settings: DictConfig, method: str | None) -> None:
-    """Print what is about to run, before anything that takes time.
+    """Print a line about the run, before anything that takes time.
 
     Args:
         settings: of the run.
@@ -203,8 +234,9 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return explain(error)
-    return str(error) or type(error).__name__
+        return in_one_line(explain(error))
+    text = str(error) or type(error).__name__
+    return in_one_line(text) if isinstance(error, UserError) else text
 
 
 def _unreadable_file(error: MarkedYAMLError | UnicodeDecodeError) -> str:

@@ -1,4 +1,4 @@
-"""Reads what torchrun or SLURM says about this process."""
+"""Reads this process's place from the variables of torchrun or SLURM."""
 
 import os
 import re
@@ -70,15 +70,7 @@ def detect() -> RankInfo | None:
     Raises:
         UserError: if a variable is missing, or is not a number or port.
     """
-    found = _torchrun(os.environ) or _slurm(os.environ)
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if found is None and _number(os.environ, name, 1) > 1:
-            raise UserError(
-                f"mpirun has started {os.environ[name]} processes ({name}), each of which would be"
-                " a run of its own: start them with torchrun or srun, or set RANK, WORLD_SIZE,"
-                " MASTER_ADDR and MASTER_PORT for each"
-            )
-    return found
+    return _torchrun(os.environ) or _slurm(os.environ)
 
 
 def is_first() -> bool:
@@ -100,7 +92,7 @@ def among_others() -> bool:
 
 
 def restarted() -> bool:
-    """Whether SLURM or torchrun says that it has started this run again after it was cut off.
+    """Whether SLURM or torchrun has restarted this run after an interruption.
 
     Of torchrun's agents, each counts for itself, and one whose processes ended because of another's
     does not count that: see :func:`job_name`.
@@ -188,7 +180,7 @@ def _first_host(hosts: str) -> str | None:
     A name may have several lists, ``rack[0-1]node[01-16]-ib``: of each the first number counts,
     which is written with the zeros that the name has.
     """
-    name = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts.strip())
+    name = re.match(r"(?:[^,\s\[\]]|\[[^\[\]]*\])+", hosts.lstrip(", \t\n"))
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name[0]) if name else None
 
 

@@ -5,11 +5,13 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
@@ -52,7 +54,7 @@ class Entry(NamedTuple):
 
 
 def help_text(arguments: Arguments, conf: Path) -> str:
-    """Return the help on what was typed beside ``--help``: choices, keys, or nothing.
+    """Return the help on the words beside ``--help``: choices, keys, or nothing.
 
     Raises:
         UserError: if the key is unknown.
@@ -60,15 +62,8 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     """
     words = [word for word in arguments.settings if "=" in word]
     keys = [word for word in arguments.settings if "=" not in word]
-    own = arguments.options.config_dir
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        if own:
-            loader = GlobalHydra.instance().config_loader()
-            path = loader.get_search_path()
-            path.prepend("command-line", f"file://{Path(own).resolve()}", "schema")
-            GlobalHydra.instance().hydra.config_loader = ConfigLoaderImpl(path)
+    with opened(conf, arguments.options.config_dir) as loader:
         config = compose("config", overrides=words, return_hydra_config=True)
-        loader = GlobalHydra.instance().config_loader()
         names = {group: loader.get_group_options(group) for group in _groups()}
     settings: Any = OmegaConf.to_container(resolve(config, config.hydra))
     choices = config.hydra.runtime.choices
@@ -81,6 +76,17 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     else:
         parts = _overview(names, choices, settings)
     return "\n".join(parts)
+
+
+@contextmanager
+def opened(conf: Path, own: str | None) -> Iterator[ConfigLoader]:
+    """Give what loads files of ``conf`` and, if it is given, of a folder of the user's own."""
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        if own:
+            path = GlobalHydra.instance().config_loader().get_search_path()
+            path.prepend("command-line", f"file://{Path(own).resolve()}", "schema")
+            GlobalHydra.instance().hydra.config_loader = ConfigLoaderImpl(path)
+        yield GlobalHydra.instance().config_loader()
 
 
 def _groups() -> list[str]:
@@ -104,7 +110,7 @@ def _overview(
 
 
 def _choice(group: str, name: str, settings: dict[str, Any], folders: list[str]) -> str:
-    """Return what a file of a group is, and its settings."""
+    """Return the description of a choice, and its settings."""
     file = next(f for folder in folders if (f := Path(folder, group, f"{name}.yaml")).exists())
     comments, body = [], file.read_text("utf-8").strip().splitlines()
     while body and body[0].startswith("#"):
@@ -138,7 +144,7 @@ def settings_of_runs(settings: dict[str, Any]) -> Iterator[Entry]:
 
 
 def settings_of_choice(group: str, node: dict[str, Any]) -> Iterator[Entry]:
-    """Yield the settings of what was chosen from a group: ``node`` has its values."""
+    """Yield the settings of a choice of a group: ``node`` has its values."""
     component = component_of(parameters(Settings)[group])
     assert component is not None
     target = locate(node["_target_"], group) if "_target_" in node else component.own
@@ -166,7 +172,7 @@ def _line(entry: Entry) -> str:
 
 
 def _as_typed(sentence: str) -> str:
-    """Return a sentence of a docstring as people read it who type settings."""
+    """Return a sentence of a docstring in the words of the command line."""
     plain = re.sub(r":\w+:`([^`]*)`", r"\1", sentence).replace("``", "")
     return re.sub(r"\bNone\b", "null", plain).rstrip(".")
 

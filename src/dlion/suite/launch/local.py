@@ -146,7 +146,7 @@ def _start(processes: int, *args: Any) -> ProcessContext:
 
 @contextmanager
 def _temporary_files_in(directory: Path) -> Iterator[None]:
-    """Let temporary files be made in a directory that nobody else may enter."""
+    """Let temporary files be made in a private directory."""
     before, tempfile.tempdir = tempfile.tempdir, str(directory)
     try:
         yield
@@ -189,7 +189,7 @@ class _Errors:
         self._writers.clear()
 
     def pass_on(self) -> None:
-        """Write what has come to the standard error of this process."""
+        """Write pending output to the standard error of this process."""
         for reader, rank in list(self.readers.items()):
             with suppress(BlockingIOError):
                 while piece := os.read(reader, _REMEMBERED):
@@ -274,7 +274,7 @@ def _outcome(directory: Path, processes: int, notice: SignalNotice) -> dict[str,
 
 
 def _outcome_file(directory: Path, rank: int) -> Path:
-    """Return the file in which process ``rank`` says how it ended, as JSON of one of three shapes.
+    """Return the file with the outcome of process ``rank``: JSON of one of three shapes.
 
     They are ``{"result": what work returned}``, ``{"stopped_after": step}`` and ``{"failed": a
     sentence, "lost_peer": whether it waited for another process in vain}``. A killed process leaves
@@ -284,7 +284,7 @@ def _outcome_file(directory: Path, rank: int) -> Path:
 
 
 def _failures(processes: int, directory: Path) -> dict[int, tuple[str, bool]]:
-    """Return of each process that says how it failed its sentence, and whether it lost a peer."""
+    """Return the sentence of each failed process, and whether it lost a peer."""
     failures = {}
     for rank in range(processes):
         with suppress(OSError, ValueError):  # it was killed, even while it wrote

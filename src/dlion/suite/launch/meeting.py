@@ -1,4 +1,4 @@
-"""The processes of a run find each other, whoever else listens or asks on their machines."""
+"""Rendezvous of a run's processes, safe from others on the same machines."""
 
 import contextlib
 import fcntl
@@ -250,7 +250,7 @@ def _resolve(host: str, patience: float = 10) -> None:
 
 
 def _greeting(run: str) -> bytes:
-    """Return what a run's process 0 says before its port, of one length for any name."""
+    """Return the greeting of a run's process 0 before its port, of a fixed length."""
     return f"dlion {hashlib.sha256(run.encode()).hexdigest()} ".encode()
 
 

@@ -65,6 +65,12 @@ def make_sweep_dir(directory: Path) -> None:
 @contextmanager
 def _named_if_not_writable(setting: str, directory: Path) -> Iterator[None]:
     try:
+        for path in (directory, *directory.parents):
+            if path.is_symlink() and not path.exists():
+                raise UserError(
+                    f"{setting}={directory}: {path} is a link to {path.readlink()}, which is not"
+                    " there: make that folder, or remove the link"
+                )
         yield
     except BlockingIOError:
         raise UserError(

@@ -145,17 +145,13 @@ def work_elastic(job: Job) -> float | None:
     """Train in one process of an elastic run."""
     from dlion.suite.training.elastic import train_elastic
 
-    torch.set_num_threads(job.config.threads)
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    _prepare(job)
     return train_elastic(job)
 
 
 def work(job: Job) -> float | None:
-    """Train or evaluate in one process of a run; torchrun's variables say which one this is."""
-    torch.set_num_threads(job.config.threads)
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    """Train or evaluate in one process of a run, numbered by torchrun's variables."""
+    _prepare(job)
     with process_group(job.backend, job.config.timeout):
         job = _resume_as_first(job)
         _check_same(job)
@@ -164,6 +160,14 @@ def work(job: Job) -> float | None:
         workers = Workers.current(job.workers.local, timeout=job.config.timeout)
         job = replace(job, output_dir=output_dir, workers=workers)
         return measure(job) if job.config.evaluate is not None else _train(job)
+
+
+def _prepare(job: Job) -> None:
+    """Prepare this process for its threads and its GPU."""
+    torch.set_num_threads(job.config.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    job.data.patience = job.config.timeout
 
 
 def _say_whose_state_is_lost(checkpoint: Checkpoint, processes: int) -> None:
@@ -189,7 +193,7 @@ def _train(job: Job) -> float | None:
 
 
 def _resume_as_first(job: Job) -> Job:
-    """Go on from the checkpoint that process 0 has chosen, as it alone has read all of it."""
+    """Resume from the checkpoint that process 0 has chosen, as it alone has read all of it."""
     found = job.resume
     name = json.loads(_from_first(json.dumps(found and found.directory.name)))
     if found is None or name in (None, found.directory.name):

@@ -182,6 +182,8 @@ def timm_model(data: Data, architecture: Name, **options: Any) -> nn.Module:
         similar = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
         hint = f": did you mean {', '.join(similar)}?" if similar else ": see timm.list_models()"
         raise UserError(f"model.architecture={architecture} is not a model of timm{hint}")
+    if options.get("pretrained"):
+        use_the_cache_if_offline()
     options = {"num_classes": images.classes, "in_chans": images.channels, **options}
     try:
         return timm.create_model(architecture, img_size=images.image_size, **options)
@@ -283,7 +285,7 @@ def causal_lm(
         )
     most = getattr(config, "max_position_embeddings", None)
     rotary = getattr(config, "rope_parameters", None) is not None  # which have no last position
-    if most is not None and not rotary and text.context > most:
+    if most is not None and most > 0 and not rotary and text.context > most:
         raise UserError(
             f"{setting} sees {most} tokens at once, fewer than dataset.context={text.context}: type"
             f" dataset.context={most} or less"
@@ -320,7 +322,7 @@ def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
 
 @contextmanager
 def _model_errors_named(setting: str) -> Iterator[None]:
-    """Turn what transformers raises about a model into a UserError that names the setting."""
+    """Turn an error of transformers about a model into a UserError that names the setting."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -10,12 +10,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dlion.suite.lookups import check_size
+
 _ALIASES = 10  # with as many, a file can hold at most some 40 times what is in it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(file: Path) -> Any:
-    """Return what a YAML file says, as it is written: nothing is looked up, nothing is executed.
+    """Return the contents of a YAML file as written: nothing is resolved or executed.
 
     Raises:
         OmegaConfBaseException, yaml.YAMLError: if it cannot be parsed.
@@ -38,7 +40,9 @@ def resolve(recorded: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         OmegaConfBaseException: if an interpolation cannot be parsed.
+        ValueError: if they would stand for more than fits into memory.
     """
+    check_size(recorded)
     outside: list[str] = []
     loaded = OmegaConf.create(_set_aside(recorded, outside))
     resolved = {}

@@ -13,8 +13,8 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.arguments import DEFAULT_RUNS, make_parser
-from dlion.suite.files import whole_file, write_atomically
-from dlion.suite.record.runs import CONFIG, MODEL, PRETRAINED, SUMMARY, TOKENIZER, Run
+from dlion.suite.files import sha256_of, whole_file, write_atomically
+from dlion.suite.record.runs import CONFIG, INPUT, MODEL, PRETRAINED, SUMMARY, TOKENIZER, Run
 from dlion.suite.record.studies import find_runs
 
 FORMATS = ("safetensors", "state_dict")
@@ -24,7 +24,7 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
     """Write the model of a run into a folder; files of the same names are replaced.
 
     Raises:
-        UserError: if the run is not finished, or holds no model.
+        UserError: if the run is not finished, or holds no model, or another than it has left.
     """
     if run.directory.parent.is_file():
         raise UserError(f"{run.directory} is packed, without its model: give its directory")
@@ -33,6 +33,12 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
     weights = _weights(run.directory)
     for file in weights:
         _tensors(file, load=False)  # whoever takes it away finds it damaged elsewhere
+    recorded = (run.summary or {}).get("model_sha256")
+    if recorded not in (None, sha256_of(weights)):
+        raise UserError(
+            f"{weights[0]} is not the model that the run has left, as its SHA-256 is not that of"
+            f" {SUMMARY}: copy it again"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if form == "state_dict":
         with whole_file(folder / "model.pt") as part:
@@ -60,7 +66,7 @@ def _weights(directory: Path) -> list[Path]:
 
 
 def _export_input(file: Path, folder: Path) -> None:
-    """Write what the model's input is made by: input.json, and the tokenizer's files."""
+    """Write the description of the model's input: input.json, and the tokenizer's files."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -69,7 +75,7 @@ def _export_input(file: Path, folder: Path) -> None:
     except SafetensorError as error:
         raise UserError(f"{file} is damaged ({error}): copy it again") from error
     if made is not None:
-        write_atomically(folder / "input.json", made + "\n")
+        write_atomically(folder / INPUT, made + "\n")
     if (file.parent / TOKENIZER).is_dir():
         (folder / TOKENIZER).mkdir(exist_ok=True)
         for part in filter(Path.is_file, (file.parent / TOKENIZER).iterdir()):

@@ -16,7 +16,7 @@ _OF_A_RUN = (".", ":/train.py", ":/conf", ":/src")  # from the directory, and fr
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Return what a summary says of its origin.
+    """Return the origin of a run for its summary.
 
     Args:
         device: where the run computes, cpu or cuda.
@@ -44,7 +44,7 @@ def commit(directory: Path = PACKAGE) -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return what git prints, None if it fails. It takes no lock: a commit may be under way."""
+    """Return git's output, None if it fails. It takes no lock: a commit may be under way."""
     command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None

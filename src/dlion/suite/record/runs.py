@@ -27,6 +27,7 @@ METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
 MODEL, PRETRAINED = "model.safetensors", "model"  # a file, or a folder of save_pretrained
 TOKENIZER = "tokenizer"  # the folder of a model's tokenizer, beside MODEL
+INPUT = "input.json"  # what makes the input of a model, where MODEL does not say it
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 
@@ -94,7 +95,7 @@ class RunRecord:
             os.fsync(self._metrics.fileno())
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json: all of it or, whatever happens, nothing."""
+        """Write summary.json: all of it or nothing."""
         self.sync()
         self._metrics.close()
         file = self.directory / SUMMARY
@@ -102,7 +103,7 @@ class RunRecord:
             write_atomically(file, json.dumps(finite(summary), indent=2) + "\n")
 
     def _write_again(self) -> None:
-        """Write all rows to a new file, as somebody has removed or moved the one that is open."""
+        """Write all rows to a new file, as the open one was removed or moved."""
         print(
             f"warning: {self._file} was removed or moved while the run writes to it: it is made"
             " again with all rows; what else was there is lost",
@@ -147,7 +148,7 @@ def _set_aside(file: Path, damaged: dict[int, bytes]) -> None:
 
 
 def record_config(directory: Path, config: Any) -> None:
-    """Write what Hydra was asked for to ``.hydra``, in the files that Hydra itself would write.
+    """Write the composed settings to ``.hydra``, in the files that Hydra itself would write.
 
     Hydra would write them before anybody can look whether another run is in that directory, and
     that run's settings would be lost.
@@ -291,7 +292,7 @@ def _silence(directory: Path) -> float:
 
 @contextlib.contextmanager
 def named_if_damaged(file: Path) -> Iterator[None]:
-    """Name a file that is not as it was written, whatever somebody wrote there instead.
+    """Name a file that is not as it was written.
 
     Runs write whole files or none: a file that cannot be read was edited, or copied in part.
 

@@ -104,19 +104,32 @@ def add_to_packed(file: Path, runs: Iterable[tuple[str, Run]]) -> None:
     """
     text = file.read_text("utf-8") if file.exists() else ""
     there = {_contents(run): run.directory.name for run in read_packed(file)} if text else {}
+    given: dict[str, Path] = {}
     for name, run in runs:
+        if _contents(run) in given:
+            raise UserError(
+                f"{run.directory} is a copy of {given[_contents(run)]}: publish each run once"
+            )
         if _contents(run) in there:
             known = there[_contents(run)]
             raise UserError(
                 f"{run.directory} is in {file} already, as {known}: publish each run once"
             )
+        given[_contents(run)] = run.directory
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         free = next(
             each for each in itertools.chain([name], numbered) if each not in there.values()
         )
         there[_contents(run)] = free
         text += pack(run, free)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text)
+
+
+def are_in(file: Path, runs: Iterable[Run]) -> bool:
+    """Whether a packed file holds all of some runs, under whatever names."""
+    there = {_contents(run) for run in read_packed(file)} if file.exists() else set()
+    return {_contents(run) for run in runs} <= there
 
 
 def _contents(run: Run) -> str:
@@ -137,7 +150,10 @@ def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:
     try:
         lines = file.read_text("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is damaged ({error}): restore it") from error
+        raise UserError(
+            f"{file} is not a file of packed runs ({PACKED}), as it is not text: give the"
+            " directory of runs"
+        ) from error
     runs: dict[str, Run] = {}
     for number, line in enumerate(lines, 1):
         if not line:

@@ -45,7 +45,7 @@ class Agreement:
             self._directions[bucket][local] = direction
 
     def measure(self) -> dict[str, float]:
-        """Return what was seen in the step that was watched, over the workers that took part.
+        """Return the measurements of the watched step, over the workers that took part.
 
         Returns:
             ``agreement``, ``disagreement``: the shares of entries in which the answer has the sign
@@ -97,6 +97,6 @@ class Agreement:
 
 
 def _ratio(squares: Tensor) -> float:
-    """Divide the first by the second; 0 where nobody has a momentum yet."""
+    """Divide the first by the second; 0 before the first momentum."""
     apart, whole = squares.tolist()
     return apart / whole if whole else 0.0

@@ -186,7 +186,7 @@ class Checkpoints:
         Thread(target=_run, args=work, daemon=True).start()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in writing so far, without waiting for the rest."""
+        """Raise the first error of writing so far, without waiting for the rest."""
         if self._written is not None and self._written.done():
             self.wait()
 
@@ -377,7 +377,7 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Return the SHA-256 of what state.json holds besides it, however it is laid out."""
+    """Return the SHA-256 of the rest of state.json, independent of its layout."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -407,7 +407,7 @@ def worker_file(worker: int) -> str:
 
 
 def _metadata(name: str, step: int) -> dict[str, str]:
-    """Return what a file says of itself, so that none can take another's place."""
+    """Return the identity of a file, so that none can take another's place."""
     return {"file": name, "step": str(step)}
 
 

@@ -33,7 +33,7 @@ class RunConsole:
         self._latest: dict[str, Any] = {}  # of each metric; not all are in every row
 
     def begin(self, facts: dict[str, str]) -> None:
-        """Show what runs, and start the live line below it."""
+        """Show the facts of the run, and start the live line below them."""
         self.table(facts)
         if self._live:
             self._progress.start()

@@ -21,12 +21,10 @@ from torch import Tensor
 from dlion.engine.elastic import join
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, sum_in_order
-from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
-from dlion.suite import models
-from dlion.suite.config import instantiate
 from dlion.suite.data import Dealing, Sharding
 from dlion.suite.record.runs import SUMMARY
+from dlion.suite.training.building import check_finite, make_model, make_optimizer
 from dlion.suite.training.checkpoint import (
     COMMON,
     Checkpoint,
@@ -41,12 +39,11 @@ from dlion.suite.training.evaluation import evaluate
 from dlion.suite.training.job import Job, everyones_settings
 from dlion.suite.training.meter import Meter
 from dlion.suite.training.output import Output
-from dlion.suite.training.precision import in_precision
 from dlion.suite.training.replicas import check_replicas, parameters_sha256
 from dlion.suite.training.schedule import share_of_rate
 from dlion.suite.training.signals import SignalNotice
 from dlion.suite.training.virtual import VirtualWorkers
-from dlion.suite.training.weights import load_weights, save_model
+from dlion.suite.training.weights import save_model
 from dlion.workers import Workers
 
 _MEETING = 60.0  # seconds to wait for processes that start here together
@@ -122,11 +119,7 @@ class ElasticWorker:
     def __init__(self, job: Job, notice: SignalNotice):
         config = job.config
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
-        torch.manual_seed(stream_seed(config.seed, "initialisation"))
-        model = in_precision(models.build(config.model, job.data), config.precision, job.device)
-        if config.init_from is not None:  # a checkpoint lacks what is frozen
-            load_weights(model, config.init_from, config.init_from_except)
-        self.model = model.train()
+        self.model = model = make_model(job)
         host, seat = socket.gethostname(), int(os.environ["RANK"])
         self.me = Member(f"{host}-{os.getpid()}", f"{host}-{os.getppid()}", seat)
         self.crew: list[Member] = []
@@ -146,15 +139,7 @@ class ElasticWorker:
         if job.meeting is not None:
             job.meeting.wait()
         manager.register_state_dict_fn("run", self._load, self._state)
-        self.optimizer: DistributedOptimizer = instantiate(
-            config.optimizer,
-            model.named_parameters(),
-            manager=manager,
-            seed=config.seed,
-            overlap=config.overlap,
-            bucket_cap_mb=config.bucket_cap_mb,
-            nonfinite=config.nonfinite,
-        )
+        self.optimizer = make_optimizer(job, model, manager=manager)
         assert self.optimizer.elastic is not None
         self.elastic, self.manager = self.optimizer.elastic, manager
         self.elastic.interrupted = lambda: notice.first is not None
@@ -418,12 +403,13 @@ class ElasticWorker:
         def work() -> None:
             self.optimizer.host(None)
             check_replicas(self.model, self.control, done)
+            check_finite(self.job, self.model, self.results["test_loss"])
             self._save()
             self._wait_for_checkpoint()
             ends = self.control.workers.rank == 0 and self.output is not None
             if ends and not (self.job.output_dir / SUMMARY).exists():
-                save_model(self.model, self.data, self.job.output_dir)
-                self.output.finish(parameters_sha256(self.model))
+                model_sha256 = save_model(self.model, self.data, self.job.output_dir)
+                self.output.finish(parameters_sha256(self.model), model_sha256)
             self.control.barrier()
 
         if not self.elastic.attempt(work):

@@ -8,11 +8,9 @@ import torch
 
 from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
-from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
-from dlion.suite import models
-from dlion.suite.config import instantiate
 from dlion.suite.training.agreement import Agreement
+from dlion.suite.training.building import check_finite, make_model, make_optimizer
 from dlion.suite.training.checkpoint import Checkpoints, Progress, identity
 from dlion.suite.training.evaluation import box_state, evaluate
 from dlion.suite.training.faults import Byzantine, Participation
@@ -20,12 +18,11 @@ from dlion.suite.training.job import Job
 from dlion.suite.training.local_steps import LocalSteps
 from dlion.suite.training.meter import Meter
 from dlion.suite.training.output import Output
-from dlion.suite.training.precision import in_precision
 from dlion.suite.training.replicas import check_replicas, parameters_sha256
 from dlion.suite.training.schedule import make_schedule
 from dlion.suite.training.signals import SignalNotice
 from dlion.suite.training.virtual import VirtualWorkers
-from dlion.suite.training.weights import load_weights, save_model
+from dlion.suite.training.weights import save_model
 
 
 def train(job: Job) -> float | None:
@@ -60,21 +57,9 @@ class Trainer:
     def __init__(self, job: Job, notice: SignalNotice):
         config, workers = job.config, job.workers
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
-        torch.manual_seed(stream_seed(config.seed, "initialisation"))
-        model = in_precision(models.build(config.model, job.data), config.precision, job.device)
-        if config.init_from is not None:  # a checkpoint lacks what is frozen
-            load_weights(model, config.init_from, config.init_from_except)
-        self.model = model.train()
+        self.model = model = make_model(job)
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
-        self.optimizer: DistributedOptimizer = instantiate(
-            config.optimizer,
-            model.named_parameters(),
-            workers=workers,
-            seed=config.seed,
-            overlap=config.overlap,
-            bucket_cap_mb=config.bucket_cap_mb,
-            nonfinite=config.nonfinite,
-        )
+        self.optimizer = make_optimizer(job, model, workers=workers)
         self.virtual = VirtualWorkers(model, workers, config.seed)
         self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
         self.participation = Participation(
@@ -228,7 +213,7 @@ class Trainer:
         )
 
     def _resume(self) -> Progress:
-        """Put back what a checkpoint holds, if there is one; return how far it was."""
+        """Restore the checkpoint to resume from, if any; return its progress."""
         if self.job.resume is None:
             return Progress()
         progress = self.checkpoints.load(self.job.resume)
@@ -270,9 +255,11 @@ class Trainer:
         if self.config.profile:
             self.output.profile(self.timer, self.meter.seconds)
         progress = self.progress(self.job.steps)
-        if self.job.workers.rank == 0:
-            save_model(self.model, self.data, self.job.output_dir)  # with the mean buffers still
-        result = self.output.finish(parameters_sha256(self.model))
+        check_finite(self.job, self.model, self.output.row["test_loss"])
+        model_sha256 = None
+        if self.job.workers.rank == 0:  # with the mean buffers still
+            model_sha256 = save_model(self.model, self.data, self.job.output_dir)
+        result = self.output.finish(parameters_sha256(self.model), model_sha256)
         self.checkpoints.save(progress)
         self.checkpoints.wait()
         self.control.barrier()
@@ -283,7 +270,7 @@ class Trainer:
         return self.byzantine.attacking(i, step) if sends else self.optimizer.no_sync()
 
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
-        """Yield what a worker does between two exchanges."""
+        """Yield the passes of a worker between two exchanges."""
         turns, parts = self.config.local_steps, self.config.accumulate
         for turn in range(turns):
             local_step = step * turns + turn
@@ -299,7 +286,7 @@ class Trainer:
                 )
 
     def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the samples of every pass of this process and the seed of what is random there."""
+        """Yield the samples and the seed of every pass of this process."""
         for step in steps:
             participants = self.participation.at(step)
             for worker in self.job.workers.ids:

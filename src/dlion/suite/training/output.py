@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dlion.optim import DistributedOptimizer
-from dlion.suite.files import write_atomically
+from dlion.suite.files import as_argument, write_atomically
 from dlion.suite.machine import cores
 from dlion.suite.record.loggers import Recording, make_logger
 from dlion.suite.record.provenance import provenance
@@ -68,7 +68,7 @@ class Output:
             self.logger = make_logger(job.config.logger, recording)
 
     def banner(self) -> None:
-        """Show what runs; what a step puts on the network was counted in the first one."""
+        """Show the facts of the run; traffic was counted in the first step."""
         self.console.begin(_facts(self.job, self.parameters, self.optimizer))
 
     def take_over(self) -> None:
@@ -112,13 +112,17 @@ class Output:
             {phase: f"{ms:.2f} ms a step{notes.get(phase, '')}" for phase, ms in table.items()}
         )
 
-    def finish(self, parameters_sha256: str) -> float | None:
-        """Write the summary; return what a sweep compares, the test accuracy or else the loss."""
+    def finish(self, parameters_sha256: str, model_sha256: str | None) -> float | None:
+        """Write the summary; return the objective of a sweep: test accuracy, else loss.
+
+        ``model_sha256``: of the files of the model, on the process that has written them.
+        """
         if self.active:
-            summary = finite(self._summary(parameters_sha256))
+            hashes = {"parameters_sha256": parameters_sha256, "model_sha256": model_sha256}
+            summary = finite(self._summary(hashes))
             self.record.finish(summary)
             self.logger.finish(summary)
-            directory = shlex.quote(str(self.job.output_dir))
+            directory = shlex.quote(as_argument(self.job.output_dir))
             self.console.finish(f"after {self.row['seconds']:.1f} s; dlion plot {directory}")
         return self.row.get("test_accuracy", self.row["test_loss"])
 
@@ -127,7 +131,7 @@ class Output:
         if self.active:
             self.logger.finish(None)
 
-    def _summary(self, parameters_sha256: str) -> dict[str, Any]:
+    def _summary(self, hashes: dict[str, Any]) -> dict[str, Any]:
         job, row, config = self.job, self.row, self.job.config
         bits_up, bits_down = self.optimizer.paper_bits
         return {
@@ -151,13 +155,13 @@ class Output:
             "seconds": row["seconds"],
             "seconds_per_step": row["seconds"] / job.steps,
             "nic_bytes": row["nic_bytes"],
-            "parameters_sha256": parameters_sha256,
+            **hashes,
             **self.origin,
         }
 
 
 def _group(job: Job) -> str:
-    """Return a name for the runs with the settings of this one, whatever their seeds."""
+    """Return a name for the runs that differ from this one by seed alone."""
     settings = identity(job.config) | {"steps": job.steps}
     del settings["seed"]
     digest = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
@@ -165,7 +169,7 @@ def _group(job: Job) -> str:
 
 
 def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[str, str]:
-    """Return what the table at the beginning of a run shows."""
+    """Return the table at the beginning of a run."""
     config, workers, traffic = job.config, job.workers, optimizer.channel.traffic
     n = workers.count
     network = f"{job.backend} on {job.device}"

@@ -1,4 +1,4 @@
-"""The number formats of parameters and of what a model computes."""
+"""The number formats of parameters and computation."""
 
 import torch
 from torch import nn
@@ -9,10 +9,11 @@ def in_precision(model: nn.Module, precision: str, device: str) -> nn.Module:
 
     ``bf16_mixed`` keeps parameters in float32 and computes matrix products in bfloat16 (autocast).
     ``bf16`` keeps parameters and gradients in bfloat16: with 8 bits of mantissa, updates below
-    1/256 of a parameter are lost. Momentum and numbers in messages are float32 in either, and
-    constants of a model that are not saved with it (rotary frequencies) keep their precision.
+    1/512 of a parameter are lost. With ``bf16_stochastic``, where the optimizer rounds at random,
+    they add up. Momentum and numbers in messages are float32 in all of them, and constants of a
+    model that are not saved with it (rotary frequencies) keep their precision.
     """
-    if precision == "bf16":
+    if precision in ("bf16", "bf16_stochastic"):
         constants = _constants(model)
         model.to(torch.bfloat16)
         for name, value in constants.items():

@@ -48,7 +48,7 @@ class SignalNotice:
 
 @contextmanager
 def woken_by_signals() -> Iterator[socket.socket]:
-    """Give what can be read when a signal has come, for a wait that one must end.
+    """Yield a descriptor that is readable once a signal has come.
 
     Python's handlers run between two steps of the main thread. A signal that another thread takes,
     or that comes as the wait is about to begin, does not interrupt it.

@@ -7,7 +7,6 @@ Weights are read as numbers alone: nothing that a file says is executed.
 """
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,9 +27,10 @@ from dlion.suite.data import Data
 from dlion.suite.data.inputs import PictureInput, TextInput
 from dlion.suite.data.next_line import ByteTokenizer
 from dlion.suite.data.tokens import BYTES, Bytes, load_tokenizer
-from dlion.suite.files import whole_file, whole_folder
+from dlion.suite.files import sha256_of, whole_file, whole_folder
 from dlion.suite.record.runs import (
     CONFIG,
+    INPUT,
     MODEL,
     PRETRAINED,
     SUMMARY,
@@ -47,8 +47,8 @@ _ROOMS = {"model": models, "dataset": datasets}
 _FROM_ELSEWHERE = ("pretrained", "checkpoint_path")  # where timm's models take weights from
 
 
-def save_model(model: nn.Module, data: Data, directory: Path) -> None:
-    """Write a run's model; it is there as a whole or not at all.
+def save_model(model: nn.Module, data: Data, directory: Path) -> str:
+    """Write a run's model, completely or not at all, and return the SHA-256 of its weights.
 
     Tensors with several names (tied embeddings) are written once, under the first of them.
 
@@ -62,9 +62,10 @@ def save_model(model: nn.Module, data: Data, directory: Path) -> None:
     tied = {name: names[0] for names, _ in named for name in names[1:]}
     try:
         if isinstance(model, models.CausalLM):
-            _save_folder(model.model, tensors, getattr(data, "tokenizer", None), directory)
+            _save_folder(model.model, tensors, getattr(data, "input", None), directory)
         else:
             _save_file(tensors, tied, data, directory)
+        return sha256_of(_weight_files(directory))
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
             f"the model could not be written ({error}): fix this; the same command with"
@@ -122,7 +123,7 @@ def load_model(
 
 
 def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
-    """Return what makes the input of the model in a run, or in another source of weights.
+    """Return the input maker of the model in a run, or in another source of weights.
 
     None: it is not recorded, as in a run of an earlier version.
     """
@@ -130,6 +131,8 @@ def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
     with _opened(file) as weights:
         facts = (weights.metadata() or {}).get("input")
     folder = file.parent
+    if facts is None and (folder / INPUT).is_file():
+        facts = (folder / INPUT).read_text("utf-8")
     if facts is None:
         if folder.name == PRETRAINED and (folder / "tokenizer_config.json").exists():
             config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -142,9 +145,8 @@ def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
             return PictureInput(**found)
         if found["tokenizer"] == BYTES:
             return TextInput(Bytes(), int(found["context"]))
-        return TextInput(
-            load_tokenizer(str(folder / TOKENIZER), str(folder)), int(found["context"])
-        )
+        place = folder / ("." if found["tokenizer"] == "." else TOKENIZER)  # no other is read
+        return TextInput(load_tokenizer(str(place), str(folder)), int(found["context"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file} is damaged (its input): copy it again") from error
 
@@ -216,7 +218,7 @@ def _is_left(names: Iterable[str], pattern: str | None) -> bool:
 
 
 def _other_head(misshapen: list[str], complaints: dict[str, Any]) -> str:
-    """Return what to type where all that does not fit is one module of another shape."""
+    """Return the advice for weights that differ in the shape of one module only."""
     modules = {entry.split(" ")[0].rpartition(".")[0] for entry in misshapen}
     others = any(found for what, found in complaints.items() if what != "of another shape")
     if others or len(modules) != 1:
@@ -264,11 +266,7 @@ def _stored(source: str | Path) -> dict[str, tuple[list[int], str]]:
 @functools.cache
 def weights_sha256(source: str) -> str:
     """Return the SHA-256 of the files of weights."""
-    digest = hashlib.sha256()
-    for file in _files(source):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+    return sha256_of(_files(source))
 
 
 def recorded_settings(run: Run, keys: Iterable[str], given: Collection[str] = ()) -> dict[str, Any]:
@@ -317,7 +315,7 @@ def recorded_settings(run: Run, keys: Iterable[str], given: Collection[str] = ()
 
 
 def _own(group: str) -> set[str]:
-    """Return the names of what a recorded run may call."""
+    """Return the names that a recorded run may call."""
     room = _ROOMS[group]
     return {f"{room.__name__}.{name}" for name in room.__all__}
 
@@ -325,7 +323,7 @@ def _own(group: str) -> set[str]:
 def _maker(
     node: dict[str, Any], build: Callable[..., nn.Module] | None
 ) -> Callable[[Any], nn.Module]:
-    """Return what makes a recorded model of a data set or its shape."""
+    """Return the function that builds a recorded model."""
     if build is None:
         return functools.partial(models.build, node)
     options = {key: value for key, value in node.items() if key not in SPECIAL}
@@ -352,26 +350,39 @@ def _save_file(
     metadata["tied"] = json.dumps(tied)
     if isinstance(made, PictureInput):
         metadata["input"] = json.dumps(asdict(made))
-    elif isinstance(made, TextInput) and isinstance(made.tokenizer, Bytes | ByteTokenizer):
-        metadata["input"] = json.dumps({"tokenizer": BYTES, "context": made.context})
-    elif isinstance(made, TextInput) and hasattr(made.tokenizer, "save_pretrained"):
-        with whole_folder(directory / TOKENIZER) as part:
-            made.tokenizer.save_pretrained(part)
-        metadata["input"] = json.dumps({"tokenizer": TOKENIZER, "context": made.context})
+    elif isinstance(made, TextInput) and _is_known(made.tokenizer):
+        if not _is_bytes(made.tokenizer):
+            with whole_folder(directory / TOKENIZER) as part:
+                made.tokenizer.save_pretrained(part)
+        metadata["input"] = _text_facts(made, TOKENIZER)
     with whole_file(directory / MODEL) as part:
         save_file(tensors, part, metadata)
 
 
-def _save_folder(
-    model: nn.Module, tensors: dict[str, Tensor], tokenizer: Any, directory: Path
-) -> None:
+def _is_bytes(tokenizer: Any) -> bool:
+    return isinstance(tokenizer, Bytes | ByteTokenizer)
+
+
+def _is_known(tokenizer: Any) -> bool:
+    return _is_bytes(tokenizer) or hasattr(tokenizer, "save_pretrained")
+
+
+def _text_facts(made: TextInput, folder: str) -> str:
+    """Write what makes the input of a model of text; ``folder``: of its tokenizer's files."""
+    tokenizer = BYTES if _is_bytes(made.tokenizer) else folder
+    return json.dumps({"tokenizer": tokenizer, "context": made.context})
+
+
+def _save_folder(model: nn.Module, tensors: dict[str, Tensor], made: Any, directory: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of one file
     with whole_folder(directory / PRETRAINED) as part:
         model.save_pretrained(part, state_dict=tensors)
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(part)
+        if isinstance(made, TextInput) and _is_known(made.tokenizer):
+            if not _is_bytes(made.tokenizer):
+                made.tokenizer.save_pretrained(part)
+            (part / INPUT).write_text(_text_facts(made, "."), "utf-8")
 
 
 def _recorded_shape(file: Path) -> models.Shape:
@@ -397,16 +408,8 @@ def _files(source: str | Path) -> list[Path]:
         raise UserError(f"{source} is not finished: its model comes with its last step")
     if path.is_file():
         return [path]
-    for folder in (path, path / PRETRAINED):
-        if (folder / MODEL).is_file():
-            return [folder / MODEL]
-        index = folder / f"{MODEL}.index.json"
-        if index.is_file():
-            try:
-                parts = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-                return [folder / Path(part).name for part in sorted(parts)]
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise UserError(f"{index} is damaged: copy it again") from error
+    if found := _weight_files(path):
+        return found
     if any(path.glob("*.bin")):
         raise UserError(
             f"{source} holds pickled weights, which could run anything when they are read: load the"
@@ -416,6 +419,21 @@ def _files(source: str | Path) -> list[Path]:
         f"{source} holds no weights: give the directory of a finished run, a .safetensors file, or"
         f" a folder with {MODEL}"
     )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Return the files that hold the weights in a folder, or in its folder of save_pretrained."""
+    for folder in (directory, directory / PRETRAINED):
+        if (folder / MODEL).is_file():
+            return [folder / MODEL]
+        index = folder / f"{MODEL}.index.json"
+        if index.is_file():
+            try:
+                parts = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+                return [folder / Path(part).name for part in sorted(parts)]
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(f"{index} is damaged: copy it again") from error
+    return []
 
 
 @contextmanager

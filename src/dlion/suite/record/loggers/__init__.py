@@ -34,7 +34,7 @@ def make_logger(node: Any, recording: Recording) -> Logger:
 
 
 def check_logger(node: Any) -> None:
-    """Check what a logger needs of this machine and its environment, before any process starts.
+    """Check the requirements of a logger on this machine, before any process starts.
 
     Raises:
         UserError: one sentence about what is missing or wrong.

@@ -92,7 +92,7 @@ def first_line(error: BaseException) -> str:
 
 
 def without_secrets(node: Any) -> Any:
-    """Return a configuration without the values whose names say that they are secret."""
+    """Return a configuration without values whose names mark them as secret."""
     if isinstance(node, dict):
         return {k: without_secrets(v) for k, v in node.items() if not _SECRET.search(str(k))}
     return [without_secrets(v) for v in node] if isinstance(node, list) else node
@@ -110,7 +110,7 @@ _CURVES = {
 
 
 def curves(row: dict[str, Any]) -> dict[str, float]:
-    """Return what is drawn of a row against steps, by the name of the curve."""
+    """Return the values of a row that are drawn against steps, by the name of the curve."""
     return {name: row[key] for name, key in _CURVES.items() if row.get(key) is not None} | {
         "sent_gigabytes": row["sent_bytes"] / 1e9
     }

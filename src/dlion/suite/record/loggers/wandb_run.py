@@ -107,6 +107,7 @@ class WandbLogger(Logger):
             raise UserError(
                 rf"{source}={name} is not possible: give 1 to 128 characters, none of /\#?%:"
             )
+        _check_variables()
         for tag in tags:
             if not 1 <= len(tag) <= 64:
                 raise UserError(f"logger.tags={tag} is not possible: give 1 to 64 characters each")
@@ -152,6 +153,28 @@ class WandbLogger(Logger):
             )
 
 
+def _check_variables() -> None:
+    """Refuse a variable ``WANDB_*`` whose value wandb would not take, with its own words.
+
+    (wandb is imported for that, which takes a second, where there are any that are not read here.)
+    """
+    variables = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    if variables.keys() <= {"WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR", "WANDB_API_KEY"}:
+        return
+    import wandb
+
+    for name, value in variables.items():
+        try:
+            wandb.Settings().update_from_env_vars({name: value})
+        except Exception as error:  # pydantic's, and wandb's own
+            lines = [line.strip() for line in str(error).splitlines() if line.startswith("  ")]
+            reason = (lines[0] if lines else first_line(error)).partition(" [type=")[0]
+            shown = "..." if "KEY" in name else value
+            raise UserError(
+                f"{name}={shown} is not possible ({reason}): set another value, or unset it"
+            ) from None
+
+
 def _init(mode: Literal["online", "offline"], options: dict[str, Any]) -> Any:
     import wandb
 
@@ -175,7 +198,7 @@ def _init(mode: Literal["online", "offline"], options: dict[str, Any]) -> Any:
 
 
 def _define_metrics(run: Any) -> None:
-    """Say what each curve is drawn over, and what the table of runs shows of it."""
+    """Define the x-axis of each curve, and its summary in the table of runs."""
     for axis in ("step", "sent_bits_per_parameter"):
         run.define_metric(axis)
     for name, best in (("loss", "min"), ("accuracy", "max")):

@@ -1,0 +1,134 @@
+"""Muon by adaptive delta modulation: one bit each way, orthogonalised by the owner of a matrix."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Unpack
+
+from torch import Tensor
+
+from dlion import kernels
+from dlion.engine.bucket import Bucket
+from dlion.engine.checks import check_pattern
+from dlion.engine.optimizer import Common
+from dlion.exchange import DeltaVote, PolarDeltaVote
+from dlion.methods.adm import DeltaModulated
+from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise
+from dlion.methods.sign_muon import LION_SHARE
+from dlion.methods.updates import sign_descent
+from dlion.values import Betas, Count, Limits, Name, NotNegative, Probability
+
+
+class MuonADM(MatricesApart, DeltaModulated):
+    """Muon whose momenta are followed by adaptive delta modulation: for non-i.i.d. data.
+
+    Matrices, worker i: ``m_i <- mu m_i + (1 - mu) g_i``, ``u_i = mu m_i + (1 - mu) g_i``, whose
+    estimate h_i a bit moves as in :class:`DLionADM`. Each matrix has one owner, which keeps the sum
+    H of its estimates and answers in one bit ``D = sign(NS(H + lookahead * change of H))`` with the
+    Newton-Schulz iteration NS of :class:`GMuon`; where that is 0 its previous answer. Everyone:
+    ``x <- (1 - lr wd) x - 0.2 lr D``. The rest (vectors, embeddings, heads): as :class:`DLionADM`,
+    at a tenth of the rate.
+
+    The polar step comes after the sum, so large gradients of one worker count for more than small
+    ones of another, and is computed once. :class:`SignMuon` takes it before the sum, which is
+    better on i.i.d. data and loses on others. Matrices are found as by :class:`GMuon`. No
+    publication of this method is known.
+
+    Memory: as :class:`DLionADM`, of slices that hold whole matrices: where matrices do not fill
+    the n slices evenly, padding is kept and sent. With fewer matrices than workers that is most.
+
+    When not to use it: with more workers than matrices; on i.i.d. data, where :class:`SignMuon`
+    learns faster; on parameters that FSDP2 has sharded, which it refuses. All matrices are in one
+    bucket, so little is sent during a backward pass.
+
+    Args:
+        lr: learning rate of matrices, about that of :class:`GMuon`.
+        momentum: mu, of matrices.
+        betas: of Lion, for the rest.
+        weight_decay: decoupled and not voted on.
+        rise: as for :class:`DLionADM`.
+        lookahead: as for :class:`DLionADM`.
+        ns_steps: Newton-Schulz iterations.
+        ns_precision: bf16 or float32, of Newton-Schulz.
+        adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
+            embeddings and heads by their usual names.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.95,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        rise: Annotated[int, Limits(ge=1, le=32)] = 3,
+        lookahead: NotNegative = 0.5,
+        ns_steps: Count = 5,
+        ns_precision: Precision = "bf16",
+        adamw_names: Name | None = None,
+        **common: Unpack[Common],
+    ):
+        check_pattern("adamw_names", adamw_names)
+        self.ns_steps, self.ns_precision = ns_steps, ns_precision
+        self.adamw_names = adamw_names
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "use_muon": None,
+        }
+        super().__init__(params, defaults, rise, lookahead, **common)
+
+    def owners(self, group: dict[str, Any]) -> int | None:
+        return self.workers.count if self.kind(group) else None
+
+    def make_exchange(self, bucket: Bucket) -> DeltaVote:
+        if not self.kind(bucket.groups[0]):
+            return super().make_exchange(bucket)
+        if bucket.sharded:
+            raise ValueError(
+                "MuonADM needs owners of whole matrices, and FSDP has sharded these: choose"
+                " SignMuon"
+            )
+
+        def polar(indices: list[int], flat: list[Tensor]) -> list[Tensor]:
+            alone = [
+                bucket.slots[index]._replace(start=0, stop=len(values))
+                for index, values in zip(indices, flat, strict=True)
+            ]
+            matrices = [
+                slot.view(values).flatten(1) for slot, values in zip(alone, flat, strict=True)
+            ]
+            found = orthogonalise(matrices, self.ns_steps, self.ns_precision)
+            pairs = zip(alone, found, strict=True)
+            return [slot.flatten(matrix.reshape(slot.shape)).float() for slot, matrix in pairs]
+
+        return PolarDeltaVote(
+            self.channel,
+            bucket.numel,
+            bucket.sizes,
+            self.rise,
+            self.lookahead,
+            bucket.spans,
+            polar,
+            **bucket.buffers,
+        )
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if not self.kind(bucket.groups[0]):
+            super().encode(bucket, local)
+            return
+        exchange, directions = bucket.exchange, bucket.gradients()
+        for run in bucket.runs("momentum"):
+            (mu,), (m, u) = run.values, run.of(bucket.own["momentum"][local], directions)
+            m.lerp_(u, 1 - mu)
+            u.lerp_(m, mu)
+        # betas of 0 and 1: the direction itself is followed, and no momentum moves
+        parts = [directions[start:stop].clone() for start, stop in bucket.spans]
+        found, none = kernels.Gradients(parts, bucket.places), directions.zero_()
+        if not exchange.begun:
+            exchange.start(local, kernels.measure(none, found, 0.0, "l1"))
+        message, coder = exchange.message(local), exchange.coder(local)
+        kernels.encode_deltas(message, none, found, coder, 0.0, 1.0, self.rise)
+
+    def update(self, bucket: Bucket) -> None:
+        sign_descent(bucket, RMS if self.kind(bucket.groups[0]) else LION_SHARE)
