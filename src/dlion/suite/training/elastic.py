@@ -151,7 +151,8 @@ class ElasticWorker:
         self.results: dict[str, float] = {}
         self.sums = torch.zeros(2, dtype=torch.float64)
         self.norm = 0.0
-        self._counted = [0, 0, 0]  # of this worker, until the latest row
+        self._counted = torch.zeros(3, dtype=torch.int64)  # of these counts, in rows already
+        self._unreported = torch.zeros_like(self._counted)  # in a checkpoint: the rest
         self.checkpoints = Checkpoints(
             job.output_dir,
             identity(config),
@@ -326,10 +327,8 @@ class ElasticWorker:
     def _measure(self) -> dict[str, Any]:
         """Return the row of the step that begins, of all who are present."""
         done, totals, workers = self.done, self.totals, self.control.workers
-        traffic, sums = self.optimizer.channel.traffic, self.sums.clone()
-        to_joiners = self.manager._checkpoint_transport.sent_bytes
-        counts = [traffic.sent_bytes + to_joiners, traffic.received_bytes, self.optimizer.skipped]
-        new = [now - before for now, before in zip(counts, self._counted, strict=True)]
+        counts, sums = self._counts(), self.sums.clone()
+        new = (counts - self._counted).tolist()
         mine = [*sums.tolist(), self.norm, float(self.norm > 0), *map(float, new)]
         everyone = self.control.gather(torch.tensor([mine], dtype=torch.float64))
         loss, losses, norm, norms, sent, received, skipped = sum_in_order(everyone).tolist()
@@ -362,6 +361,12 @@ class ElasticWorker:
             with self.meter.paused():
                 row |= self._evaluate()
         return row
+
+    def _counts(self) -> Tensor:
+        """Return the bytes that this process sent and received, and its skipped gradients."""
+        traffic = self.optimizer.channel.traffic
+        sent = traffic.sent_bytes + self.manager._checkpoint_transport.sent_bytes
+        return torch.tensor([sent, traffic.received_bytes, self.optimizer.skipped])
 
     def _evaluate(self) -> dict[str, float]:
         """Measure the shared parameters; all present take a share of the test set."""
@@ -424,7 +429,7 @@ class ElasticWorker:
 
     def _own(self) -> dict[str, Tensor]:
         """Return all that belongs to this worker alone, as views by name."""
-        views = {"losses": self.sums, **self.virtual.state(0)}
+        views = {"losses": self.sums, "counts": self._unreported, **self.virtual.state(0)}
         for bucket in self.optimizer.buckets:
             for name, rows in bucket.own.items():  # their padding depends on the workers
                 views[f"{bucket.index}.{name}"] = rows[0, : bucket.numel]
@@ -468,6 +473,7 @@ class ElasticWorker:
         file = checkpoint.directory / worker_file(self.me.seat)
         if file.exists():
             copy_state(load_file(file), self._own())
+            self._counted = -self._unreported
 
     def _save(self) -> None:
         """Begin to write a checkpoint, if this worker shares a folder with the first."""
@@ -480,6 +486,7 @@ class ElasticWorker:
         if self.output is not None:
             self.output.sync()
         totals = self.totals
+        self._unreported.copy_(self._counts() - self._counted)
         self.checkpoints.save(
             Progress(
                 step=self.done,
