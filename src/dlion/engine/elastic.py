@@ -13,8 +13,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -25,7 +28,8 @@ from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
 from dlion.engine.method import Method
-from dlion.errors import TrainingFailed, UserError
+from dlion.errors import Stopped, TrainingFailed, UserError
+from dlion.exchange import Traffic
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
 
@@ -33,6 +37,9 @@ from dlion.workers import Workers
 # owner has learnt about workers, which it takes along to its next slice
 _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
+_LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
+_CONNECTING = 5.0  # seconds
+_REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
 
@@ -48,6 +55,7 @@ class Elastic:
         open: whether there is a quorum for the step at hand.
         committed: whether the latest step has moved the parameters.
         healed: how often the state of a peer was taken over.
+        interrupted: asked while others are waited for: whether to leave.
 
     Raises:
         ValueError: for a manager or a method that will not do.
@@ -60,6 +68,7 @@ class Elastic:
             raise ValueError("the manager's process group must be a torchft.ProcessGroupGloo")
         self.manager, self._optimizer = manager, optimizer
         self.open, self.committed, self.healed = False, True, 0
+        self.interrupted: Callable[[], bool] = lambda: False
         self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
         self._group: dist.ProcessGroup | None = None
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
@@ -78,6 +87,7 @@ class Elastic:
 
         Raises:
             TrainingFailed: if the lighthouse does not answer, or the run has other settings.
+            Stopped: if :attr:`interrupted` says so.
         """
         waiting = False
         while not self.open:
@@ -86,9 +96,12 @@ class Elastic:
             if self.manager.errored() is None and n >= least and self._rebuild():
                 self.open = True
                 continue
+            if waiting:
+                self._look_up()
             if n < least and not waiting:
                 waiting = True
-                _log.warning("waiting for %d more of at least %d workers", least - n, least)
+                if self.manager.participating_rank() == 0:
+                    _log.warning("waiting for %d more of at least %d workers", least - n, least)
             error = self.manager.errored()
             if error is not None:  # others may wait for this worker
                 self._give_up(error.original_exception)
@@ -96,17 +109,31 @@ class Elastic:
                 time.sleep(_RETRY if n < least else 0)
 
     def _ask(self) -> None:
-        try:
-            self.manager.start_quorum()
-        except (TimeoutError, RuntimeError) as error:
-            if isinstance(error, TrainingFailed):
+        """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
+        asked: Future[None] = Future()
+        Thread(target=_settle, args=(asked, self.manager.start_quorum), daemon=True).start()
+        looks = 0  # at a lighthouse that is not there
+        while True:
+            try:
+                asked.result(_LOOK)
+                return
+            except TrainingFailed:
                 raise
-            # torchft 0.2 would raise the same error again in every later start_quorum()
-            self.manager._quorum_future = None
-            raise TrainingFailed(
-                f"the lighthouse has not answered within {self.manager._quorum_timeout} ({error}):"
-                " start it again at the same address, and this run from its last checkpoint"
-            ) from error
+            except (TimeoutError, RuntimeError) as error:
+                if asked.done():
+                    # torchft 0.2 would raise the same error again in every later start_quorum()
+                    self.manager._quorum_future = None
+                    limit = self.manager._quorum_timeout
+                    raise _lost(f"has not answered within {limit} ({error})") from error
+            self._look_up()
+            looks = looks + 1 if _is_refused(self.manager) else 0
+            if looks * _LOOK >= _REFUSED:
+                raise _lost("is gone")
+
+    def _look_up(self) -> None:
+        """Leave, if that is asked for."""
+        if self.interrupted():
+            raise Stopped(self._optimizer.param_groups[0]["steps"])
 
     def _rebuild(self) -> bool:
         """Make the exchanges for the workers of this quorum, if it is a new one."""
@@ -117,11 +144,14 @@ class Elastic:
         rank, count = self.manager.participating_rank(), self.manager.num_participants()
         optimizer.workers = Workers(rank, count, group=group)
         optimizer.channel.move(optimizer.workers)
+        before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
         try:
             everyones = optimizer.channel.gather(self._ids).tolist()
         except RuntimeError as error:  # somebody has left already
             self._give_up(error)
             return False
+        finally:
+            optimizer.channel.traffic = before  # it is not part of any step
         self._group = group
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
@@ -144,6 +174,24 @@ class Elastic:
             shares = dict(zip(known["ids"].tolist(), known["agreement"].tolist(), strict=True))
             row = [shares.get(worker, AGREEMENT) for worker in everyones]
             state["agreement"].copy_(torch.tensor([row]))
+
+    def attempt(self, work: Callable[[], Any]) -> bool:
+        """Run collectives of the loop's own among the workers of the step that has begun.
+
+        They come between ``zero_grad()`` and ``backward()``, the same on all workers.
+
+        Returns:
+            Whether they went well. If not, somebody has left: the loop resumes at ``zero_grad()``.
+        """
+        try:
+            work()
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            self._give_up(error)
+            self.open = False
+            self.manager.should_commit()  # not after an error, which makes all ask again
+        return self.open
 
     # ---- a step
 
@@ -222,7 +270,7 @@ class Elastic:
             known["ids"] = torch.tensor(self._everyones)
 
     def _give_up(self, error: Exception) -> None:
-        _log.warning("a step is taken again: %s", str(error).splitlines()[0])
+        _log.debug("a step is taken again: %s", error)
         self.manager.report_error(error)
         self._abort()
 
@@ -237,6 +285,17 @@ class Elastic:
         """Say that a checkpoint was loaded, after so many steps: the newest state is taken."""
         committed = self.manager.batches_committed()
         self.manager.load_state_dict({"step": steps, "batches_committed": committed})
+
+    def snapshot(self) -> Tensor:
+        """Return what a worker gets that joins now, as bytes: the common part of a checkpoint."""
+        states = self.manager._user_state_dicts
+        return _packed({name: state() for name, state in states.items()})
+
+    def restore(self, snapshot: Tensor) -> None:
+        """Start from a :meth:`snapshot`. Nothing in it is executed."""
+        for name, state in _unpacked(snapshot).items():
+            self.manager._load_state_dict_fns[name](state)
+        self.resume(self._optimizer.param_groups[0]["steps"])
 
     def _state(self) -> dict[str, Any]:
         optimizer = self._optimizer
@@ -315,15 +374,66 @@ def check_dealt(bucket: Bucket, method: str) -> None:
         )
 
 
+def check_lighthouse(address: str, typed: str) -> None:
+    """Refuse an address where nobody listens; ``typed`` is what an error names."""
+    host, port = split_address(address, typed)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{typed}: no lighthouse there ({error}): {_START}") from error
+
+
+def _settle(result: Future[None], work: Callable[[], None]) -> None:
+    try:
+        result.set_result(work())
+    except Exception as error:
+        result.set_exception(error)
+
+
+def _is_refused(manager: Any) -> bool:
+    """Whether nobody listens at the lighthouse's address. A link that is down shows nothing."""
+    address = getattr(manager, "lighthouse", None)
+    if address is None:  # it was not made here
+        return False
+    try:
+        socket.create_connection(address, _LOOK).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _lost(how: str) -> TrainingFailed:
+    return TrainingFailed(
+        f"the lighthouse {how}: start it again at the same address, and this run from its last"
+        " checkpoint"
+    )
+
+
+def _packed(state: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+
+
 class GroupTransport:
     """Sends state to joining workers through the process group, and executes nothing of it.
 
     torchft's own HTTPTransport opens a port on every interface and unpickles what it gets; this
     uses the connections that messages use, and ``torch.load(weights_only=True)``.
+
+    Attributes:
+        sent_bytes: to workers that have joined, but for those that were there before any step.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.sent_bytes = 0
 
     def metadata(self) -> str:
         return ""
@@ -331,19 +441,18 @@ class GroupTransport:
     def send_checkpoint(
         self, dst_ranks: Iterable[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        buffer = io.BytesIO()
-        torch.save(state_dict, buffer)
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        data = _packed(state_dict)
         for rank in dst_ranks:
             for part in (torch.tensor([len(data)]), data):
                 self._group.parent.send([part], rank, 0).wait()
+            self.sent_bytes += len(data) if step else 0
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         size = torch.empty(1, dtype=torch.int64)
         self._group.parent.recv([size], src_rank, 0).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
         self._group.parent.recv([data], src_rank, 0).wait()
-        return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        return _unpacked(data)
 
     def disallow_checkpoint(self) -> None:
         """Nothing is under way once :meth:`send_checkpoint` has returned."""
@@ -390,7 +499,8 @@ def join(
     host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
-    logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # what matters is raised
+    for logger in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # what matters is raised
     try:
         address = address or _own_address(host, int(port))
         # a store that listens on every interface would be one door more
@@ -414,7 +524,7 @@ def join(
             use_async_quorum=False,
             timeout=timedelta(seconds=timeout),
             quorum_timeout=timedelta(seconds=patience),
-            connect_timeout=timedelta(seconds=5),
+            connect_timeout=timedelta(seconds=_CONNECTING),
             rank=0,
             world_size=1,
             store_addr=address,
@@ -426,8 +536,15 @@ def join(
         )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
+    manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
     group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
     return manager
+
+
+def check_torchft(who: str) -> None:
+    """Refuse to go on without torchft, which is not imported for that."""
+    if find_spec("torchft") is None:
+        raise UserError(f"{who} torchft, which is not installed: {_INSTALL}")
 
 
 @contextmanager
@@ -437,9 +554,7 @@ def importing_torchft(who: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{who} {error.name}, which is not installed: type pip install 'dlion[elastic]'"
-        ) from error
+        raise UserError(f"{who} {error.name}, which is not installed: {_INSTALL}") from error
 
 
 def split_address(address: str, typed: str) -> tuple[str, str]:
@@ -450,6 +565,7 @@ def split_address(address: str, typed: str) -> tuple[str, str]:
     return host, port
 
 
+_INSTALL = "type pip install 'dlion[elastic]'"
 _START = "start one with `dlion lighthouse`, or correct the address"
 
 

@@ -270,10 +270,14 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Refuse settings that hold for one number of workers alone, or whose state would move."""
 
     @property
+    def elastic(self) -> Elastic | None:
+        """The workers that ``manager`` names; None without one."""
+        return self._step.elastic
+
+    @property
     def committed(self) -> bool:
         """Whether the latest step has moved the parameters; False only with ``manager``."""
-        elastic = self._step.elastic
-        return elastic is None or elastic.committed
+        return self.elastic is None or self.elastic.committed
 
     # ------------------------------------------------------------------ what a method fills in
 

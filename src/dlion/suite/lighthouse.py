@@ -5,6 +5,7 @@ address that only they reach, of a VPN say. Ctrl-C ends it.
 """
 
 import signal
+from typing import Any
 
 from dlion.engine.elastic import importing_torchft, split_address
 from dlion.errors import UserError
@@ -13,6 +14,25 @@ from dlion.suite.arguments import make_parser, whole
 HOST, PORT = "127.0.0.1", 29510
 # milliseconds after which a worker that says nothing is dead, and in which the living have to come
 SILENCE = JOIN = 2000
+
+
+def start(bind: str, min_workers: int = 1) -> Any:
+    """Start a lighthouse in this process; return torchft's server.
+
+    Raises:
+        UserError: if torchft is not installed, or it cannot listen there.
+    """
+    with importing_torchft("a lighthouse needs"):
+        from torchft.coordination import LighthouseServer
+    try:
+        return LighthouseServer(
+            bind=bind,
+            min_replicas=min_workers,
+            join_timeout_ms=JOIN,
+            heartbeat_timeout_ms=SILENCE,
+        )
+    except RuntimeError as error:
+        raise UserError(f"--bind {bind} is not possible: {error}") from error
 
 
 def main(arguments: list[str]) -> None:
@@ -33,17 +53,7 @@ def main(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     host, _ = split_address(options.bind, f"--bind {options.bind}")
-    with importing_torchft("a lighthouse needs"):
-        from torchft.coordination import LighthouseServer
-    try:
-        lighthouse = LighthouseServer(
-            bind=options.bind,
-            min_replicas=options.min_workers,
-            join_timeout_ms=JOIN,
-            heartbeat_timeout_ms=SILENCE,
-        )
-    except RuntimeError as error:
-        raise UserError(f"--bind {options.bind} is not possible: {error}") from error
+    lighthouse = start(options.bind, options.min_workers)
     port = lighthouse.address().rpartition(":")[2]
     here = f"{host}:{port}"
     print(f"lighthouse at {here}; workers join with dlion.join({here!r})", flush=True)

@@ -71,6 +71,24 @@ class Faults:
 
 
 @dataclass
+class Elastic:
+    """Workers that come and go, each a process of its own (torchft). elastic=true is short for
+    elastic.lighthouse=here.
+
+    Args:
+        lighthouse: registry of the workers. here: start one on this machine, and as many workers as
+            processes= or else workers= says; HOST:PORT: join the run of that one, with
+            processes= workers or else one; null: workers do not change.
+        min_workers: with fewer, those present wait.
+        timeout: seconds that a worker may hang before the others continue without it.
+    """
+
+    lighthouse: Annotated[str, Limits(min_length=1), Called("here, HOST:PORT")] | None
+    min_workers: Count
+    timeout: Positive
+
+
+@dataclass
 class Schedule:
     """The learning rate over the run: a linear rise, then half a cosine.
 
@@ -189,6 +207,8 @@ class Settings:
         local_steps: steps of SGD of each worker between two exchanges; epochs count them.
         local_lr: the learning rate of local steps.
         faults: absent or Byzantine workers.
+        elastic: workers that come and go; then workers= is how many the run is planned for, which
+            decides the steps of an epoch.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
             save_pretrained.
         init_from_except: a pattern of names of weights that init_from leaves out, such as head.*
@@ -255,6 +275,7 @@ class Settings:
     local_steps: Count = traits(bits=True, compared=1)
     local_lr: Positive = traits(bits=True, compared=1)
     faults: Faults = traits(bits=True, compared=1)
+    elastic: Elastic
 
     init_from: Name | None = traits(compared=3)
     init_from_except: Name | None = traits(bits=True, compared=3, unrecorded=None)

@@ -181,6 +181,7 @@ def settings_of(run: Run) -> Settings:
         if isinstance(settings.get(key), str):
             settings[key] = Path(settings[key]).name
     settings.pop("network.name", None)  # its rate says it
+    settings["elastic"] = (config.get("elastic") or {}).get("lighthouse") is not None
     for group in _TASK:
         settings[group] = settings.pop(f"{group}.name", "?")
     for key in _SETTINGS:

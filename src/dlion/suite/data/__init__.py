@@ -13,7 +13,7 @@ from dlion.suite.data.image_files import ImageFiles, imagenet
 from dlion.suite.data.multiple_choice import MultipleChoice
 from dlion.suite.data.next_line import next_line
 from dlion.suite.data.own_images import images
-from dlion.suite.data.sharding import Sharding
+from dlion.suite.data.sharding import Dealing, Sharding
 from dlion.suite.data.text import TextData, stdlib_text
 from dlion.suite.data.tokens import prepared_text
 from dlion.suite.settings import Samples
@@ -21,6 +21,7 @@ from dlion.values import parameters
 
 __all__ = [
     "Data",
+    "Dealing",
     "ImageData",
     "ImageFiles",
     "Images",

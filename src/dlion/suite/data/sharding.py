@@ -1,7 +1,10 @@
 """The samples that a worker sees at a step: a function of the seed and the step alone."""
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 from dlion.errors import UserError
 from dlion.streams import stream, stream_seed
 
+Parts = tuple[tuple[int, int], ...]  # numbers of workers, and of batches that each has taken
 MODES = ("partition", "contiguous", "replicate", "dirichlet")
 
 
@@ -116,6 +120,88 @@ class Sharding:
             cached = (epoch, shuffled[: self._used])
             self._orders[worker] = cached
         return cached[1]
+
+
+class Dealing:
+    """Deals the samples to workers that come and go.
+
+    An epoch begins as that of a :class:`Sharding` over the workers present. When their number
+    changes, what is left of the epoch is shuffled and dealt among those present now: each sample is
+    seen once in an epoch, but for the last ones, if they are fewer than half a batch for each
+    worker. With another ``sharding`` than ``partition`` a change begins a new epoch instead.
+
+    Args:
+        make: returns the sharding over so many workers.
+        size: number of samples.
+        batch_size: samples in a worker's batch, at most.
+        seed: decides the orders.
+
+    Attributes:
+        epoch: the one at hand, from 0.
+        parts: of this epoch: numbers of workers, and how many batches each of them has taken.
+    """
+
+    def __init__(self, make: Callable[[int], Sharding], size: int, batch_size: int, seed: int):
+        self.sharding = lru_cache(maxsize=2)(make)
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.epoch, self.parts = 0, list[list[int]]()
+        self._rest = lru_cache(maxsize=2)(self._deal)
+
+    def indices(self, worker: int, count: int) -> Tensor:
+        """Return the numbers of the samples of the next batch of a worker of so many."""
+        epoch, *earlier, (_, taken) = self._place(count)
+        return self._batch(epoch, tuple(earlier), worker, count, taken)
+
+    def taken(self, count: int) -> None:
+        """Note that each of so many workers has taken its batch."""
+        self.epoch, *earlier, (_, taken) = self._place(count)
+        self.parts = [*map(list, earlier), [count, taken + 1]]
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the samples so far."""
+        *earlier, last = [*map(tuple, self.parts)] or [(1, 0)]
+        steps = self._steps(self.epoch, tuple(earlier), last[0])
+        if not earlier:
+            return (self.epoch * steps + last[1]) / steps
+        left = len(self._rest(self.epoch, tuple(earlier)))
+        return self.epoch + 1 - left * (1 - last[1] / max(steps, 1)) / self.size
+
+    def _place(self, count: int) -> tuple[Any, ...]:
+        """Return the epoch of the next batch, and its parts, the last one being of ``count``."""
+        parts = [*map(tuple, self.parts)]
+        if not parts or parts[-1][0] != count:
+            parts.append((count, 0))
+        if parts[-1][1] >= self._steps(self.epoch, tuple(parts[:-1]), count):
+            return self.epoch + 1, (count, 0)
+        return self.epoch, *parts
+
+    def _steps(self, epoch: int, earlier: Parts, count: int) -> int:
+        """Return how many batches each of ``count`` workers gets after earlier parts."""
+        if not earlier:
+            return self.sharding(count).steps_per_epoch
+        left = len(self._rest(epoch, earlier))
+        return 0 if 2 * left < count * self.batch_size else -(-left // (count * self.batch_size))
+
+    def _batch(self, epoch: int, earlier: Parts, worker: int, count: int, taken: int) -> Tensor:
+        steps = self._steps(epoch, earlier, count)
+        if not earlier:
+            return self.sharding(count).indices(worker, epoch * steps + taken)
+        rest = self._rest(epoch, earlier)
+        return rest.tensor_split(steps)[taken].tensor_split(count)[worker]
+
+    def _deal(self, epoch: int, earlier: Parts) -> Tensor:
+        """Return what earlier parts have left of an epoch, in the order in which it is dealt."""
+        if self.sharding(earlier[0][0]).mode != "partition":
+            return torch.empty(0, dtype=torch.int64)
+        left = torch.ones(self.size, dtype=torch.bool)
+        for part, (count, taken) in enumerate(earlier):
+            for worker in range(count):
+                for batch in range(taken):
+                    left[self._batch(epoch, earlier[:part], worker, count, batch)] = False
+        unseen = left.nonzero().flatten()
+        order = stream(self.seed, "rest", epoch, len(earlier))
+        return unseen[torch.randperm(len(unseen), generator=order)]
 
 
 def _dirichlet(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:

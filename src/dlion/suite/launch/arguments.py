@@ -13,6 +13,8 @@ from dlion.suite.config import expand_home
 from dlion.suite.settings import Settings, component_of
 from dlion.values import parameters
 
+_SHORT = {"elastic=true": "elastic.lighthouse=here", "elastic=false": "elastic.lighthouse=null"}
+
 
 class Arguments:
     """Command line: Hydra's options, and settings on both sides of them.
@@ -28,7 +30,7 @@ class Arguments:
         Raises:
             UserError: what to type instead of a word that is neither.
         """
-        words = [_with_quotes(_with_home(word)) for word in words]
+        words = [_with_quotes(_with_home(_whole(word))) for word in words]
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]
         self._words = words
@@ -57,6 +59,11 @@ class Arguments:
             in_group = re.compile(r"(?!hydra\.)\w+\.[\w.]+=")
             settings = [f"++{word}" if in_group.match(word) else word for word in settings]
         return [*settings, *options]
+
+
+def _whole(word: str) -> str:
+    """Write out ``elastic=true``: Hydra would put a truth in place of a group."""
+    return _SHORT.get(word, word)
 
 
 def _with_home(word: str) -> str:

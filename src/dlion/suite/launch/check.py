@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dlion.engine.elastic import check_dealt, check_lighthouse, check_torchft
 from dlion.errors import UserError
 from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate
@@ -32,7 +33,21 @@ from dlion.suite.training.agreement import VOTES
 from dlion.suite.training.job import Job
 from dlion.suite.training.weights import check_pretrained, check_weights, recorded_input
 from dlion.suite.units import human_bytes, parse_rate
+from dlion.values import show
 from dlion.workers import Workers
+
+_FOR_CHANGING_WORKERS = {
+    "participation": 1,
+    "faults.drop": 0,
+    "faults.byzantine": 0,
+    "local_steps": 1,
+    "network.rate": None,
+    "backend": "gloo",
+    "max_restarts": 0,
+    "box": False,
+    "agreement": False,
+    "profile": False,
+}
 
 
 def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job:
@@ -48,9 +63,11 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
     """
     check_settings(config)
     check_output(config, output_dir)
+    lighthouse = _lighthouse(config, started)
     device = _device(config.device)
     processes = _processes(config, device, started)
-    backend = config.backend or ("nccl" if device == "cuda" else "gloo")
+    by_gloo = device == "cpu" or config.elastic.lighthouse is not None
+    backend = config.backend or ("gloo" if by_gloo else "nccl")
     if backend == "nccl":
         gpus = torch.cuda.device_count() if device == "cuda" else 0
         local_processes = started.local_processes if started else processes
@@ -98,7 +115,7 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         )
     return Job(
         config=config,
-        workers=Workers(processes=processes, local=config.workers // processes),
+        workers=Workers(processes=processes, local=_virtual(config, processes)),
         device=device,
         backend=backend,
         steps=steps,
@@ -107,7 +124,31 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
         output_dir=output_dir,
         rate=_rate(config, backend, started),
         resume=resume,
+        lighthouse=lighthouse,
     )
+
+
+def _lighthouse(config: DictConfig, started: RankInfo | None) -> str | None:
+    """Return the address of the lighthouse to join; None: it is to be here, or there is none."""
+    address = config.elastic.lighthouse
+    if address is None:
+        return None
+    if started is not None:
+        raise UserError(
+            f"elastic.lighthouse={address} needs train.py to start its own processes, but"
+            f" {started.source} started them: type python train.py elastic.lighthouse=HOST:PORT on"
+            " each machine"
+        )
+    check_torchft("elastic=true needs")
+    if address == "here":
+        return None
+    check_lighthouse(address, f"elastic.lighthouse={address}")
+    return address
+
+
+def _virtual(config: DictConfig, processes: int) -> int:
+    """Return how many workers a process hosts."""
+    return 1 if config.elastic.lighthouse is not None else config.workers // processes
 
 
 def load_data(dataset: DictConfig) -> Data:
@@ -151,7 +192,8 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
     _check_data_path(settings.dataset, data_is_here)
     check_types(settings)
     workers, faults = settings.workers, settings.faults
-    if settings.processes is not None and workers % settings.processes:
+    changing = settings.elastic.lighthouse is not None
+    if settings.processes is not None and workers % settings.processes and not changing:
         fitting = [p for p in range(1, workers + 1) if workers % p == 0]
         raise UserError(
             f"workers={workers} is not divisible by processes={settings.processes}:"
@@ -166,7 +208,27 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
         raise UserError(
             "box=true, but without weight decay there is no box: type optimizer.weight_decay=1"
         )
+    if changing:
+        _check_elastic(settings)
     check_logger(settings.logger)
+
+
+def _check_elastic(settings: DictConfig) -> None:
+    """Refuse what holds for a fixed number of workers alone."""
+    least, workers = settings.elastic.min_workers, settings.workers
+    if least > workers:
+        raise UserError(
+            f"elastic.min_workers={least} exceeds workers={workers}: type"
+            f" elastic.min_workers={workers} or less"
+        )
+    for setting, allowed in _FOR_CHANGING_WORKERS.items():
+        value = OmegaConf.select(settings, setting)
+        if value != allowed and not (setting == "backend" and value is None):
+            raise UserError(
+                f"{setting}={show(value)} does not work with workers that come and go"
+                f" (elastic.lighthouse={settings.elastic.lighthouse}): type"
+                f" {setting}={show(allowed)}"
+            )
 
 
 def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
@@ -219,6 +281,8 @@ def _processes(config: DictConfig, device: str, started: RankInfo | None) -> int
     if started is None:
         if config.processes is not None:
             return config.processes
+        if config.elastic.lighthouse is not None:
+            return config.workers if config.elastic.lighthouse == "here" else 1
         most = torch.cuda.device_count() if device == "cuda" else cores()
         return max(p for p in range(1, most + 1) if config.workers % p == 0)
     if config.processes not in (None, started.processes):
@@ -297,6 +361,13 @@ def _check_method(
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
+    if config.elastic.lighthouse is not None:
+        try:
+            optimizer.check_elastic()
+            for bucket in optimizer.buckets:
+                check_dealt(bucket, type(optimizer).__name__)
+        except ValueError as error:
+            raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
     if isinstance(optimizer, LocalUpdate):
         _check_local(config, optimizer)
     if config.agreement and not isinstance(optimizer, VOTES):

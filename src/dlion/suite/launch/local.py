@@ -54,6 +54,8 @@ def run_processes(
     *args: Any,
     network: Network | None = None,
     watched: bool = False,
+    apart: bool = False,
+    interface: str | None = LOOPBACK,
 ) -> Any:
     """Run ``work(*args)`` in several processes.
 
@@ -66,9 +68,12 @@ def run_processes(
         network: connects the processes, and is entered already; None: loopback does.
         watched: whether torch's NCCL watchdog may abort them. Its reason is in their standard
             error, which then goes through this process.
+        interface: that gloo uses; None: as the environment says, or gloo chooses.
+        apart: whether the others continue when a process ends: they are workers that come and go.
 
     Returns:
-        The result of process 0, after a round trip through JSON.
+        The result of process 0, or with ``apart`` of the first that has one, after a round trip
+        through JSON.
 
     Raises:
         RunFailed: naming the process that failed first and its error, when all have ended.
@@ -102,21 +107,24 @@ def run_processes(
         others = multiprocessing.active_children()
         try:
             with _temporary_files_in(directory):  # in which torch puts errors, pickled
-                here = (os.getpid(), processes, directory, network, errors)
+                here = (os.getpid(), processes, directory, network, errors, apart, interface)
                 context = _start(processes, *here, work, args)
             errors.started()
             children += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             if signals:  # the mask is this thread's: another may have taken one before
                 tell_children()
-            _wait(context, directory, notice, errors)
+            if apart:
+                _wait_for_each(context, directory, notice)
+            else:
+                _wait(context, directory, notice, errors)
         finally:
             for child in {*multiprocessing.active_children()} - {*others}:
                 child.kill()
                 child.join()
             errors.pass_on()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        outcome = json.loads(_outcome_file(directory, 0).read_text())
+        outcome = _outcome(directory, processes if apart else 1, notice)
     if "stopped_after" in outcome:
         raise Stopped(outcome["stopped_after"], notice.first)
     if notice.first is not None:
@@ -225,6 +233,46 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors
         raise RunFailed(reason, leaving=notice.first is not None) from None
 
 
+def _wait_for_each(context: ProcessContext, directory: Path, notice: SignalNotice) -> None:
+    """Wait until all processes have ended; say of each that fails why, and how many are left."""
+    left: dict[int, BaseProcess] = dict(enumerate(context.processes))
+    while left:
+        with woken_by_signals() as woken:
+            connection.wait([*(process.sentinel for process in left.values()), woken])
+        for rank, process in [*left.items()]:
+            process.join(0)
+            if process.exitcode is None:
+                continue
+            del left[rank]
+            if process.exitcode != 0 and notice.first is None and left:
+                number = -process.exitcode
+                name = signal.Signals(number).name if number > 0 else None
+                reason = _reason(rank, name, [], _failures(len(context.processes), directory))
+                print(f"{reason}; {len(left)} here continue", file=sys.stderr, flush=True)
+
+
+def _outcome(directory: Path, processes: int, notice: SignalNotice) -> dict[str, Any]:
+    """Return how the first of so many processes ended that has a result, or else has stopped.
+
+    Raises:
+        RunFailed: if all have failed.
+        Stopped: if a signal has ended them before they began to train.
+    """
+    found = []
+    for rank in range(processes):
+        with suppress(OSError, ValueError):  # it was killed, even while it wrote
+            found.append(json.loads(_outcome_file(directory, rank).read_text()))
+    for kind in ("result", "stopped_after"):
+        for outcome in found:
+            if kind in outcome:
+                return outcome
+    if notice.first is not None:
+        raise Stopped(None, notice.first)
+    failures = _failures(processes, directory)
+    rank = min(failures, default=0)
+    raise RunFailed(_reason(rank, None, [], failures))
+
+
 def _outcome_file(directory: Path, rank: int) -> Path:
     """Return the file with the outcome of process ``rank``: JSON of one of three shapes.
 
@@ -296,6 +344,8 @@ def _work(
     directory: Path,
     network: Network | None,
     errors: _Errors,
+    apart: bool,
+    interface: str | None,
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -313,20 +363,23 @@ def _work(
         "WORLD_SIZE": str(processes),
         "LOCAL_RANK": str(rank),
         "DLION_RENDEZVOUS": str(directory / "rendezvous"),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,  # everything stays on this machine
     }
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     if network is not None:
         network.enter(rank)
     file = _outcome_file(directory, rank)
     try:
         result = _report_failure(work, *args)
-        file.write_text(json.dumps({"result": result if rank == 0 else None}))
+        file.write_text(json.dumps({"result": result}))
     except Stopped as stop:
         file.write_text(json.dumps({"stopped_after": stop.step}))
     except Exception as error:
         failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
         file.write_text(json.dumps(failure))
         end_now(1)
+    if apart:
+        end_now(0)  # a thread of torchft may still ask a lighthouse that is gone
 
 
 def run_one_process(work: Callable[..., Any], *args: Any) -> Any:

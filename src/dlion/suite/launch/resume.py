@@ -17,6 +17,7 @@ from dlion.suite.locks import holding, is_held
 from dlion.suite.record.runs import CONFIG, METRICS, SUMMARY, Run, holds_run, load_run, read_rows
 from dlion.suite.training.checkpoint import (
     Checkpoint,
+    differing,
     find,
     has_checkpoint,
     identity,
@@ -244,15 +245,7 @@ def _different(config: DictConfig, run: Run) -> str:
     now = identity(config)
     try:
         before = identity(run.config)
-        names = []
-        for key in before | now:
-            value, other = now.get(key), before.get(key)
-            groups = isinstance(value, dict) and isinstance(other, dict)
-            if not groups or other.get("name") != value.get("name"):
-                names += [key] if other != value else []
-            else:
-                keys = sorted({*value, *other})
-                names += [f"{key}.{k}" for k in keys if other.get(k) != value.get(k)]
+        names = differing(now, before)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{run.directory / CONFIG} is damaged: choose another directory with output_dir=DIR"

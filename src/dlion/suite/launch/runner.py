@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from dlion.engine.elastic import importing_torchft
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
-from dlion.suite.launch.environment import RankInfo, detect
+from dlion.suite.launch.elastic import Meeting, is_loopback, serving
+from dlion.suite.launch.environment import LOOPBACK, RankInfo, detect
 from dlion.suite.launch.local import (
     interruptible,
     lost_peer,
@@ -34,16 +38,18 @@ from dlion.suite.launch.resume import (
 )
 from dlion.suite.launch.stored import settings_of_run
 from dlion.suite.record.runs import (
+    CONFIG,
     FAILURE,
     SUMMARY,
     forget,
+    holds_run,
     load_run,
     record_config,
     record_failure,
 )
-from dlion.suite.settings import TRAITS
 from dlion.suite.training import Job, train
-from dlion.suite.training.checkpoint import find, identity
+from dlion.suite.training.checkpoint import Checkpoint, find, identity, worker_file
+from dlion.suite.training.job import everyones_settings
 from dlion.suite.training.measure import measure
 from dlion.workers import Workers
 
@@ -76,7 +82,11 @@ def launch(config: DictConfig, output_dir: Path) -> float | None:
             forget(output_dir, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
             record_config(output_dir, config)
             note_job(output_dir)
-        return _start(job, started)
+        try:
+            return _start(job, started)
+        finally:
+            if job.lighthouse is not None and not holds_run(output_dir):
+                shutil.rmtree(output_dir / Path(CONFIG).parent, ignore_errors=True)  # of another
 
 
 def _start(job: Job, started: RankInfo | None) -> float | None:
@@ -108,18 +118,40 @@ def _run_with_restarts(job: Job) -> float | None:
 def _run(job: Job) -> float | None:
     """Run all processes once, over the emulated network if the job has a rate."""
     processes = job.workers.processes
+    if job.config.elastic.lighthouse is not None:
+        return _run_elastic(job)
     if job.rate is None:
         return run_processes(processes, work, job, watched=job.backend == "nccl")
     with interruptible(), Network(processes, job.rate) as network:
         return run_processes(processes, work, job, network=network)
 
 
+def _run_elastic(job: Job) -> float | None:
+    """Run the workers here of an elastic run, and its lighthouse if it is to be here."""
+    here = job.lighthouse is None
+    os.environ["DLION_LAUNCHED"] = "0" if here else f"1-{time.time_ns()}"
+    processes = job.workers.processes
+    if job.resume is not None:
+        _say_whose_state_is_lost(job.resume, processes)
+    with importing_torchft("elastic=true needs"):
+        import torchft.coordination  # noqa: F401 - once, not in every process
+    with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
+        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes))
+        interface = LOOPBACK if is_loopback(lighthouse or "") else None
+        return run_processes(processes, work_elastic, job, apart=True, interface=interface)
+
+
+def work_elastic(job: Job) -> float | None:
+    """Train in one process of an elastic run."""
+    from dlion.suite.training.elastic import train_elastic
+
+    _prepare(job)
+    return train_elastic(job)
+
+
 def work(job: Job) -> float | None:
     """Train or evaluate in one process of a run, numbered by torchrun's variables."""
-    torch.set_num_threads(job.config.threads)
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    job.data.patience = job.config.timeout
+    _prepare(job)
     with process_group(job.backend, job.config.timeout):
         job = _resume_as_first(job)
         _check_same(job)
@@ -128,6 +160,25 @@ def work(job: Job) -> float | None:
         workers = Workers.current(job.workers.local, timeout=job.config.timeout)
         job = replace(job, output_dir=output_dir, workers=workers)
         return measure(job) if job.config.evaluate is not None else _train(job)
+
+
+def _prepare(job: Job) -> None:
+    """Prepare this process for its threads and its GPU."""
+    torch.set_num_threads(job.config.threads)
+    if job.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    job.data.patience = job.config.timeout
+
+
+def _say_whose_state_is_lost(checkpoint: Checkpoint, processes: int) -> None:
+    """Say how many workers begin without the momentum that the checkpoint's workers had."""
+    found = [(checkpoint.directory / worker_file(seat)).exists() for seat in range(processes)]
+    if not all(found):
+        print(
+            f"note: {checkpoint.directory} has the own state of {sum(found)} of these {processes}"
+            " workers: the others begin with momenta and residuals of zero",
+            file=sys.stderr,
+        )
 
 
 def _train(job: Job) -> float | None:
@@ -158,9 +209,7 @@ def _check_same(job: Job) -> None:
         TrainingFailed: naming the settings that differ from those of process 0.
     """
     begins = {"checkpoint": job.resume.progress.step if job.resume else None}
-    whens = {name: job.config[name] for name, traits in TRAITS.items() if traits.traffic}
-    whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
-    settings = {**identity(job.config), "steps": job.steps, **begins, **whens}
+    settings = {**everyones_settings(job), **begins}
     first = json.loads(_from_first(json.dumps(settings)))
     different = [name for name, value in settings.items() if first.get(name) != value]
     if different:

@@ -1,6 +1,7 @@
 """The record of a run: how it is written during the run, and how it is read again.
 
-A run has a directory. ``metrics.jsonl`` has a line per measurement, ``summary.json`` is written at
+A run has a directory. ``metrics.jsonl`` has a line per measurement and, with an ``event``, for each
+worker that has joined or left; ``summary.json`` is written at
 the end, beside the trained model; if the run fails instead, ``failure.txt`` says why. ``.hydra``
 has the configuration.
 """
@@ -42,16 +43,17 @@ class RunRecord:
     """Writes the record of one run. The one place where a run is recorded.
 
     Attributes:
-        rows: those that were there and are kept, oldest first.
+        rows: the measurements that were there and are kept, oldest first.
     """
 
-    def __init__(self, directory: Path, resumed_at: int | None = None):
+    def __init__(self, directory: Path, resumed_at: int | None = None, step: int | None = None):
         """Open the record.
 
         Args:
             directory: of the run; it is made if it does not exist.
             resumed_at: the step at which the run resumes. Rows of later steps, which are about to
                 be measured again, are dropped; damaged lines are set aside and named.
+            step: the latest step whose events are kept; None: ``resumed_at``.
 
         Raises:
             TrainingFailed: if it cannot be written, as all methods do.
@@ -63,9 +65,11 @@ class RunRecord:
             forget(directory, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
             if self._file.is_file():
                 rows, damaged = read_rows(directory)
-                self.rows = [row for row in rows if row["step"] <= (resumed_at or 0)]
+                last = {True: step or resumed_at or 0, False: resumed_at or 0}
+                kept = [row for row in rows if row["step"] <= last["event" in row]]
+                self.rows = [row for row in kept if "event" not in row]
                 _set_aside(self._file, damaged)
-                write_atomically(self._file, "".join(map(_line, self.rows)))
+                write_atomically(self._file, "".join(map(_line, kept)))
             self._metrics = self._file.open("a+", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
@@ -75,6 +79,15 @@ class RunRecord:
             self._metrics.flush()
             if not leads_to(self._file, self._metrics.fileno()):
                 self._write_again()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process has made a record in place of this one."""
+        return self._file.exists() and not leads_to(self._file, self._metrics.fileno())
+
+    def close(self) -> None:
+        """Let another process record from here on."""
+        self._metrics.close()
 
     def sync(self) -> None:
         """Put all rows on the disk itself, before something counts on them."""
@@ -167,7 +180,7 @@ class Run:
 
     Attributes:
         directory: where it is; for a packed run, the file and the run's name behind it.
-        metrics: the rows, oldest first.
+        metrics: the measurements, oldest first.
         summary: None while the run is not finished.
         config: the resolved configuration, None where it is not known.
         failure: why it failed, None if it is not known to have failed.
@@ -175,6 +188,7 @@ class Run:
         overrides: what was typed; in a sweep, one value for each key.
         study: of a packed run, the name of the directory that holds the packed file.
         damaged_rows: number of lines of metrics.jsonl that could not be read.
+        events: lines about workers that have joined or left, oldest first.
     """
 
     directory: Path
@@ -186,6 +200,7 @@ class Run:
     overrides: list[str] = field(default_factory=list)
     study: str | None = None
     damaged_rows: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -237,7 +252,8 @@ def load_run(directory: Path) -> Run:
     rows, damaged = read_rows(directory)
     return Run(
         directory=directory,
-        metrics=rows,
+        metrics=[row for row in rows if "event" not in row],
+        events=[row for row in rows if "event" in row],
         damaged_rows=len(damaged),
         summary=summary,
         config=config,
@@ -248,7 +264,7 @@ def load_run(directory: Path) -> Run:
 
 
 def read_rows(directory: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
-    """Read the rows of a run, and the damaged lines by number, from 1.
+    """Read the rows of a run, events too, and the damaged lines by number, from 1.
 
     A last line without its end was cut off when the run died, and is neither.
     """

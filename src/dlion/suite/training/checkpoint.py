@@ -12,6 +12,9 @@ gets its name when all is in it and on the disk. Each file names itself and its 
 as tensors and JSON: no content is ever executed. What is called ``step-`` and digits is a
 checkpoint, with ``.part`` behind it one that was being written, and nothing else is read or removed
 here. Random draws depend on seed, worker and step alone: there is no generator to save.
+
+The common file of an elastic run has what a worker gets that joins; others are of the workers that
+share the folder.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,6 +43,8 @@ from dlion.suite.training.weights import weights_sha256
 
 _DECISIVE = [name for name, traits in TRAITS.items() if traits.bits]
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
+CHANGING = "changing"  # the number of workers of an elastic run, in its identity
+_WORKER = re.compile(r"worker-[0-9]{5,}\.safetensors")
 
 
 @dataclass
@@ -90,9 +95,25 @@ def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
     for group in filter(is_group, _DECISIVE):
         without = TRAITS[group].without
         settings[group] = {key: v for key, v in config[group].items() if key not in without}
+    if (config.get("elastic") or {}).get("lighthouse") is not None:
+        settings["workers"] = CHANGING
     if (source := config.get("init_from")) is not None:
         settings["init_from"] = weights_sha256(source)
     return json.loads(json.dumps(settings))
+
+
+def differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Name the settings in which two identities differ, those of groups by KEY.NAME."""
+    names = []
+    for key in before | now:
+        value, other = now.get(key), before.get(key)
+        groups = isinstance(value, dict) and isinstance(other, dict)
+        if not groups or other.get("name") != value.get("name"):
+            names += [key] if other != value else []
+        else:
+            keys = sorted({*value, *other})
+            names += [f"{key}.{k}" for k in keys if other.get(k) != value.get(k)]
+    return names
 
 
 class Checkpoints:
@@ -108,6 +129,12 @@ class Checkpoints:
         worker_state: returns the state of a local worker, as views by name.
         keep: how many checkpoints to keep, the latest ones.
         timeout: seconds that process 0 waits for the files of the other processes.
+        needs_all: whether it fails if one does not come; otherwise the checkpoint lacks it.
+
+    Attributes:
+        hosted: the workers whose files this process writes.
+        everyone: those whose files process 0 waits for.
+        first: whether this process is process 0.
     """
 
     def __init__(
@@ -122,14 +149,18 @@ class Checkpoints:
         worker_state: Callable[[int], dict[str, Tensor]],
         keep: int,
         timeout: float,
+        needs_all: bool = True,
     ):
         self.directory, self.run = directory / FOLDER, run
         self.steps, self.samples = steps, samples
-        self.workers = control.workers
+        workers = control.workers
+        self.hosted: Sequence[int] = workers.ids
+        self.everyone: Sequence[int] = range(workers.count)
+        self.first = workers.rank == 0
         self.common_state, self.worker_state = common_state, worker_state
-        self.keep, self.timeout = keep, timeout
+        self.keep, self.timeout, self.needs_all = keep, timeout, needs_all
         self._written: Future[None] | None = None
-        if self.workers.rank == 0:
+        if self.first:
             for part in self.directory.glob("step-*.part"):  # by a process that died
                 if _step_of(part.with_suffix("")) is not None:
                     _remove(part)
@@ -142,8 +173,8 @@ class Checkpoints:
             TrainingFailed: if the one before it could not be written.
         """
         self.wait()
-        files = {_file_of(w): self.worker_state(i) for i, w in enumerate(self.workers.ids)}
-        if self.workers.rank == 0:
+        files = {worker_file(w): self.worker_state(i) for i, w in enumerate(self.hosted)}
+        if self.first:
             files[COMMON] = self.common_state()
         copies = {
             file: {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -151,7 +182,8 @@ class Checkpoints:
         }
         self._written = written = Future()
         # a daemon, as a process that fails must not wait: the others' files may never come
-        Thread(target=_run, args=(written, self._write, progress, copies), daemon=True).start()
+        work = written, self._write, progress, copies, [*map(worker_file, self.everyone)]
+        Thread(target=_run, args=work, daemon=True).start()
 
     def raise_failure(self) -> None:
         """Raise the first error of writing so far, without waiting for the rest."""
@@ -164,7 +196,9 @@ class Checkpoints:
             self._written.result()
             self._written = None
 
-    def _write(self, progress: Progress, files: dict[str, dict[str, Tensor]]) -> None:
+    def _write(
+        self, progress: Progress, files: dict[str, dict[str, Tensor]], everyones: list[str]
+    ) -> None:
         final = self.directory / f"step-{progress.step:08}"
         part = final.with_suffix(".part")
         try:
@@ -172,7 +206,7 @@ class Checkpoints:
             for name, tensors in files.items():
                 _write(part / name, tensors, progress.step)
             if COMMON in files:
-                self._complete(part, final, progress)
+                self._complete(part, final, progress, everyones)
         except (OSError, SafetensorError) as error:
             if COMMON in files:
                 shutil.rmtree(part, ignore_errors=True)
@@ -181,19 +215,22 @@ class Checkpoints:
                 " before it are whole: fix this; the same command with resume=auto resumes"
             ) from error
 
-    def _complete(self, part: Path, final: Path, progress: Progress) -> None:
+    def _complete(self, part: Path, final: Path, progress: Progress, everyones: list[str]) -> None:
         """Wait for all workers' files, list them in state.json, and give the directory its name."""
         files, deadline = {}, time.monotonic() + self.timeout
-        for name in (COMMON, *map(_file_of, range(self.workers.count))):
+        for name in (COMMON, *everyones):
             receipt = part / f"{name}.json"
             while not receipt.exists():
                 if time.monotonic() > deadline:
+                    if not self.needs_all:
+                        break
                     raise OSError(
                         f"{name} did not come in {self.timeout} s; do all processes see {part}?"
                     )
                 time.sleep(0.005)
-            files[name] = json.loads(receipt.read_text("utf-8"))
-            receipt.unlink()
+            else:
+                files[name] = json.loads(receipt.read_text("utf-8"))
+                receipt.unlink()
         state = {
             "run": self.run,
             "steps": self.steps,
@@ -216,9 +253,9 @@ class Checkpoints:
 
     def load(self, checkpoint: Checkpoint) -> Progress:
         """Put all state back; return how far the run was."""
-        _copy(load_file(checkpoint.directory / COMMON), self.common_state())
-        for i, worker in enumerate(self.workers.ids):
-            _copy(load_file(checkpoint.directory / _file_of(worker)), self.worker_state(i))
+        copy_state(load_file(checkpoint.directory / COMMON), self.common_state())
+        for i, worker in enumerate(self.hosted):
+            copy_state(load_file(checkpoint.directory / worker_file(worker)), self.worker_state(i))
         return checkpoint.progress
 
 
@@ -282,7 +319,11 @@ def _read(directory: Path, run: dict[str, Any], hashed: bool) -> Checkpoint:
     if saved_run != run:
         different = sorted(key for key in run if saved_run.get(key) != run[key])
         raise ValueError(f"it is of another run, with another {', '.join(different) or 'setting'}")
-    if set(files) != {COMMON, *map(_file_of, range(run["workers"]))}:
+    if run["workers"] == CHANGING:
+        expected = {COMMON, *filter(_WORKER.fullmatch, files)}
+    else:
+        expected = {COMMON, *map(worker_file, range(run["workers"]))}
+    if set(files) != expected:
         raise ValueError("its list of files is not that of its workers")
     for name, (size, digest) in files.items():
         file = directory / name
@@ -360,7 +401,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _file_of(worker: int) -> str:
+def worker_file(worker: int) -> str:
+    """Return the name of a worker's file."""
     return f"worker-{worker:05}.safetensors"
 
 
@@ -391,7 +433,7 @@ def _run(result: Future[None], work: Callable[..., None], *args: Any) -> None:
         result.set_exception(error)
 
 
-def _copy(saved: dict[str, Tensor], views: dict[str, Tensor]) -> None:
+def copy_state(saved: dict[str, Tensor], views: dict[str, Tensor]) -> None:
     """Copy saved tensors into those of the run."""
     if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in views.items()}:
         raise UserError("the checkpoint holds other tensors than this model and optimizer")

@@ -82,6 +82,11 @@ class RunConsole:
         if self.active:
             print(f"finished: {self._metrics()} {text}", flush=True)
 
+    def say(self, line: str) -> None:
+        """Show a line above the live one."""
+        if self.active:
+            self._print(line)
+
     def _print(self, line: str) -> None:
         """Print a line as it is, above the live one if there is one; paths in it stay whole."""
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -95,5 +100,7 @@ class RunConsole:
             shown.append(f"test accuracy {row['test_accuracy']:.2%}")
         elif "test_loss" in row:
             shown.append(f"test loss {row['test_loss']:.4f}")
+        if "workers" in row:
+            shown.append(f"{row['workers']} workers")
         shown.append(f"sent {human_bytes(row['sent_bytes'])} a worker")
         return "  ".join(shown)

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
+from dlion import __version__
 from dlion.suite.data import Data, Sharding
-from dlion.suite.training.checkpoint import Checkpoint
+from dlion.suite.settings import TRAITS
+from dlion.suite.training.checkpoint import Checkpoint, identity
 from dlion.workers import Workers
 
 
@@ -26,6 +29,8 @@ class Job:
         output_dir: directory in which the run is recorded.
         rate: bits per second of emulated links; None on the machine's own network.
         resume: checkpoint to resume from; None: start at step 0.
+        lighthouse: HOST:PORT of that of an elastic run; None: workers do not change.
+        meeting: the processes of an elastic run wait here for one another before their first step.
     """
 
     config: DictConfig
@@ -38,3 +43,12 @@ class Job:
     output_dir: Path
     rate: int | None = None
     resume: Checkpoint | None = None
+    lighthouse: str | None = None
+    meeting: Any = None
+
+
+def everyones_settings(job: Job) -> dict[str, Any]:
+    """Return the settings that all processes of a run need the same values of."""
+    whens = {name: job.config[name] for name, traits in TRAITS.items() if traits.traffic}
+    whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
+    return {**identity(job.config), "steps": job.steps, **whens, "dlion version": __version__}

@@ -1,21 +1,16 @@
 """The training loop: ``train`` runs it, a ``Trainer`` is one process's part of it."""
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from dlion.errors import Stopped, TrainingFailed
+from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
-from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
-from dlion.suite import models
-from dlion.suite.config import instantiate
-from dlion.suite.data import Text
-from dlion.suite.models.causal import check_causal
 from dlion.suite.training.agreement import Agreement
+from dlion.suite.training.building import check_finite, make_model, make_optimizer
 from dlion.suite.training.checkpoint import Checkpoints, Progress, identity
 from dlion.suite.training.evaluation import box_state, evaluate
 from dlion.suite.training.faults import Byzantine, Participation
@@ -23,12 +18,11 @@ from dlion.suite.training.job import Job
 from dlion.suite.training.local_steps import LocalSteps
 from dlion.suite.training.meter import Meter
 from dlion.suite.training.output import Output
-from dlion.suite.training.precision import in_precision
 from dlion.suite.training.replicas import check_replicas, parameters_sha256
 from dlion.suite.training.schedule import make_schedule
 from dlion.suite.training.signals import SignalNotice
 from dlion.suite.training.virtual import VirtualWorkers
-from dlion.suite.training.weights import load_weights, save_model
+from dlion.suite.training.weights import save_model
 
 
 def train(job: Job) -> float | None:
@@ -63,24 +57,9 @@ class Trainer:
     def __init__(self, job: Job, notice: SignalNotice):
         config, workers = job.config, job.workers
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
-        torch.manual_seed(stream_seed(config.seed, "initialisation"))
-        model = in_precision(models.build(config.model, job.data), config.precision, job.device)
-        if config.init_from is not None:  # a checkpoint lacks what is frozen
-            load_weights(model, config.init_from, config.init_from_except)
-        if isinstance(job.data, Text):
-            check_causal(model, job.data.vocabulary, job.data.context, job.device)
-        self.model = model.train()
+        self.model = model = make_model(job)
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
-        self.optimizer: DistributedOptimizer = instantiate(
-            config.optimizer,
-            model.named_parameters(),
-            workers=workers,
-            seed=config.seed,
-            overlap=config.overlap,
-            bucket_cap_mb=config.bucket_cap_mb,
-            nonfinite=config.nonfinite,
-            stochastic_rounding=config.precision == "bf16_stochastic",
-        )
+        self.optimizer = make_optimizer(job, model, workers=workers)
         self.virtual = VirtualWorkers(model, workers, config.seed)
         self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
         self.participation = Participation(
@@ -276,7 +255,7 @@ class Trainer:
         if self.config.profile:
             self.output.profile(self.timer, self.meter.seconds)
         progress = self.progress(self.job.steps)
-        self._check_finite()
+        check_finite(self.job, self.model, self.output.row["test_loss"])
         model_sha256 = None
         if self.job.workers.rank == 0:  # with the mean buffers still
             model_sha256 = save_model(self.model, self.data, self.job.output_dir)
@@ -285,22 +264,6 @@ class Trainer:
         self.checkpoints.wait()
         self.control.barrier()
         return result
-
-    @torch.no_grad()
-    def _check_finite(self) -> None:
-        """Refuse to finish with a model that the last steps have made infinite or NaN.
-
-        Raises:
-            TrainingFailed: in that case, unless ``nonfinite`` allows it.
-        """
-        if self.config.nonfinite is None:
-            return
-        finite = torch.stack([p.isfinite().all() for p in self.model.parameters()])
-        if not (math.isfinite(self.output.row["test_loss"]) and finite.all()):
-            raise TrainingFailed(
-                "the model is not finite after the last step, as it has diverged: type a smaller"
-                " optimizer.lr, or nonfinite=null to keep it"
-            )
 
     def _sending(self, i: int, step: int, sends: bool) -> AbstractContextManager[None]:
         """Let messages leave during the backward pass in here, or only sum its gradients."""

@@ -30,9 +30,22 @@ class Output:
     """
 
     def __init__(
-        self, job: Job, model: nn.Module, optimizer: DistributedOptimizer, state_bytes: int
+        self,
+        job: Job,
+        model: nn.Module,
+        optimizer: DistributedOptimizer,
+        state_bytes: int,
+        step: int | None = None,
     ):
-        """``state_bytes``: memory of a worker beside parameters and gradients."""
+        """Open the record.
+
+        Args:
+            job: the run.
+            model: what is trained.
+            optimizer: the method.
+            state_bytes: what a worker keeps beside parameters and gradients.
+            step: to which events are kept, where that is later than the latest row.
+        """
         self.job, self.optimizer, self.state_bytes = job, optimizer, state_bytes
         self.parameters = sum(p.numel() for p in model.parameters())
         self.active = job.workers.rank == 0
@@ -43,7 +56,8 @@ class Output:
         if self.active:
             self.origin = provenance(job.device)
             resolved = OmegaConf.to_container(job.config, resolve=True) | self.origin
-            self.record = RunRecord(job.output_dir, job.resume and job.resume.progress.last_row)
+            last_row = job.resume and job.resume.progress.last_row
+            self.record = RunRecord(job.output_dir, last_row, step)
             recording = Recording(
                 config=resolved,
                 directory=job.output_dir,
@@ -56,6 +70,15 @@ class Output:
     def banner(self) -> None:
         """Show the facts of the run; traffic was counted in the first step."""
         self.console.begin(_facts(self.job, self.parameters, self.optimizer))
+
+    def take_over(self) -> None:
+        """Show that this process records from here on."""
+        self.console.begin({"recording": f"from step {self._step} on, in {self.job.output_dir}"})
+
+    def note(self, event: dict[str, Any], text: str) -> None:
+        """Show and write that a worker has joined or left."""
+        self.console.say(text)
+        self.record.append(event)
 
     def record_row(self, row: dict[str, Any]) -> None:
         """Show and write a row of metrics."""
@@ -115,7 +138,7 @@ class Output:
             "optimizer": config.optimizer.name,
             "model": config.model.name,
             "dataset": config.dataset.name,
-            "workers": job.workers.count,
+            "workers": job.workers.count if job.lighthouse is None else config.workers,
             "processes": job.workers.processes,
             "steps": job.steps,
             "batch_size": config.batch_size,
@@ -174,6 +197,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         "data": job.data.describe(),
         "workers": _spread(job),
         "network": network,
+        **({} if job.lighthouse is None else {"lighthouse": _invitation(job.lighthouse)}),
         "parameters": f"{parameters:,}",
         "a worker sends": sends,
         **({"... on the grid": ", ".join(levels)} if levels else {}),
@@ -192,6 +216,10 @@ def _spread(job: Job) -> str:
     if chosen and workers.processes < min(there, workers.count) and workers.count % there:
         words += f", on {workers.processes} of {there} cores: a multiple of {there} would use all"
     return words
+
+
+def _invitation(lighthouse: str) -> str:
+    return f"{lighthouse}; others join with elastic.lighthouse={lighthouse}"
 
 
 def _share(ratio: float) -> str:

@@ -1,0 +1,69 @@
+"""The lighthouse of an elastic run, and what its processes share."""
+
+import ipaddress
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from threading import BrokenBarrierError
+
+from dlion.engine.elastic import split_address
+from dlion.errors import RunFailed
+from dlion.suite.lighthouse import HOST, start
+from dlion.suite.machine import die_with
+from dlion.suite.training.signals import SIGNALS
+
+_STARTING = 60.0  # seconds
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """Run a lighthouse for this machine in a process of its own; give its address."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_STARTING):
+            raise RunFailed(f"the lighthouse has not started within {_STARTING:.0f} s")
+        try:
+            yield ours.recv()
+        except EOFError:
+            raise RunFailed("the lighthouse could not be started") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(ready: Connection, parent: int) -> None:
+    for number in SIGNALS:  # the launcher ends it, last of all
+        signal.signal(number, signal.SIG_IGN)
+    die_with(parent)
+    lighthouse = start(f"{HOST}:0")
+    ready.send(f"{HOST}:{lighthouse.address().rpartition(':')[2]}")
+    signal.pause()
+
+
+class Meeting:
+    """Lets processes that start together wait for one another, so that all take the first step."""
+
+    def __init__(self, processes: int, patience: float = 60.0):
+        """``patience``: seconds, after which those that are there begin."""
+        self._barrier = multiprocessing.get_context("fork").Barrier(processes)
+        self._patience = patience
+
+    def wait(self) -> None:
+        """Wait for the others, but not for one that has died."""
+        with suppress(BrokenBarrierError):
+            self._barrier.wait(self._patience)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is reached from this machine alone."""
+    host, _ = split_address(address, f"elastic.lighthouse={address}")
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"

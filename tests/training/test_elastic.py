@@ -1,0 +1,165 @@
+"""``elastic=true``: workers of train.py come and go. Real processes, a real lighthouse, SIGKILL."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlion.suite.data import Dealing, Sharding
+from tests.support.runs import Run, assert_all_gone, record, start, train
+
+pytest.importorskip("torchft")
+pytestmark = pytest.mark.slow
+
+SETTINGS = ["dataset=digits", "model=linear", "logger=none", "workers=3", "log_every=5"]
+SMALL = [*SETTINGS, "steps=12", "eval_every=6"]
+STEPS = 200
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that are whole."""
+    file = directory / "metrics.jsonl"
+    text = file.read_text() if file.exists() else "\n"
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def events(directory: Path) -> list[str]:
+    return [row["event"] for row in lines(directory) if "event" in row]
+
+
+def wait(run: Run, what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := what()):
+        assert time.monotonic() < deadline, run.stdout + run.stderr
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose workers do not change."""
+    directory = tmp_path_factory.mktemp("plain")
+    train(*SMALL, "processes=1", f"output_dir={directory}", code=0)
+    return directory
+
+
+ELASTIC = [*SMALL, "elastic=true", "elastic.min_workers=3"]
+
+
+def test_without_failures_a_run_has_the_bits_of_one_whose_workers_do_not_change(
+    plain: Path, tmp_path: Path
+) -> None:
+    train(*ELASTIC, f"output_dir={tmp_path}", code=0)
+    (before, rows), (summary, there) = record(plain), record(tmp_path)
+    assert summary["parameters_sha256"] == before["parameters_sha256"]
+    assert [row.pop("workers") for row in there] == [3] * len(rows)
+    total = [row.pop("sent_bytes_of_all") for row in there]
+    assert total == [3 * row["sent_bytes"] for row in rows]
+    for row, same in zip(there, rows, strict=True):
+        assert row == pytest.approx(same, nan_ok=True)
+
+
+def test_a_run_resumes_with_as_many_workers_or_others(plain: Path, tmp_path: Path) -> None:
+    first = train(*ELASTIC, "stop_after=7", f"output_dir={tmp_path / 'a'}", code=75)
+    assert "stopped after step 7" in first.stderr
+    resume = [*SMALL, "elastic=true", "resume=auto"]
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    train(*resume, "elastic.min_workers=3", f"output_dir={tmp_path / 'a'}", code=0)
+    (before, rows), (summary, there) = record(plain), record(tmp_path / "a")
+    assert summary["parameters_sha256"] == before["parameters_sha256"]
+    for key in ("step", "train_loss", "sent_bytes"):
+        assert [row[key] for row in there] == pytest.approx([row[key] for row in rows])
+    more = train(*resume, "processes=4", f"output_dir={tmp_path / 'b'}", code=0)
+    assert "the own state of 3 of these 4 workers: the others begin with" in more.stderr
+    assert [row["step"] for row in lines(tmp_path / "b")] == [5, 6, 10, 12]
+
+
+def test_workers_die_join_and_leave(tmp_path: Path) -> None:
+    hurry = tmp_path / "hurry"
+    env = {"MARKER": str(hurry)}
+    common = [*SETTINGS, "model._target_=tests.training.slow.model", f"steps={STEPS}"]
+    common += ["eval_every=20"]
+    here = tmp_path / "run"
+    run = start(*common, "elastic=true", f"output_dir={here}", env=env)
+    try:
+        workers = sorted(run.workers())[1:]  # the first is the lighthouse
+        address = re.search(r"elastic\.lighthouse=(\S+)", run.stdout)
+        assert address is not None
+        joins = [*common, f"elastic.lighthouse={address[1]}"]
+        wait(run, lambda: lines(here))
+        os.kill(workers[0], signal.SIGKILL)  # it has the record
+        wait(run, lambda: "left" in events(here))
+        wrong = start(*joins, "optimizer.lr=0.5", f"output_dir={tmp_path / 'wrong'}", env=env)
+        second = start(*joins, f"output_dir={tmp_path / 'second'}", env=env)
+        third = start(*joins, f"output_dir={tmp_path / 'third'}", env=env)
+        refused = wrong.wait()
+        assert refused.returncode == 1
+        assert "another optimizer.lr than the run that it joins" in refused.stderr
+        wait(run, lambda: lines(here)[-1]["workers"] == 4)
+        third.send_signal(signal.SIGINT)
+        gone = third.wait()
+        assert gone.returncode == 130 and "stopped after step" in gone.stderr
+        wait(run, lambda: lines(here)[-1]["workers"] == 3)
+        hurry.touch()
+        done, with_others = run.wait(), second.wait()
+    finally:
+        hurry.touch()
+    assert done.returncode == with_others.returncode == 0, done.stderr + with_others.stderr
+    assert "process 0 was killed by SIGKILL; 2 here continue" in done.stderr
+    summary = json.loads((here / "summary.json").read_text())
+    assert f"parameters {summary['parameters_sha256']}" in with_others.stdout
+    rows = [row for row in lines(here) if "event" not in row]
+    assert [row["step"] for row in rows] == [*range(5, STEPS + 1, 5)]
+    assert {2, 3, 4} <= {row["workers"] for row in rows}
+    assert all("test_accuracy" in row for row in rows if row["step"] % 20 == 0)
+    named = {row["worker"] for row in lines(here) if row.get("event") == "left"}
+    assert len(named) >= 2 and any(name.endswith(f"-{workers[0]}") for name in named)
+    assert not (tmp_path / "second").exists(), "a worker without the record leaves no folder"
+
+
+def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path) -> None:
+    faulty = ["optimizer=diloco", "optimizer.local_steps=3", "check_replicas_every=1"]
+    faulty += ["model._target_=tests.launch.faulty.model", f"output_dir={tmp_path}"]
+    done = train(*SMALL, "elastic=true", *faulty, code=0, env={"FAULT": "forward:5"})
+    assert "process 1 was killed by SIGKILL" in done.stderr
+    found = [(row["step"], row.get("event"), row["workers"]) for row in lines(tmp_path)]
+    assert found == [(6, None, 2), (9, "left", 2), (12, None, 2)]
+
+
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_no_process(tmp_path: Path) -> None:
+    run = start(*SETTINGS, "steps=100000", "elastic=true", f"output_dir={tmp_path}")
+    processes = run.workers()
+    run.send_signal(signal.SIGINT)
+    done = run.wait()
+    assert done.returncode == 130
+    assert re.search(r"stopped after step \d+; to resume: .*elastic", done.stderr), done.stderr
+    assert_all_gone(processes)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", ["partition", "replicate"])
+def test_samples_are_dealt_once_however_workers_change(mode: str) -> None:
+    size, batch = 500, 8
+    dealing = Dealing(lambda n: Sharding(size, n, batch, 0, mode), size, batch, 0)
+    numbers = torch.Generator().manual_seed(0)
+    seen: dict[int, list[int]] = {}
+    for step in range(400):
+        if step % 5 == 0:
+            count = int(torch.randint(1, 8, (), generator=numbers))
+        dealt = torch.cat([dealing.indices(worker, count) for worker in range(count)])
+        dealing.taken(count)
+        seen.setdefault(dealing.epoch, []).extend(dealt.tolist())
+    if mode == "replicate":
+        return
+    *whole, _ = seen.values()
+    assert len(whole) > 3
+    for epoch in whole:
+        assert len(set(epoch)) == len(epoch) > size - 8 * batch / 2
