@@ -587,6 +587,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         A worker that has no batch left takes no part: it sends nothing, keeps its state, and
         follows updates and hyperparameters of the others::
 
+            optimizer = DLion(model.parameters())
             with Join([optimizer]):
                 for batch in batches:  # fewer on some processes
                     loss_of(batch).backward()
