@@ -107,7 +107,7 @@ def test_a_damaged_line_is_named_in_one_sentence(study, line, reason):
 
 def test_a_file_that_is_no_text_is_named(study):
     (study / "study" / PACKED).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not a file of packed runs .*, as it is not text"):
+    with pytest.raises(UserError, match=r"is not a file of packed runs .*, as it is not text"):
         find_runs([study / "study"])
 
 
