@@ -76,7 +76,7 @@ def measured() -> dict[tuple[str, bool], Measured | str]:
 def test_the_host_waits_as_rarely_as_it_can(measured, name, overlap):
     found = measured[name, overlap]
     assert isinstance(found, Measured), found
-    assert found.buckets == BUCKETS
+    assert found.buckets == (1 if name == "MuonADM" else BUCKETS)  # which has whole matrices only
     assert found.faults == []
     limits = ALL[name].overlap if overlap else Limits(0, 0, ALL[name].alone)
     for thread, waits, limit in zip(THREADS, found.waits(), limits, strict=True):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlion.errors import UserError
-from dlion.suite.files import sha256_of
+from dlion.suite.files import sha256_of_tensors
 from dlion.suite.models import gpt
 from dlion.suite.models.shapes import TextShape
 from dlion.suite.record.export import main
@@ -102,7 +102,7 @@ def test_what_cannot_be_taken_is_said_and_leaves_nothing(run):
 
 def test_another_model_in_its_place_is_not_taken(run):
     file, summary = run / "model.safetensors", run / "summary.json"
-    facts = json.loads(summary.read_text()) | {"model_sha256": sha256_of([file])}
+    facts = json.loads(summary.read_text()) | {"model_sha256": sha256_of_tensors([file])}
     summary.write_text(json.dumps(facts))
     main([str(run)])
     save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, file)

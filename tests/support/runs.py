@@ -212,7 +212,6 @@ def record(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             "machine",
             "versions",
             "date",
-            "model_sha256",  # safetensors writes metadata in any order
         ):
             row.pop(key, None)
     return summary, rows

@@ -563,7 +563,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if not self._step.taken:
             check_bare(self.params)
             check_whole(self)
-            if self._peers.processes > 1 and self._peers.local == 1:
+            if self.node is None and self._peers.processes > 1 and self._peers.local == 1:
                 check_data(self.params, self._peers)
             if self._met_nobody:
                 check_alone()

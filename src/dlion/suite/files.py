@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -111,6 +112,25 @@ def sha256_of(files: Iterable[Path]) -> str:
     for file in files:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def sha256_of_tensors(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of the contents of safetensors files, one behind the other.
+
+    It is that of the tensors and the metadata by name: the files order their metadata at random.
+    """
+    import torch
+    from safetensors import safe_open
+
+    digest = hashlib.sha256()
+    for file in files:
+        with safe_open(file, "pt") as stored:
+            digest.update(json.dumps(stored.metadata(), sort_keys=True).encode())
+            for name in sorted(stored.keys()):
+                tensor = stored.get_tensor(name)
+                digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+                digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

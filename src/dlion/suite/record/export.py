@@ -13,7 +13,7 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.arguments import DEFAULT_RUNS, make_parser
-from dlion.suite.files import sha256_of, whole_file, write_atomically
+from dlion.suite.files import sha256_of_tensors, whole_file, write_atomically
 from dlion.suite.record.runs import CONFIG, INPUT, MODEL, PRETRAINED, SUMMARY, TOKENIZER, Run
 from dlion.suite.record.studies import find_runs
 
@@ -34,7 +34,7 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
     for file in weights:
         _tensors(file, load=False)  # whoever takes it away finds it damaged elsewhere
     recorded = (run.summary or {}).get("model_sha256")
-    if recorded not in (None, sha256_of(weights)):
+    if recorded not in (None, sha256_of_tensors(weights)):
         raise UserError(
             f"{weights[0]} is not the model that the run has left, as its SHA-256 is not that of"
             f" {SUMMARY}: copy it again"

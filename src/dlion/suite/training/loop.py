@@ -1,5 +1,6 @@
 """The training loop: ``train`` runs it, a ``Trainer`` is one process's part of it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -292,8 +293,10 @@ class Trainer:
         Raises:
             TrainingFailed: in that case, unless ``nonfinite`` allows it.
         """
-        values = [self.output.row["test_loss"], *(p.abs().max() for p in self.model.parameters())]
-        if self.config.nonfinite is not None and not torch.tensor(values).isfinite().all():
+        if self.config.nonfinite is None:
+            return
+        finite = torch.stack([p.isfinite().all() for p in self.model.parameters()])
+        if not (math.isfinite(self.output.row["test_loss"]) and finite.all()):
             raise TrainingFailed(
                 "the model is not finite after the last step, as it has diverged: type a smaller"
                 " optimizer.lr, or nonfinite=null to keep it"

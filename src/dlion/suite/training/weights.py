@@ -27,7 +27,7 @@ from dlion.suite.data import Data
 from dlion.suite.data.inputs import PictureInput, TextInput
 from dlion.suite.data.next_line import ByteTokenizer
 from dlion.suite.data.tokens import BYTES, Bytes, load_tokenizer
-from dlion.suite.files import sha256_of, whole_file, whole_folder
+from dlion.suite.files import sha256_of, sha256_of_tensors, whole_file, whole_folder
 from dlion.suite.record.runs import (
     CONFIG,
     INPUT,
@@ -65,7 +65,7 @@ def save_model(model: nn.Module, data: Data, directory: Path) -> str:
             _save_folder(model.model, tensors, getattr(data, "input", None), directory)
         else:
             _save_file(tensors, tied, data, directory)
-        return sha256_of(_weight_files(directory))
+        return sha256_of_tensors(_weight_files(directory))
     except (OSError, SafetensorError) as error:
         raise TrainingFailed(
             f"the model could not be written ({error}): fix this; the same command with"
