@@ -60,7 +60,7 @@ def make(cls: Any, options: dict[str, Any], apart: bool, **common: Any) -> tuple
 
 
 # its answer depends on how slices are cut, or on draws that belong to buckets
-OF_BUCKETS = {"ef_signsgd", "ef21_sign", "onebit_adam", "terngrad", "powersgd", "dion"}
+OF_BUCKETS = {"ef_signsgd", "ef21_sign", "onebit_adam", "terngrad", "powersgd", "dion", "muon_adm"}
 CLIPPED = "clip_norm"  # of the whole gradient, which is to be in one bucket
 
 
