@@ -124,6 +124,7 @@ class Crew:
                         alive.remove(seat)
                         self.processes[seat].kill()
                         self.died += 1
+                        self.dies[seat] = float("inf")
                         self.returns[seat] = now + self.away
                 for seat in [seat for seat, when in self.returns.items() if now > when]:
                     self.start(seat, self.job)
