@@ -124,9 +124,10 @@ class Crew:
                         alive.remove(seat)
                         self.processes[seat].kill()
                         self.died += 1
+                        self.dies[seat] = float("inf")
                         self.returns[seat] = now + self.away
                 for seat in [seat for seat, when in self.returns.items() if now > when]:
-                    self.start(seat, self.job)
+                    self.start(seat, replace(self.job, begins=False))
                 time.sleep(0.02)
             for process in self.processes.values():  # they end together
                 process.join(60)

@@ -73,7 +73,8 @@ class Elastic:
         self._group: dist.ProcessGroup | None = None
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
-        self._ids = torch.tensor([int.from_bytes(os.urandom(7), "little")])
+        begins = int(getattr(manager, "begins", True))
+        self._ids = torch.tensor([2 * int.from_bytes(os.urandom(7), "little") + begins])
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
         manager.register_state_dict_fn("dlion", self._load, self._state)
@@ -152,6 +153,11 @@ class Elastic:
             return False
         finally:
             optimizer.channel.traffic = before  # it is not part of any step
+        if optimizer.param_groups[0]["steps"] == 0 and not any(number % 2 for number in everyones):
+            self._give_up(RuntimeError("those who have begun the run are busy, or gone"))
+            time.sleep(_RETRY)
+            self._look_up()
+            return False
         self._group = group
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
@@ -468,6 +474,7 @@ def join(
     address: str | None = None,
     timeout: float = 30.0,
     patience: float = 60.0,
+    begins: bool = True,
 ) -> Any:
     """Connect to a lighthouse; return the ``torchft.Manager`` that optimizers take as ``manager``.
 
@@ -490,6 +497,8 @@ def join(
             environment variable GLOO_SOCKET_IFNAME names.
         timeout: seconds that a worker may hang before the others continue without it.
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
+        begins: whether this worker may begin the run. Those that may not wait for one that has
+            begun: many that come while all others are busy would begin another run otherwise.
 
     Raises:
         UserError: if torchft is not installed, or there is no lighthouse.
@@ -537,6 +546,7 @@ def join(
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
     manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
+    manager.begins = begins  # pyrefly: ignore[missing-attribute]
     group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
     return manager
 

@@ -81,11 +81,14 @@ class Elastic:
             processes= workers or else one; null: workers do not change.
         min_workers: with fewer, those present wait.
         timeout: seconds that a worker may hang before the others continue without it.
+        begins: whether the workers of this command may begin the run; false: they wait for one that
+            has begun it, also where many of them come while all others are busy.
     """
 
     lighthouse: Annotated[str, Limits(min_length=1), Called("here, HOST:PORT")] | None
     min_workers: Count
     timeout: Positive
+    begins: bool
 
 
 @dataclass

@@ -136,7 +136,8 @@ def _run_elastic(job: Job) -> float | None:
     with importing_torchft("elastic=true needs"):
         import torchft.coordination  # noqa: F401 - once, not in every process
     with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
-        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes))
+        begins = job.config.elastic.begins
+        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begins=begins)
         interface = LOOPBACK if is_loopback(lighthouse or "") else None
         return run_processes(processes, work_elastic, job, apart=True, interface=interface)
 
