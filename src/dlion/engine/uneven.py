@@ -1,5 +1,6 @@
 """Uneven numbers of batches (torch's Join): a worker without a batch takes no part in a step."""
 
+import json
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from dlion.engine.lockstep import gather, plain_values
+from dlion.workers import Workers
 
 
 def check_possible(optimizer: Any) -> None:
@@ -47,12 +49,23 @@ def meet(optimizer: Any, here: bool) -> bool:
     everyone = len(present) == workers.processes
     optimizer.channel.set_participants(None if everyone else present)
     if not everyone:
-        rates = [plain_values(group) for group in optimizer.param_groups]
-        group = workers.with_cpu_group().group
-        dist.broadcast_object_list(rates, group=group, group_src=present[0])
-        for own, values in zip(optimizer.param_groups, rates, strict=True):
-            own.update(values)
+        text = json.dumps([plain_values(group) for group in optimizer.param_groups])
+        theirs = json.loads(_text_of(present[0], text, workers))
+        for own, values in zip(optimizer.param_groups, theirs, strict=True):
+            for name, value in values.items():
+                own[name] = tuple(value) if isinstance(own.get(name), tuple) else value
     return bool(rows[:, 1].any())
+
+
+def _text_of(source: int, text: str, workers: Workers) -> str:
+    """Broadcast the text of one process to all, without pickle."""
+    content, group = torch.tensor([*text.encode()]), workers.with_cpu_group().group
+    size = torch.tensor(len(content))
+    dist.broadcast(size, group=group, group_src=source)
+    if len(content) != size:
+        content = content.new_empty(int(size))
+    dist.broadcast(content, group=group, group_src=source)
+    return bytes(content.tolist()).decode()
 
 
 class Shadow(JoinHook):
