@@ -74,6 +74,8 @@ import dlion
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(4, 2)
 loss = model(torch.randn(3, 4)).square().sum()
+batches = [torch.randn(3, 4)]
+def loss_of(batch): return model(batch).square().mean()
 """
 
 

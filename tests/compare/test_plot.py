@@ -180,7 +180,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, plot):
         ),
         (
             [tmp_path, "--metric", "loss", "--x", "n"],
-            "n is no setting of these runs: choose dataset, model",
+            "n is no setting of these runs: choose dataset, ",
         ),
         ([tmp_path, "--only", "workers=9"], "none of these runs has workers=9: it is 8"),
         ([tmp_path, "--only", "n=9"], "they have no such setting"),

@@ -42,7 +42,7 @@ WRONG = {
     "steps=0": f"steps=0 is not possible: {COUNT}, or null",
     "batch_size=0": COUNT,
     "accumulate=false": "accumulate=false is not possible",
-    "precision=fp16": "(did you mean bf16?): choose float32, bf16_mixed or bf16",
+    "precision=fp16": "(did you mean bf16?): choose float32, bf16_mixed, bf16 or bf16_stochastic",
     "precision=bf16_mix": "(did you mean bf16_mixed?)",
     "precision=16": "precision=16 is not possible",
     "seed=-1": "give a whole number, at least 0",

@@ -248,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             bucket_cap_mb,
             self.kind,
             self.whole_matrices,
-            lambda group: self.owners(group) is not None,
+            self.has_owner,
         )
         self._step = Step(self, overlap)
         self._constructed, self._used = False, (0, 0)
@@ -309,8 +309,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     def kind(group: dict[str, Any]) -> Hashable:
         """Return the settings that parameter groups must share to share buckets."""
 
-    def owners(self, group: dict[str, Any]) -> int | None:
-        """Return how many owners a bucket's parameters are dealt to; None: slices may cut them."""
+    @staticmethod
+    def has_owner(group: dict[str, Any]) -> bool:
+        """Whether each parameter of a group has one owner; otherwise slices may cut it."""
+        return False
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
@@ -387,7 +389,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             self._add_bucket(members)
 
     def _add_bucket(self, members: list[Member]) -> None:
-        bucket = Bucket(len(self.buckets), members, self.owners(members[0].group))
+        owners = self.workers.count if self.has_owner(members[0].group) else None
+        bucket = Bucket(len(self.buckets), members, owners)
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)

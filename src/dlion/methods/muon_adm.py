@@ -79,8 +79,9 @@ class MuonADM(MatricesApart, DeltaModulated):
         }
         super().__init__(params, defaults, rise, lookahead, **common)
 
-    def owners(self, group: dict[str, Any]) -> int | None:
-        return self.workers.count if self.kind(group) else None
+    @staticmethod
+    def has_owner(group: dict[str, Any]) -> bool:
+        return MuonADM.kind(group)
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
         if not self.kind(bucket.groups[0]):

@@ -158,7 +158,8 @@ def _check_variables() -> None:
 
     (wandb is imported for that, which takes a second, where there are any that are not read here.)
     """
-    variables = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    given = ((name, value) for name, value in os.environ.items() if value)
+    variables = {name: value for name, value in given if name.startswith("WANDB_")}
     if variables.keys() <= {"WANDB_MODE", "WANDB_PROJECT", "WANDB_DIR", "WANDB_API_KEY"}:
         return
     import wandb
