@@ -82,6 +82,9 @@ OTHER_SETTINGS = [
 ]
 
 
+LONGEST = 1_000_000  # seconds that a timeout may take
+
+
 @fuzzed
 @given(
     name=st.sampled_from([*WHOLE_NUMBERS, *OTHER_SETTINGS]),
@@ -90,6 +93,7 @@ OTHER_SETTINGS = [
 @example(name="workers", value=1)
 @example(name="seed", value=0)
 @example(name="workers", value=True)
+@example(name="timeout", value=1_000_001)
 def test_values_of_any_kind(name, value):
     config = OmegaConf.load(ROOT / "conf" / "config.yaml")
     for group in ("optimizer", "model", "dataset", "schedule", "network", "logger"):
@@ -101,7 +105,8 @@ def test_values_of_any_kind(name, value):
     except UserError:
         accepted = False
     if name in WHOLE_NUMBERS:
-        assert accepted == (type(value) is int and value >= WHOLE_NUMBERS[name])
+        most = LONGEST if name == "timeout" else math.inf
+        assert accepted == (type(value) is int and WHOLE_NUMBERS[name] <= value <= most)
 
 
 @contextlib.contextmanager
