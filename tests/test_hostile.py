@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import io
 import json
+import math
 import re
 import runpy
 import shutil
