@@ -106,9 +106,7 @@ class DeltaVote(DirectSend):
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
         positive, tied = self.follow(messages, owner, self.lookahead)
-        words = answer.view(torch.int64)
-        words.copy_(positive | self._ties.positive(tied, owner, step))
-        self._ties.remember(words, owner)
+        self._ties.write(answer, positive, tied, owner, step)
         if self.weighted:
             estimates = self.state["received_estimate"][owner]
             opinions = self._competence.of_senders(estimates) > 0
@@ -207,9 +205,7 @@ class PolarDeltaVote(DeltaVote):
             self.down.encode(mask.to(torch.uint8)).view(torch.int64)
             for mask in (directions > 0, directions == 0)
         )
-        words = answer.view(torch.int64)
-        words.copy_(positive | self._ties.positive(tied, owner, step))
-        self._ties.remember(words, owner)
+        self._ties.write(answer, positive, tied, owner, step)
 
 
 def _sum(values: Tensor) -> Tensor:

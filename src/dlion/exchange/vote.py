@@ -167,9 +167,7 @@ class WeightedVote(DirectSend):
             self.up.encode(mask.to(torch.uint8)).view(torch.int64)
             for mask in (total > 0, total == 0)
         )
-        words = answer.view(torch.int64)
-        words.copy_(positive | self._ties.positive(tied, owner, step))
-        self._ties.remember(words, owner)
+        self._ties.write(answer, positive, tied, owner, step)
         agreed = votes == self.up.decode(answer, self.slice).mul(2.0).sub_(1)
         self._competence.learn(owner, agreed)
 
@@ -202,6 +200,12 @@ class TieBreak:
         if self.rule == "alternate" and step % 2:
             return torch.zeros_like(tied)
         return tied
+
+    def write(self, answer: Tensor, positive: Tensor, tied: Tensor, owner: int, step: int) -> None:
+        """Write an answer of one bit, uint8, of masks of +1 and of ties, int64 ``[words]``."""
+        words = answer.view(torch.int64)
+        words.copy_(positive | self.positive(tied, owner, step))
+        self.remember(words, owner)
 
     def remember(self, answer: Tensor, owner: int) -> None:
         """Keep a packed answer as the previous one, if that is the rule."""

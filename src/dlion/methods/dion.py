@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
 from dlion.engine.bucket import Bucket, Names
-from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
 from dlion.exchange import Exchange
 from dlion.methods.muon import BesideAdamW, matrix_descent, rms_scale
@@ -67,17 +66,9 @@ class Dion(BesideAdamW):
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        check_pattern("adamw_names", adamw_names)
-        self.rank_fraction, self.adjust_lr, self.adamw_names = rank_fraction, adjust_lr, adamw_names
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "use_muon": None,
-        }
-        super().__init__(params, defaults, **common)
+        self.rank_fraction, self.adjust_lr = rank_fraction, adjust_lr
+        adamw = betas, eps, weight_decay, adamw_names
+        super().__init__(params, lr, momentum, *adamw, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:

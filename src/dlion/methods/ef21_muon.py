@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion.engine.bucket import Bucket, Names
-from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
 from dlion.exchange import Exchange, TopKMean
 from dlion.exchange.topk import Block, bits_each_way
@@ -76,18 +75,10 @@ class EF21Muon(BesideAdamW):
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        check_pattern("adamw_names", adamw_names)
-        self.density, self.value_bits, self.adamw_names = density, value_bits, adamw_names
+        self.density, self.value_bits = density, value_bits
         self.ns_steps, self.ns_precision = ns_steps, ns_precision
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "use_muon": None,
-        }
-        super().__init__(params, defaults, **common)
+        adamw = betas, eps, weight_decay, adamw_names
+        super().__init__(params, lr, momentum, *adamw, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:

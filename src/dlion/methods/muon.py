@@ -75,6 +75,29 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
     whole_matrices = True
     matrix_state: ClassVar[Names]
 
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative,
+        momentum: Probability,
+        betas: Betas,
+        eps: NotNegative,
+        weight_decay: NotNegative,
+        adamw_names: Name | None,
+        **common: Unpack[Common],
+    ):
+        check_pattern("adamw_names", adamw_names)
+        self.adamw_names = adamw_names
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "use_muon": None,
+        }
+        super().__init__(params, defaults, **common)
+
     def state_names(self, bucket: Bucket) -> StateNames:
         return self.matrix_state if self.kind(bucket.groups[0]) else self
 
@@ -168,18 +191,9 @@ class GMuon(BesideAdamW):
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        check_pattern("adamw_names", adamw_names)
         self.adjust_lr, self.ns_steps, self.ns_precision = adjust_lr, ns_steps, ns_precision
-        self.adamw_names = adamw_names
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "use_muon": None,
-        }
-        super().__init__(params, defaults, **common)
+        adamw = betas, eps, weight_decay, adamw_names
+        super().__init__(params, lr, momentum, *adamw, **common)
 
     def update_matrices(self, bucket: Bucket) -> None:
         mean = bucket.exchange.decode()
