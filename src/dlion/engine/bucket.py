@@ -146,12 +146,11 @@ class Bucket:
         zeros = partial(torch.zeros, dtype=torch.float32)
         self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
         self.own = {name: zeros(local, padded, device=self.device) for name in names.own_state}
-        counters = names.own_counters
-        self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in counters}
         self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
-        counters = [*names.counters, *([] if "step" in (*names.counters, *counters) else ["step"])]
-        self.counts_steps = "step" not in names.counters and "step" in counters
+        self.counts_steps = "step" not in (*names.counters, *names.own_counters)
+        counters, own = [*names.counters, *["step"] * self.counts_steps], names.own_counters
         self.counters = {name: zeros(len(self.slots), device="cpu") for name in counters}
+        self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in own}
         self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
         self.adopt()
 
@@ -272,8 +271,7 @@ class Bucket:
         Of sharded ones, which stay where they are, it takes a copy.
         """
         for index, slot in enumerate(self.slots):
-            view, tensor = self._views[index], slot.tensor
-            tensor = local_part(tensor) if self.sharded else tensor
+            tensor, view = local_part(slot.tensor), self._views[index]
             home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
                 view = self._views[index] = slot.standalone(slot.view(self.params))
@@ -394,14 +392,9 @@ class Bucket:
     def stages(self) -> Stages:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
         if self.run_led is None:
-            return self.exchange.stages(self.step)
-        return self._led()
-
-    def _led(self) -> Stages:
-        assert self.run_led is not None
-        self.run_led(self)
-        return
-        yield  # a generator, all the same
+            yield from self.exchange.stages(self.step)
+        else:
+            self.run_led(self)
 
     def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
@@ -419,7 +412,7 @@ class Bucket:
 
         Where ``norms`` are known, it says which gradient is not finite, in place of the step.
         """
-        header = header if self.device.type == "cpu" else upload(header, self.device)
+        header = upload(header, self.device)
         norms = self.flight.norms.get(local)
         if norms is not None:
             self.header.mark(header, norms)
@@ -433,8 +426,7 @@ class Bucket:
                 are in different steps or have different hyperparameters.
         """
         read = self.header.decode(headers)
-        if not read.agree:
-            self.check_in_step(read, self.exchange.channel.participants, "worker")
+        self.check_in_step(read, self.exchange.channel.participants, "worker")
         flight = self.flight
         flight.present, flight.flag = read.present, read.flag
         flight.slow, flight.saved = read.slow, read.saved

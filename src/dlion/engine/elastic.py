@@ -29,7 +29,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
 from dlion.engine.method import Method
 from dlion.errors import Stopped, TrainingFailed, UserError
-from dlion.exchange import Traffic
+from dlion.exchange import Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
 
@@ -192,7 +192,7 @@ class Elastic:
         try:
             work()
         except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            if not is_broken(error):
                 raise
             self._give_up(error)
             self.open = False

@@ -49,11 +49,7 @@ class Slot(NamedTuple):
         grad = self.tensor.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        if isinstance(grad, DTensor):
-            grad = local_part(grad)
-        if grad is not None and self.order is not None:
-            grad = grad.permute(self.order)
-        return None if grad is None else grad.flatten().contiguous()
+        return None if grad is None else self.flatten(local_part(grad)).contiguous()
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
@@ -237,7 +233,7 @@ class Members:
 
     def unfrozen(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
         """Return parameters that were unfrozen since the last step, as :meth:`buckets`."""
-        if not self.frozen or not any(tensor.requires_grad for tensor in self.frozen):
+        if not any(tensor.requires_grad for tensor in self.frozen):
             return []
         here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
         self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
@@ -253,21 +249,15 @@ class Members:
             names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
             found = zip(group["params"], names, strict=False)
             members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
-        kinds = by_kind(members, self._kind, self._whole)
-        return [
-            part
-            for kind in kinds
-            for part in ([kind] if self._together(kind[0].group) else self._cut(kind))
-        ]
-
-    def _cut(self, members: list[Member]) -> list[list[Member]]:
-        return cut(members, self._cap, self._whole)
+        parts: list[list[Member]] = []
+        for kind in by_kind(members, self._kind, self._whole):
+            cap = None if self._together(kind[0].group) else self._cap
+            parts += cut(kind, cap, self._whole)
+        return parts
 
     @property
     def trained(self) -> int:
         """Parameters that are in buckets, or will be before this step is over."""
-        if not self.frozen:
-            return self._in_buckets
         return self._in_buckets + sum(tensor.requires_grad for tensor in self.frozen)
 
     def check_sizes(self, sizes: list[int]) -> None:
@@ -280,10 +270,8 @@ class Members:
 
     def check_unedited(self, groups: list[dict[str, Any]]) -> None:
         """Refuse parameter groups that were edited by hand: buckets know nothing of it."""
-        here: list[Tensor] = []
-        for group in groups:
-            here += group["params"]
-        sizes = [*map(len, map(operator.itemgetter("params"), groups))]
+        here = [tensor for group in groups for tensor in group["params"]]
+        sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes or not all(map(operator.is_, here, self._all)):
             raise RuntimeError(
                 "param_groups were edited, which moves no parameter in or out: add a group with"

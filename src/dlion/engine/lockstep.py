@@ -112,12 +112,10 @@ def check_data(params: Sequence[Tensor], workers: Workers) -> None:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    texts = []
-    for group in groups:
-        plain = plain_values(group)
-        plain.pop("steps", None)
-        texts.append(repr(sorted(plain.items())))
-    return ", ".join(texts)
+    plain = [plain_values(group) for group in groups]
+    for values in plain:
+        values.pop("steps", None)
+    return repr([sorted(values.items()) for values in plain])
 
 
 def check_in_step(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlion.engine import nonfinite
@@ -15,7 +14,7 @@ from dlion.engine.layout import Member
 from dlion.engine.method import Method
 from dlion.engine.overlap import Overlap, Work
 from dlion.engine.rounding import Rounder
-from dlion.exchange import run_together
+from dlion.exchange import is_broken, run_together
 from dlion.transfer import download
 
 _HALF_WAY = (
@@ -188,7 +187,7 @@ class Step:
                     self.overlap.wait(buckets)
                 headers = download([bucket.exchange.headers for bucket in buckets])
             except RuntimeError as error:
-                if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                if not is_broken(error):
                     raise
                 raise RuntimeError(
                     f"the exchange of step {buckets[0].step + 1} broke off ({error}): another"

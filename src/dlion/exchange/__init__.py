@@ -1,6 +1,6 @@
 """Exchanges carry messages between workers and combine them. They know nothing of optimizers."""
 
-from dlion.exchange.channel import Channel, Traffic, sum_in_order
+from dlion.exchange.channel import Channel, Traffic, is_broken, sum_in_order
 from dlion.exchange.delta import DeltaVote, PolarDeltaVote
 from dlion.exchange.direct_send import (
     Buffers,
@@ -52,6 +52,7 @@ __all__ = [
     "Vote",
     "WeightedVote",
     "grid_shape",
+    "is_broken",
     "measure_costs",
     "run_together",
     "sum_in_order",

@@ -391,6 +391,11 @@ def _route(rank: int, local: int, line: Line, senders: frozenset[int] | None) ->
     return _Route(gone, come, sent, received, leaves)
 
 
+def is_broken(error: RuntimeError) -> bool:
+    """Whether a collective failed; only the text tells gloo's errors from others."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def _complete(size: int, requests: list[Any]) -> int:
     """Wait for the messages of a round; return its size."""
     for request in requests:

@@ -46,7 +46,6 @@ from dlion.suite.training.virtual import VirtualWorkers
 from dlion.suite.training.weights import save_model
 from dlion.workers import Workers
 
-_MEETING = 60.0  # seconds to wait for processes that start here together
 _WRITING = 10.0  # seconds to wait for another worker's part of a checkpoint
 _NAME = 128  # bytes, at most, of what a worker says of itself
 

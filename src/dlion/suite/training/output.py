@@ -20,8 +20,6 @@ from dlion.suite.training.job import Job
 from dlion.suite.units import human_bytes, show_rate
 from dlion.timer import BESIDE, PHASES, Timer
 
-# these follow one another on the main thread; the others run beside them, or are waited for
-
 
 class Output:
     """Sends each row of metrics, and the summary, to terminal, metrics.jsonl and the logger.
