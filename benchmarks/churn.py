@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as train.py does, before torch's import
+
 import torch
 from common import ROOT, Parser, run
 from hydra import compose, initialize_config_dir
