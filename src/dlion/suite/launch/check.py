@@ -165,12 +165,15 @@ def load_data(dataset: DictConfig) -> Data:
 def _load_for_model(config: DictConfig) -> Data:
     """Load the data as the model takes it, also that of evaluate or init_from."""
     source, dataset = config.evaluate or config.init_from, config.dataset
-    levels = dataset.get("levels", ...)
-    made = recorded_input(source) if source is not None and levels is None else None
-    if isinstance(made, PictureInput) and made.levels is not None:
-        dataset = OmegaConf.merge(dataset, {"levels": list(made.levels)})
+    if source is None:
+        return load_data(dataset)
+    made = None
+    if takes_levels := dataset.get("levels", ...) is None:
+        made = recorded_input(source)
+        if isinstance(made, PictureInput) and made.levels is not None:
+            dataset = OmegaConf.merge(dataset, {"levels": list(made.levels)})
     data = load_data(dataset)
-    if made is None and source is not None and isinstance(data, Images):
+    if isinstance(data, Images) and not takes_levels:
         made = recorded_input(source)
     if not isinstance(data, Images) or not isinstance(made, PictureInput):
         return data
