@@ -75,7 +75,8 @@ def accepts(hint: Any, value: Any) -> bool:
     """Whether a value is one of a type; true for a type without constraints.
 
     A list may stand for a tuple and a whole number for a float, but nothing is converted: True is
-    no number, 1 is not true, "4" is not 4, and NaN and what is infinite in float32 are no numbers.
+    no number, 1 is not true, "4" is not 4, and NaN and what neither int64 nor float32 holds are no
+    numbers.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -98,7 +99,7 @@ def accepts(hint: Any, value: Any) -> bool:
             return all(accepts(arguments[0], item) for item in value)
         return len(value) == len(arguments) and all(map(accepts, arguments, value))
     if hint in (int, float) and isinstance(value, Integral):
-        return not isinstance(value, bool)
+        return not isinstance(value, bool) and abs(value) < 2**63
     if hint is float:
         return isinstance(value, Real) and abs(float(value)) <= _LARGEST
     return isinstance(value, hint) if hint in _NOUNS else True

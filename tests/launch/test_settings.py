@@ -87,6 +87,7 @@ WRONG = {
     "optimizer.lr=fast": "optimizer.lr=fast is not possible: give a number, at least 0",
     "optimizer.lr=null": NUMBER,
     "optimizer.lr=1e39": NUMBER,
+    "optimizer.lr=99999999999999999999": NUMBER,
     "optimizer.lr=nan": "optimizer.lr=nan is not possible",
     "optimizer.betas=0.9": "optimizer.betas=0.9 is not possible: give two numbers, [B1, B2]",
     "optimizer.betas=[0.9]": "give two numbers",

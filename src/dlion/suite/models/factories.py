@@ -271,15 +271,16 @@ def causal_lm(
                 use_the_cache_if_offline()
             config = AutoConfig.from_pretrained(path, **{**options, "trust_remote_code": False})
         kept = vars(type(config)()).keys() | config.attribute_map.keys()
-    for key in options:  # what is unknown would be kept or ignored without a word
+    for key, value in options.items():  # what is unknown would be kept or ignored without a word
         if not hasattr(config, key) if path else key in vars(config).keys() - kept:
             raise UserError(
                 f"model.{key} is no entry of the configuration of {setting}"
                 f"{did_you_mean(key, kept)}: transformers documents them as"
                 f" {type(config).__name__}"
             )
-        if key.startswith(("num_", "n_")) and isinstance(options[key], int) and options[key] < 0:
-            raise UserError(f"model.{key}={options[key]} is not possible: give at least 0")
+        is_count = key.startswith(("num_", "n_")) or key.endswith("_size")
+        if is_count and isinstance(value, int) and value < 0:
+            raise UserError(f"model.{key}={value} is not possible: give at least 0")
     if text.vocabulary > config.vocab_size:
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
