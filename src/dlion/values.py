@@ -99,7 +99,7 @@ def accepts(hint: Any, value: Any) -> bool:
             return all(accepts(arguments[0], item) for item in value)
         return len(value) == len(arguments) and all(map(accepts, arguments, value))
     if hint in (int, float) and isinstance(value, Integral):
-        return not isinstance(value, bool) and abs(value) < 2**63
+        return not isinstance(value, bool) and abs(int(value)) < 2**63
     if hint is float:
         return isinstance(value, Real) and abs(float(value)) <= _LARGEST
     return isinstance(value, hint) if hint in _NOUNS else True
