@@ -15,7 +15,7 @@ from dlion.methods.muon import (
     matrix_descent,
     rms_scale,
 )
-from dlion.values import Betas, Count, Name, NotNegative, PositiveShare, Probability
+from dlion.values import Betas, Depth, Name, NotNegative, PositiveShare, Probability
 from dlion.wire.formats import ValueBits
 
 
@@ -70,7 +70,7 @@ class EF21Muon(BesideAdamW):
         weight_decay: NotNegative = 2e-2,
         density: PositiveShare = 0.15,
         value_bits: ValueBits = 16,
-        ns_steps: Count = 5,
+        ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
         adamw_names: Name | None = None,
         **common: Unpack[Common],

@@ -7,6 +7,7 @@ import torch
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
+from dlion.engine.checks import check_matches
 from dlion.engine.optimizer import Common
 from dlion.exchange import LevelMean, Shape, Ties, Topology, Vote, WeightedVote
 from dlion.methods.dlion import SignedDescent
@@ -84,12 +85,7 @@ class LionCub(SignedDescent):
         self._sync = MomentumSync(momentum_sync, sync_rate, sync_pattern, sync_until)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, "mavo", ties, exchange=exchange, **common)
-        names = [name for group in self.param_groups for name in group.get("param_names", [])]
-        if sync_pattern is not None and not any(map(self._sync.includes, names)):
-            raise ValueError(
-                f"sync_pattern={sync_pattern} matches no parameter name: pass"
-                " model.named_parameters() and a pattern that occurs in a name"
-            )
+        check_matches("sync_pattern", sync_pattern, self.param_groups)
 
     @property
     def largest(self) -> int:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_pattern
+from dlion.engine.checks import check_matches, check_pattern
 from dlion.engine.layout import Slot
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.updates import adamw_descent, wide
-from dlion.values import Betas, Count, Name, NotNegative, Probability
+from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
 # what ViT and GPT here, torchvision, timm and transformers call them
 EMBEDDINGS_AND_HEADS = (
@@ -40,7 +40,13 @@ def is_hidden(name: str, others: str | None = None) -> bool:
 class MatricesApart(DistributedOptimizer):
     """An optimizer whose parameter groups are split into matrices and the rest: ``use_muon``."""
 
-    adamw_names: str | None
+    def __init__(
+        self, params: Iterable[Any], *options: Any, adamw_names: str | None, **common: Any
+    ):
+        check_pattern("adamw_names", adamw_names)
+        self.adamw_names = adamw_names
+        super().__init__(params, *options, **common)
+        check_matches("adamw_names", adamw_names, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group becomes one of matrices for Muon and one of the rest."""
@@ -86,8 +92,6 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
         adamw_names: Name | None,
         **common: Unpack[Common],
     ):
-        check_pattern("adamw_names", adamw_names)
-        self.adamw_names = adamw_names
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -96,7 +100,7 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        super().__init__(params, defaults, **common)
+        super().__init__(params, defaults, adamw_names=adamw_names, **common)
 
     def state_names(self, bucket: Bucket) -> StateNames:
         return self.matrix_state if self.kind(bucket.groups[0]) else self
@@ -186,7 +190,7 @@ class GMuon(BesideAdamW):
         eps: NotNegative = 1e-8,
         weight_decay: NotNegative = 0.1,
         adjust_lr: AdjustLR = "match_rms_adamw",
-        ns_steps: Count = 5,
+        ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
         adamw_names: Name | None = None,
         **common: Unpack[Common],

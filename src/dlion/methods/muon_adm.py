@@ -7,14 +7,13 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
-from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
 from dlion.methods.adm import DeltaModulated
 from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise
 from dlion.methods.sign_muon import LION_SHARE
 from dlion.methods.updates import sign_descent
-from dlion.values import Betas, Count, Limits, Name, NotNegative, Probability
+from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
 
 
 class MuonADM(MatricesApart, DeltaModulated):
@@ -62,14 +61,12 @@ class MuonADM(MatricesApart, DeltaModulated):
         weight_decay: NotNegative = 0.0,
         rise: Annotated[int, Limits(ge=1, le=32)] = 3,
         lookahead: NotNegative = 0.5,
-        ns_steps: Count = 5,
+        ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        check_pattern("adamw_names", adamw_names)
         self.ns_steps, self.ns_precision = ns_steps, ns_precision
-        self.adamw_names = adamw_names
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -77,7 +74,7 @@ class MuonADM(MatricesApart, DeltaModulated):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        super().__init__(params, defaults, rise, lookahead, **common)
+        super().__init__(params, defaults, rise, lookahead, adamw_names=adamw_names, **common)
 
     @staticmethod
     def has_owner(group: dict[str, Any]) -> bool:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_pattern
 from dlion.engine.optimizer import Common
 from dlion.exchange import Shape, Ties, Topology
 from dlion.kernels import Gradients
@@ -21,7 +20,7 @@ from dlion.methods.muon import (
     rms_scale,
 )
 from dlion.methods.updates import variance_descent
-from dlion.values import Betas, Count, Name, NotNegative, Probability
+from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
 Rest = Literal["lion", "adamw"]
 
@@ -85,7 +84,7 @@ class SignMuon(MatricesApart, SignedDescent):
         aggregation: Aggregation = "mavo",
         local_polar: bool = False,
         rest: Rest = "lion",
-        ns_steps: Count = 5,
+        ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
         adamw_names: Name | None = None,
         ties: Ties = "previous",
@@ -93,10 +92,9 @@ class SignMuon(MatricesApart, SignedDescent):
         exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
-        check_pattern("adamw_names", adamw_names)
         if rest == "adamw" and aggregation != "avg":
             raise ValueError("rest=adamw needs aggregation=avg: a vote has no second moment")
-        self.local_polar, self.rest, self.adamw_names = local_polar, rest, adamw_names
+        self.local_polar, self.rest = local_polar, rest
         self.ns_steps, self.ns_precision = ns_steps, ns_precision
         defaults = {
             "lr": lr,
@@ -105,7 +103,8 @@ class SignMuon(MatricesApart, SignedDescent):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
+        way = aggregation, ties, weighted, exchange
+        super().__init__(params, defaults, *way, adamw_names=adamw_names, **common)
 
     def state_names(self, bucket: Bucket) -> StateNames:
         return self if self._is_adamw(bucket) else Names(own_state=["momentum"])

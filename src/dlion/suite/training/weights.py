@@ -26,7 +26,7 @@ from dlion.suite import models
 from dlion.suite.data import Data
 from dlion.suite.data.inputs import PictureInput, TextInput
 from dlion.suite.data.next_line import ByteTokenizer
-from dlion.suite.data.tokens import BYTES, Bytes, load_tokenizer
+from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer
 from dlion.suite.files import sha256_of, sha256_of_tensors, whole_file, whole_folder
 from dlion.suite.record.runs import (
     CONFIG,
