@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Unpack
 
-from torch import Tensor
-
 from dlion import kernels
 from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.checks import check_pattern
@@ -14,7 +12,9 @@ from dlion.kernels import Gradients
 from dlion.methods.dlion import Aggregation, SignedDescent
 from dlion.methods.muon import (
     RMS,
+    Coefficients,
     MatricesApart,
+    NewtonSchulz,
     Precision,
     bucket_orthogonalise,
     matrix_descent,
@@ -64,6 +64,7 @@ class SignMuon(MatricesApart, SignedDescent):
         rest: the optimizer of the rest: lion, or for avg adamw.
         ns_steps: Newton-Schulz iterations.
         ns_precision: bf16 or float32, of Newton-Schulz.
+        ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
             embeddings and heads by their usual names.
         ties: the answer to an equal vote of an even n, as for :class:`DLion`.
@@ -87,6 +88,7 @@ class SignMuon(MatricesApart, SignedDescent):
         rest: Rest = "lion",
         ns_steps: Count = 5,
         ns_precision: Precision = "bf16",
+        ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         ties: Ties = "previous",
         weighted: bool = False,
@@ -97,7 +99,7 @@ class SignMuon(MatricesApart, SignedDescent):
         if rest == "adamw" and aggregation != "avg":
             raise ValueError("rest=adamw needs aggregation=avg: a vote has no second moment")
         self.local_polar, self.rest, self.adamw_names = local_polar, rest, adamw_names
-        self.ns_steps, self.ns_precision = ns_steps, ns_precision
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -123,7 +125,7 @@ class SignMuon(MatricesApart, SignedDescent):
             (mu,), (m, u) = run.values, run.of(bucket.own["momentum"][local], directions)
             m.lerp_(u, 1 - mu)
             u.lerp_(m, mu)
-        polar = self._orthogonalise(bucket, directions)
+        polar = bucket_orthogonalise(bucket, directions, self.newton_schulz)
         parts = [polar[start:stop] for start, stop in bucket.spans]
         # betas of 0 and 1: the direction itself is what a bit is made of, and no momentum moves
         positive = self.zero_is_positive(local, bucket.step)
@@ -140,11 +142,8 @@ class SignMuon(MatricesApart, SignedDescent):
         elif not self.local_polar:
             self.descend(bucket, RMS)
         else:
-            polar = self._orthogonalise(bucket, bucket.exchange.decode())
+            polar = bucket_orthogonalise(bucket, bucket.exchange.decode(), self.newton_schulz)
             matrix_descent(bucket, polar, rms_scale)
 
     def _is_adamw(self, bucket: Bucket) -> bool:
         return self.rest == "adamw" and not self.kind(bucket.groups[0])
-
-    def _orthogonalise(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        return bucket_orthogonalise(bucket, flat, self.ns_steps, self.ns_precision)
