@@ -219,13 +219,17 @@ def g_muon(adjust: str, newton_schulz=QUINTIC):
     return lambda s, x, g, t: simple.g_muon(x, s.shared_momentum, s.shared_variance, g, t, *fixed)
 
 
-def sign_muon(vote, rest: str, polar: bool, newton_schulz=QUINTIC):
+def sign_muon(vote, rest: str, polar: bool, newton_schulz=QUINTIC, every: int = 0):
     """The second tensor is the one matrix."""
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
     fixed = (LR, 0.95, (0.9, 0.99), WD, rest, polar, newton_schulz, matrices, others)
-    return lambda s, x, g, t: simple.sign_muon(
-        x, s.momentum, s.shared_variance, g, t, *fixed, vote(s, t)
-    )
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        simple.sign_muon(x, s.momentum, s.shared_variance, g, t, *fixed, vote(s, t))
+        if every and (t + 1) % every == 0:
+            simple.synchronise(s.momentum, SPANS)
+
+    return step
 
 
 def powersgd(rank: int):
@@ -391,8 +395,8 @@ ROWS = {
     "sign_muon_mavo weighted": ({"weighted": True}, sign_muon(weighted, "lion", False), 0),
     "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon(averaged, "adamw", True), 0),
     "sign_muon_avg lion": (
-        {"rest": "lion", "local_polar": False},
-        sign_muon(averaged, "lion", False),
+        {"rest": "lion", "local_polar": False, "momentum_sync": 3},
+        sign_muon(averaged, "lion", False, every=3),
         0,
     ),
     "dion": ({}, dion(0.25, "match_rms_adamw"), 0),

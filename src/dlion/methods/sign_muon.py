@@ -20,6 +20,7 @@ from dlion.methods.muon import (
     matrix_descent,
     rms_scale,
 )
+from dlion.methods.sync import Every, MomentumSync
 from dlion.methods.updates import variance_descent
 from dlion.values import Betas, Count, Name, NotNegative, Probability
 
@@ -69,6 +70,8 @@ class SignMuon(MatricesApart, SignedDescent):
             embeddings and heads by their usual names.
         ties: the answer to an equal vote of an even n, as for :class:`DLion`.
         weighted: weigh the votes of each worker by how often it was with the majority.
+        momentum_sync: steps between averages of the momenta of all workers in float32; 0: never;
+            exponential and floored: at growing intervals, as for :class:`LionCub`.
         exchange: how messages travel, as for :class:`DLion`.
     """
 
@@ -92,6 +95,7 @@ class SignMuon(MatricesApart, SignedDescent):
         adamw_names: Name | None = None,
         ties: Ties = "previous",
         weighted: bool = False,
+        momentum_sync: Every = 0,
         exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
     ):
@@ -99,6 +103,7 @@ class SignMuon(MatricesApart, SignedDescent):
         if rest == "adamw" and aggregation != "avg":
             raise ValueError("rest=adamw needs aggregation=avg: a vote has no second moment")
         self.local_polar, self.rest, self.adamw_names = local_polar, rest, adamw_names
+        self.momentum_sync, self._sync = momentum_sync, MomentumSync(momentum_sync)
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         defaults = {
             "lr": lr,
