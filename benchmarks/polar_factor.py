@@ -60,7 +60,7 @@ def errors(matrices: list[Tensor], iterations: int) -> Iterator[tuple[Row, Row]]
                 missed = sum((x - factor).square().sum() for x, factor in pairs)
                 signs = sum(((x > 0) != (factor > 0)).sum() for x, factor in pairs)
                 key = {"precision": precision, "coefficients": coefficients, "iterations": steps}
-                values = {"error": (missed / size).sqrt(), "other_signs": signs / elements}
+                values = {"distance": (missed / size).sqrt(), "other_signs": signs / elements}
                 yield key, {name: float(value) for name, value in values.items()}
 
 
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
     found = list(errors(momenta(args.steps, args.max_bytes), args.iterations))
     for key, row in found:
         points.add(key, [row])
-    for name in ("error", "other_signs"):
+    for name in ("distance", "other_signs"):
         columns = [str(steps) for steps in range(1, args.iterations + 1)]
         print(f"| {name} | {' | '.join(columns)} |\n|{' --- |' + ' ---: |' * args.iterations}")
         for precision in PRECISIONS:

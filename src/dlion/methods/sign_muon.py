@@ -44,8 +44,11 @@ class SignMuon(MatricesApart, SignedDescent):
     ``x <- (1 - lr wd) x - lr D / (sqrt(v / (1 - b2^t)) + 1e-8)``: AdamW whose first moment is D.
 
     Matrices are found as by :class:`GMuon`; sign(0) and ``ties`` are those of :class:`DLion`.
-    Source: SignMuon (arXiv 2605.16311), which votes, with an optional local polar step. Only its
-    abstract was available. ``avg`` and both treatments of the rest are not in it.
+    Source: SignMuon (Mishra et al. 2026, arXiv 2605.16311), which votes, with an optional local
+    polar step. Only its abstract was available. ``avg``, both treatments of the rest and
+    ``momentum_sync`` are not in it. Such a step may ascend even on a linear function (Smirnova and
+    Kravatskiy 2026, arXiv 2607.29674, abstract); of the placements of the sign that they compare it
+    is the best in experiments all the same.
 
     Memory: 4 bytes of state a parameter, 8 of the rest with ``rest=adamw``.
 
