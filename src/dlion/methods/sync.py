@@ -1,11 +1,16 @@
 """Averages the workers' momenta now and then."""
 
+from typing import Literal
+
 import torch
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.checks import check_pattern
 from dlion.exchange import Channel, DenseMean
+from dlion.values import Whole
 from dlion.workers import Workers
+
+Every = Whole | Literal["exponential", "floored"]
 
 
 class MomentumSync:
@@ -30,7 +35,7 @@ class MomentumSync:
 
     def __init__(
         self,
-        every: int | str,
+        every: Every,
         rate: float = 1.0,
         pattern: str | None = None,
         until: int | None = None,
