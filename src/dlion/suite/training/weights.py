@@ -377,12 +377,26 @@ def _save_folder(model: nn.Module, tensors: dict[str, Tensor], made: Any, direct
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of one file
+    if isinstance(made, TextInput):
+        _name_ends(model, made.tokenizer)
     with whole_folder(directory / PRETRAINED) as part:
         model.save_pretrained(part, state_dict=tensors)
         if isinstance(made, TextInput) and _is_known(made.tokenizer):
             if not _is_bytes(made.tokenizer):
                 made.tokenizer.save_pretrained(part)
             (part / INPUT).write_text(_text_facts(made, "."), "utf-8")
+
+
+def _name_ends(model: Any, tokenizer: Any) -> None:
+    """Let the configuration name the token that ends texts, with which ``generate`` stops."""
+    end, known = getattr(tokenizer, "eos_token_id", None), model.config.eos_token_id
+    if end is None or end in (known if isinstance(known, list) else [known]):
+        return
+    end = end if end < model.config.vocab_size else None
+    begin = getattr(tokenizer, "bos_token_id", None)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = end
+        config.bos_token_id = end if begin is None else begin
 
 
 def _recorded_shape(file: Path) -> models.Shape:
