@@ -146,10 +146,11 @@ def test_what_began_with_weights_is_resumed(root, tmp_path, model):
 
 
 @pytest.mark.parametrize(("place", "end"), [("tokenizer", 1), ("bytes", 256)])
-def test_generation_stops_at_the_token_that_ended_the_documents(root, tmp_path, place, end):
+def test_generation_stops_at_the_token_that_ended_the_documents(tmp_path, place, end):
     from transformers import AutoConfig, GenerationConfig
 
-    place = place if place == "bytes" else str(root / place)
+    write_tokenizer(tmp_path / "tokenizer")
+    place = place if place == "bytes" else str(tmp_path / place)
     data = TextData(*2 * [torch.zeros(32)], vocabulary=257, context=8, tokenizer_at=place)
     save_model(models.gpt2(data, n_layer=1, n_embd=8, n_head=1), data, tmp_path)
     for kind in (AutoConfig, GenerationConfig):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from dlion.suite.data import Data
 from dlion.suite.data.inputs import PictureInput, TextInput
 from dlion.suite.data.next_line import ByteTokenizer
 from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer
-from dlion.suite.files import sha256_of, sha256_of_tensors, whole_file, whole_folder
+from dlion.suite.files import opened_tensors, sha256_of, sha256_of_tensors, whole_file, whole_folder
 from dlion.suite.record.runs import (
     CONFIG,
     INPUT,
@@ -453,8 +453,10 @@ def _weight_files(directory: Path) -> list[Path]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, "pt") as weights:
+        with opened_tensors(file) as weights:
             yield weights
+    except PermissionError:
+        raise
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{file} is damaged, or no file of safetensors ({error}): copy it again, or give"
