@@ -18,7 +18,7 @@ from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate
 from dlion.suite import data as datasets
 from dlion.suite import models
-from dlion.suite.config import instantiate
+from dlion.suite.config import expand_home, instantiate
 from dlion.suite.data import Data, Images, Sharding
 from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import folder_with
@@ -244,8 +244,18 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
             f" {folder_with(dataset.name)}"
         )
     path = dataset.get("path")
-    if data_is_here and path and not os.path.exists(Path(str(path)).expanduser()):  # noqa: PTH110
-        raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
+    if data_is_here and path:
+        try:
+            os.stat(expand_home("dataset.path", str(path)))  # noqa: PTH116 - of any value
+        except PermissionError as error:
+            raise UserError(
+                f"dataset.path={path} could not be read ({error.strerror}): ask its owner, or give"
+                " another"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}"
+            ) from error
 
 
 def _device(setting: str | None) -> str:
@@ -316,6 +326,8 @@ def _one_line(choice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # it names the file
         *_, frame = traceback.extract_tb(error.__traceback__)
         reason = " ".join(str(error).split())[:300]
         raise UserError(
