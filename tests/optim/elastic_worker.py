@@ -41,7 +41,8 @@ def main(
     torch.set_num_threads(1)
     net, entry = model(), METHODS[method]
     kwargs = {**entry.options, **json.loads(options)}
-    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=600)
+    timeout = float(os.environ.get("TIMEOUT", 600))
+    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=timeout)
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     while True:

@@ -77,6 +77,7 @@ class Elastic:
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         begins = int(getattr(manager, "begins", True))
+        self._late = 0.0  # since when only workers that may not begin the run are there
         self._ids = torch.tensor([2 * int.from_bytes(os.urandom(7), "little") + begins])
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
@@ -90,7 +91,8 @@ class Elastic:
         It waits until there are as many workers as the manager asks for.
 
         Raises:
-            TrainingFailed: if the lighthouse does not answer, or the run has other settings.
+            TrainingFailed: if the lighthouse does not answer, or nobody that has begun the run; or
+                if the run has other settings.
             Stopped: if :attr:`interrupted` says so.
         """
         waiting = False
@@ -160,8 +162,15 @@ class Elastic:
             self._give_up(RuntimeError("those who have begun the run are busy, or gone"))
             time.sleep(_RETRY)
             self._look_up()
+            self._late = self._late or time.monotonic()
+            limit = self.manager._quorum_timeout
+            if time.monotonic() - self._late > limit.total_seconds():
+                raise TrainingFailed(
+                    f"no worker that has begun the run has come within {limit}: start it from its"
+                    " last checkpoint, or without begins=false"
+                )
             return False
-        self._group = group
+        self._group, self._late = group, 0.0
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
             bucket.renew(exchange)
