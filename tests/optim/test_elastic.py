@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,15 @@ def agree(*runs: Rows) -> None:
         assert len({rows[step][1] for rows in runs if step in rows}) == 1, step
 
 
+def listens_on(pid: int) -> set[str]:
+    """Return the addresses that a process listens on, as Linux writes them."""
+    inodes = {link.stat().st_ino for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()}
+    tables = (Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A" and int(row[9]) in inodes]
+    return {row[1].partition(":")[0] for row in listening}
+
+
 CASES = [
     ("dlion_mavo", '{"overlap": true, "bucket_cap_mb": 0.002}'),
     ("dlion_mavo", '{"weighted": true}'),
@@ -155,6 +165,7 @@ def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     run = crew("dlion_mavo", "{}")
     run.start("a")
     run.see("a", 1)
+    assert listens_on(run.processes["a"].pid) == {"0100007F"}, "127.0.0.1 alone"
     run.start("b", options='{"lr": 0.5}')
     done = run.processes["b"].wait(120)
     assert done.returncode == 2

@@ -72,6 +72,9 @@ class Elastic:
         self.manager, self._optimizer = manager, optimizer
         self.open, self.committed, self.healed = False, True, 0
         self.interrupted: Callable[[], bool] = lambda: False
+        from dlion import __version__  # which imports this module
+
+        facts = {**facts, "version of dlion": __version__}
         self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
         self._group: dist.ProcessGroup | None = None
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
@@ -344,8 +347,8 @@ class Elastic:
         names = [name for name in self._facts if self._facts[name] != theirs.get(name)]
         if names:
             raise TrainingFailed(
-                f"this worker made its optimizer with other {' and other '.join(names)} than the"
-                " run that it joins: give it the same"
+                f"this worker has other {' and other '.join(names)} than the run that it joins:"
+                " give it the same"
             )
         optimizer.include_unfrozen()
         sizes = [[slot.stop - slot.start for slot in bucket.slots] for bucket in optimizer.buckets]
@@ -537,30 +540,50 @@ def join(
     )
     group = _make_group(timeout)
     try:
-        manager = Manager(
-            pg=group,
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=min_workers,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=timeout),
-            quorum_timeout=timedelta(seconds=patience),
-            connect_timeout=timedelta(seconds=_CONNECTING),
-            rank=0,
-            world_size=1,
-            store_addr=address,
-            store_port=store.port,
-            lighthouse_addr=f"http://{host}:{port}",
-            replica_id=name,
-            hostname=address,
-            checkpoint_transport=cast(Any, GroupTransport(group)),
-        )
+        with _listening_on(address):
+            manager = Manager(
+                pg=group,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=min_workers,
+                use_async_quorum=False,
+                timeout=timedelta(seconds=timeout),
+                quorum_timeout=timedelta(seconds=patience),
+                connect_timeout=timedelta(seconds=_CONNECTING),
+                rank=0,
+                world_size=1,
+                store_addr=address,
+                store_port=store.port,
+                lighthouse_addr=f"http://{host}:{port}",
+                replica_id=name,
+                hostname=address,
+                checkpoint_transport=cast(Any, GroupTransport(group)),
+            )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
     manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
     manager.begins = begins  # pyrefly: ignore[missing-attribute]
     group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
     return manager
+
+
+@contextmanager
+def _listening_on(address: str) -> Iterator[None]:
+    """Let managers made inside listen on one address; torchft 0.2 has them listen on all."""
+    from torchft import manager
+
+    server = manager.ManagerServer
+    here = f"[{address}]" if ":" in address else address
+
+    def serve(**options: Any) -> Any:
+        port = options.pop("bind").rpartition(":")[2]
+        return server(**options, bind=f"{here}:{port}")
+
+    manager.ManagerServer = cast(Any, serve)
+    try:
+        yield
+    finally:
+        manager.ManagerServer = server
 
 
 def _make_group(timeout: float) -> Any:
