@@ -33,6 +33,7 @@ class Crew:
         command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
         numbers = [str(number) for number in (steps, pause, least)]
         env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "BREAKS": other.get("breaks", "-1")}
+        env |= {"STORE": other["store"]} if "store" in other else {}
         self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
@@ -91,8 +92,9 @@ def listens_on(pid: int) -> set[str]:
     return {row[1].partition(":")[0] for row in listening}
 
 
+OVERLAP = '{"overlap": true, "bucket_cap_mb": 0.002}'
 CASES = [
-    ("dlion_mavo", '{"overlap": true, "bucket_cap_mb": 0.002}'),
+    ("dlion_mavo", OVERLAP),
     ("dlion_mavo", '{"weighted": true}'),
     ("diloco", '{"local_steps": 4}'),
 ]
@@ -121,6 +123,36 @@ def test_all_are_equal_after_a_death_and_a_join(
     seen = set.union(*map(set, rows))
     assert seen == {*range(max(seen) + 1)}, "no step that was committed is lost"
     assert min(rows[3]) > 0, "the new worker has begun with the state of a peer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "options"), [("dlion_mavo", OVERLAP), ("sign_muon_mavo", "{}")])
+def test_workers_of_several_processes_die_and_join_whole(
+    crew: Callable[..., Crew], method: str, options: str, tmp_path: Path
+) -> None:
+    run = crew(method, options)
+
+    def start(name: str) -> None:
+        for rank in range(2):
+            run.start(f"{name}{rank}", store=f"{tmp_path / name},{rank},2")
+
+    start("a")
+    start("b")
+    run.see("a0", 2)
+    for rank in range(2):
+        run.processes[f"b{rank}"].send_signal(signal.SIGKILL)
+    run.see("a1", 1)
+    start("c")
+    run.see("c1", 2)
+    run.see("a0", 2)
+    last = max(run.rows("a0"))
+    run.wait(lambda: max(run.rows("c1")) > last + 5)
+    run.stop()
+    for rank in range(2):  # each process has a part of the parameters
+        rows = [run.rows(f"{name}{rank}") for name in "abc"]
+        agree(*rows)
+        seen = set.union(*map(set, rows))
+        assert seen == {*range(max(seen) + 1)} and min(rows[2]) > 0
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
 from dlion.engine.method import Method
+from dlion.engine.shards import local_part
 from dlion.errors import Stopped, TrainingFailed, UserError
 from dlion.exchange import Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
@@ -42,6 +43,7 @@ _RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _CONNECTING = 5.0  # seconds
 _MEETING = 2.0  # seconds, at least, in which workers have to connect to each other
+_ADDRESS = 256  # bytes, at most, of an address
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Elastic:
         facts = {**facts, "version of dlion": __version__}
         self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
         self._group: dist.ProcessGroup | None = None
+        self._inside: dist.ProcessGroup | None = getattr(manager, "inside", None)
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         begins = int(getattr(manager, "begins", True))
@@ -102,9 +105,12 @@ class Elastic:
         while not self.open:
             self._ask()
             n, least = self.manager.num_participants(), self.manager._min_replica_size
-            if self.manager.errored() is None and n >= least and self._rebuild():
+            ready = self.manager.errored() is None and n >= least and self._rebuild()
+            if self._all(ready):
                 self.open = True
                 continue
+            if ready:
+                self._give_up(RuntimeError("another process of this worker is not ready"))
             if waiting:
                 self._look_up()
             if n < least and not waiting:
@@ -116,6 +122,14 @@ class Elastic:
                 self._give_up(error.original_exception)
             if not self.manager.should_commit():  # which makes it ask for another quorum
                 time.sleep(_RETRY if n < least else 0)
+
+    def _all(self, ready: bool) -> bool:
+        """Whether all processes of this worker are ready: FSDP2's move in step."""
+        if self._inside is None:
+            return ready
+        flag = torch.tensor([int(ready)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside)
+        return bool(flag)
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
@@ -204,12 +218,15 @@ class Elastic:
         Returns:
             Whether they went well. If not, somebody has left: the loop resumes at ``zero_grad()``.
         """
+        failed: RuntimeError | None = None
         try:
             work()
         except RuntimeError as error:
             if not is_broken(error):
                 raise
-            self._give_up(error)
+            failed = error
+        if not self._all(failed is None):
+            self._give_up(failed or RuntimeError("another process of this worker has failed"))
             self.open = False
             self.manager.should_commit()  # not after an error, which makes all ask again
         return self.open
@@ -337,7 +354,7 @@ class Elastic:
                 }
                 for bucket in optimizer.buckets
             ],
-            "frozen": [p.data for p in optimizer.params if not p.requires_grad],
+            "frozen": [local_part(p) for p in optimizer.params if not p.requires_grad],
         }
 
     @torch.no_grad()
@@ -370,7 +387,7 @@ class Elastic:
             bucket.write_back()
         frozen = (p for p in optimizer.params if not p.requires_grad)
         for tensor, values in zip(frozen, state["frozen"], strict=True):
-            tensor.data.copy_(values)
+            local_part(tensor).copy_(values)
         optimizer.begin_round()
         self.healed += 1
 
@@ -490,6 +507,7 @@ def join(
     timeout: float = 30.0,
     patience: float = 60.0,
     begins: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Connect to a lighthouse; return the ``torchft.Manager`` that optimizers take as ``manager``.
 
@@ -514,6 +532,8 @@ def join(
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
         begins: whether this worker may begin the run. Those that may not wait for one that has
             begun: many that come while all others are busy would begin another run otherwise.
+        group: of the processes that are one worker, over which FSDP2 shards the model. They live
+            and die together, as torchrun's do. All call this, with the same arguments.
 
     Raises:
         UserError: if torchft is not installed, or there is no lighthouse.
@@ -525,24 +545,17 @@ def join(
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
     for logger in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # what matters is raised
+    place = Workers() if group is None else Workers.current(group=group).with_cpu_group()
     try:
         address = address or _own_address(host, int(port))
-        # a store that listens on every interface would be one door more
-        listener = socket.create_server((address, 0))
+        store = _make_store(address, place)
     except OSError as error:
         raise UserError(f"no lighthouse at {lighthouse} ({error}): {_START}") from error
-    store = dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    group = _make_group(timeout)
+    ring = _make_group(timeout)
     try:
         with _listening_on(address):
             manager = Manager(
-                pg=group,
+                pg=ring,
                 load_state_dict=None,
                 state_dict=None,
                 min_replica_size=min_workers,
@@ -550,21 +563,44 @@ def join(
                 timeout=timedelta(seconds=timeout),
                 quorum_timeout=timedelta(seconds=patience),
                 connect_timeout=timedelta(seconds=_CONNECTING),
-                rank=0,
-                world_size=1,
-                store_addr=address,
+                rank=place.rank,
+                world_size=place.processes,
+                store_addr=store.host,
                 store_port=store.port,
                 lighthouse_addr=f"http://{host}:{port}",
                 replica_id=name,
                 hostname=address,
-                checkpoint_transport=cast(Any, GroupTransport(group)),
+                checkpoint_transport=cast(Any, GroupTransport(ring)),
             )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
     manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
     manager.begins = begins  # pyrefly: ignore[missing-attribute]
-    group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
+    manager.inside = place.group  # pyrefly: ignore[missing-attribute]
+    ring.own_store = store  # it lives as long as the group
     return manager
+
+
+def _make_store(address: str, place: Workers) -> dist.TCPStore:
+    """Make the store of a worker, in the first of its processes."""
+    listening = None
+    where = torch.zeros(_ADDRESS, dtype=torch.uint8)
+    if place.rank == 0:
+        # a store that listens on every interface would be one door more
+        listener = socket.create_server((address, 0))
+        text = f"{address}:{listener.getsockname()[1]}".encode()
+        listening = listener.detach()
+        where = torch.frombuffer(bytearray(text.ljust(_ADDRESS)), dtype=torch.uint8)
+    if place.group is not None:
+        dist.broadcast(where, group=place.group, group_src=0)
+    host, _, port = bytes(where.tolist()).decode().strip().rpartition(":")
+    return dist.TCPStore(
+        host,
+        int(port),
+        is_master=listening is not None,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
 
 
 @contextmanager
