@@ -29,6 +29,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "--search": {"time_to_accuracy_search.json"},
     "soak": {"soak.json", "soak.png"},
     "churn": {"runs.csv", "curves.jsonl", "churn.png"},
+    "elastic": {"elastic.json"},
     "rare_rows": {"rare_rows.json"},
     "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
     "delta_theory": {"delta_theory.json"},
