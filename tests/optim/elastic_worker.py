@@ -5,6 +5,7 @@ python -m tests.optim.elastic_worker LIGHTHOUSE NAME METHOD OPTIONS STEPS PAUSE 
 
 import hashlib
 import json
+import os
 import sys
 import time
 
@@ -30,14 +31,19 @@ def sha256(net: torch.nn.Module) -> str:
     return hashlib.sha256(flat.numpy()).hexdigest()
 
 
+def fail() -> None:
+    raise RuntimeError("gloo: Connection closed by peer")
+
+
 def main(
     lighthouse: str, name: str, method: str, options: str, steps: str, pause: str, least: str
 ) -> None:
     torch.set_num_threads(1)
     net, entry = model(), METHODS[method]
     kwargs = {**entry.options, **json.loads(options)}
-    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=20)
+    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=600)
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
+    breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     while True:
         optimizer.zero_grad()
         step = optimizer.param_groups[0]["steps"]
@@ -46,6 +52,10 @@ def main(
         optimizer.host(0)
         if step >= int(steps):
             break
+        if step == breaks:
+            breaks = -1
+            optimizer.elastic.attempt(fail)
+            continue
         loss(net, step, optimizer.workers.rank).backward()
         optimizer.step()
         time.sleep(float(pause))

@@ -31,7 +31,7 @@ class Crew:
         options = other.get("options", options)
         command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
         numbers = [str(number) for number in (steps, pause, least)]
-        env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
+        env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "BREAKS": other.get("breaks", "-1")}
         self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
@@ -133,6 +133,19 @@ def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
             optimizer.collect(local)
         optimizer.step()
     assert run.rows("a")[STEPS] == run.rows("b")[STEPS] == ["2", sha256(net)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["{}", '{"overlap": true}'])
+def test_peers_do_not_wait_for_a_worker_that_has_given_up(
+    crew: Callable[..., Crew], options: str
+) -> None:
+    run = crew("dlion_mavo", options, 3)
+    for name in "abc":
+        run.start(name, STEPS, 0, breaks="20" if name == "a" else "-1")
+    for name in "abc":
+        assert run.processes[name].wait(120).returncode == 0  # a message's timeout is longer
+    agree(*map(run.rows, "abc"))
 
 
 @pytest.mark.slow

@@ -10,13 +10,15 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
@@ -39,6 +41,7 @@ _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _CONNECTING = 5.0  # seconds
+_MEETING = 2.0  # seconds, at least, in which workers have to connect to each other
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
@@ -504,7 +507,7 @@ def join(
         UserError: if torchft is not installed, or there is no lighthouse.
     """
     with importing_torchft("elastic workers need"):
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import Manager
     host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
@@ -523,7 +526,7 @@ def join(
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+    group = _make_group(timeout)
     try:
         manager = Manager(
             pg=group,
@@ -549,6 +552,59 @@ def join(
     manager.begins = begins  # pyrefly: ignore[missing-attribute]
     group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
     return manager
+
+
+def _make_group(timeout: float) -> Any:
+    """Return torchft's gloo group, with two repairs for torchft 0.2 and gloo.
+
+    A worker that dies while others connect is waited for in vain, as long as for a message: here it
+    is twice the time that connecting took before. And abort() closes nothing as long as anyone has
+    the group, a thread that waits for a message say; peers would wait until ``timeout``.
+    """
+    from torchft import ProcessGroupGloo
+
+    class Group(ProcessGroupGloo):
+        meeting = _MEETING
+        sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
+
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            self.set_timeout(timedelta(seconds=self.meeting))
+            began, limit, others = time.monotonic(), self.meeting, _open_sockets()
+            try:
+                super().configure(*args, **kwargs)
+                limit = _MEETING
+                gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
+                gloo._set_default_timeout(timedelta(seconds=timeout))
+            finally:
+                self.meeting = min(timeout, max(limit, 2 * (time.monotonic() - began)))
+                self.sockets = _open_sockets() - others
+
+        def abort(self, errored: bool = True) -> None:
+            for descriptor, inode in self.sockets:
+                _shut_down(descriptor, inode)
+            self.sockets = frozenset()
+            super().abort(errored)
+
+    return Group(timeout=timedelta(seconds=timeout))
+
+
+def _open_sockets() -> frozenset[tuple[int, int]]:
+    """Return descriptor and inode of the sockets of this process."""
+    found = set()
+    for link in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # that of iterdir itself
+            status = os.fstat(int(link.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(link.name), status.st_ino))
+    return frozenset(found)
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """Shut down a connection, unless its descriptor is another's now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.getpeername()  # fails for what listens
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def check_torchft(who: str) -> None:
