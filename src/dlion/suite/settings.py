@@ -332,6 +332,7 @@ NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         lambda steps: isinstance(steps, str),
         "exponential",
     ),
+    "optimizer.sync_wire": ("optimizer.momentum_sync", lambda steps: steps != 0, "20"),
     "optimizer.ties": ("optimizer.aggregation", lambda way: way != "avg", "mavo"),
 }
 
