@@ -212,7 +212,7 @@ class Place:
 
 def write_data(root: Path) -> None:
     """Write small data sets and a model, each in a folder of its name."""
-    from dlion.suite.data.tokens import load_tokenizer
+    from dlion.suite.data.tokenizers import load_tokenizer
     from tests.data import formats
 
     root.mkdir()

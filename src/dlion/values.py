@@ -8,7 +8,6 @@ choices as ``Literal``.
 import difflib
 import inspect
 import json
-import math
 import operator
 import re
 import types
@@ -48,6 +47,8 @@ class Called(NamedTuple):
 
 Count = Annotated[int, Limits(ge=1)]
 Whole = Annotated[int, Limits(ge=0)]
+Depth = Annotated[int, Limits(ge=1, le=1000)]  # layers, or steps of an iteration
+Pixels = Annotated[int, Limits(ge=1, le=2**14)]  # of a picture's side; a larger one is no use
 Positive = Annotated[float, Limits(gt=0)]
 NotNegative = Annotated[float, Limits(ge=0)]
 Share = Annotated[float, Limits(ge=0, le=1)]
@@ -56,11 +57,10 @@ Probability = Annotated[float, Limits(ge=0, lt=1)]
 Betas = Annotated[
     tuple[Probability, Probability], Called("two numbers, [B1, B2], each at least 0 and below 1")
 ]
-Name = Annotated[str, Limits(min_length=1)]
-Folder = Annotated[
-    str, Limits(min_length=1, pattern=r"^(?!\w+://)"), Called("a folder of this machine")
-]
+Name = Annotated[str, Limits(pattern=r"\S")]
+Folder = Annotated[str, Limits(pattern=r"^(?!\w+://|\s*$)"), Called("a folder of this machine")]
 
+_LARGEST = 3.4028234663852886e38  # of float32
 _NOUNS = {
     bool: "true or false",
     int: "a whole number",
@@ -75,7 +75,8 @@ def accepts(hint: Any, value: Any) -> bool:
     """Whether a value is one of a type; true for a type without constraints.
 
     A list may stand for a tuple and a whole number for a float, but nothing is converted: True is
-    no number, 1 is not true, "4" is not 4, and NaN and infinity are no numbers.
+    no number, 1 is not true, "4" is not 4, and NaN and what neither int64 nor float32 holds are no
+    numbers.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -98,9 +99,9 @@ def accepts(hint: Any, value: Any) -> bool:
             return all(accepts(arguments[0], item) for item in value)
         return len(value) == len(arguments) and all(map(accepts, arguments, value))
     if hint in (int, float) and isinstance(value, Integral):
-        return not isinstance(value, bool)
+        return not isinstance(value, bool) and abs(int(value)) < 2**63
     if hint is float:
-        return isinstance(value, Real) and math.isfinite(value)
+        return isinstance(value, Real) and abs(float(value)) <= _LARGEST
     return isinstance(value, hint) if hint in _NOUNS else True
 
 

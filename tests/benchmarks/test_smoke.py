@@ -34,6 +34,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
     "delta_theory": {"delta_theory.json"},
     "kkt_quadratic": {"kkt_quadratic.json", "kkt_quadratic.png"},
+    "polar_factor": {"polar_factor.json"},
     "kernels,steps": {"accelerator.json"},  # of accelerator.py
     "train,nccl": {"accelerator.json"},
 }

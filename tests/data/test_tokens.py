@@ -17,7 +17,7 @@ from dlion.errors import UserError
 from dlion.suite.arguments import errors_end_the_command
 from dlion.suite.data import prepared_text
 from dlion.suite.data.prepare import Texts, main, prepare
-from dlion.suite.data.tokens import load_tokenizer
+from dlion.suite.data.tokenizers import load_tokenizer
 from tests.conftest import ROOT
 from tests.data.formats import write_documents, write_tokenizer
 from tests.support.runs import Run

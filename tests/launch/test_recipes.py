@@ -23,7 +23,7 @@ from dlion.suite.compare.trials import to_search_table
 from dlion.suite.config import instantiate, resolve
 from dlion.suite.data import ImageData, TextData
 from dlion.suite.data.prepare import prepare
-from dlion.suite.data.tokens import load_tokenizer
+from dlion.suite.data.tokenizers import load_tokenizer
 from dlion.suite.launch.check import check, check_settings
 from dlion.suite.launch.environment import detect
 from dlion.workers import Workers

@@ -89,7 +89,7 @@ def test_the_papers_vit_has_its_size():
         ("vit_tiny", text(), {}, "type model=gpt_tiny"),
         ("gpt_tiny", images(), {}, "type model=vit_tiny"),
         ("vit_tiny", images(28, 1), {"patch_size": 5}, "choose one of 1, 2, 4, 7, 14, 28"),
-        ("vit_tiny", images(), {"heads": 3}, "64 is not divisible by 3 heads"),
+        ("vit_tiny", images(), {"heads": 3}, "model.dim=64 is not divisible by model.heads=3"),
         ("timm", images(), {"architecture": "resnt18"}, "did you mean resnet18"),
     ],
 )

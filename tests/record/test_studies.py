@@ -1,7 +1,10 @@
 """Runs of a study in one file are read like directories of runs."""
 
 import json
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +126,24 @@ def test_an_unfinished_run_may_be_packed_too(tmp_path):
     add_to_packed(tmp_path / PACKED, [("x", run)])
     (read,) = read_packed(tmp_path / PACKED)
     assert not read.finished and read.status == "stopped" and read.metrics == [{"step": 1}]
+
+
+def test_what_may_not_be_read_is_said():
+    with tempfile.TemporaryDirectory() as folder:  # one that others than root may enter
+        root, told = Path(folder), {}
+        root.chmod(0o755)
+        for name in ("closed", "file", "whole"):
+            write(root / name)
+        (root / "closed").chmod(0)
+        (root / "file" / "summary.json").chmod(0)
+        if is_root := os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            found = find_runs([root], left_out=lambda place, reason: told.update({place: reason}))
+        finally:
+            if is_root:
+                os.seteuid(0)
+            (root / "closed").chmod(0o700)
+    assert [run.directory.name for run in found] == ["whole"]
+    assert told.keys() == {root / "closed", root / "file"}
+    assert all("Permission denied" in reason for reason in told.values())

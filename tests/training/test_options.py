@@ -176,7 +176,7 @@ def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
 
 
 def test_a_model_that_the_last_step_makes_infinite_is_not_finished(tmp_path):
-    words = [*SETTINGS, "steps=1", "optimizer.lr=1e308"]
+    words = [*SETTINGS, "steps=1", "optimizer.lr=1e38", "optimizer.weight_decay=1e38"]
     failed = train(*words, f"output_dir={tmp_path / 'stopped'}", code=1)
     assert "the model is not finite after the last step" in failed.stderr
     assert not (tmp_path / "stopped" / "summary.json").exists()

@@ -145,6 +145,18 @@ def test_what_began_with_weights_is_resumed(root, tmp_path, model):
     assert all(torch.equal(stored[0][key], stored[1][key]) for key in stored[0] | stored[1])
 
 
+@pytest.mark.parametrize(("place", "end"), [("tokenizer", 1), ("bytes", 256)])
+def test_generation_stops_at_the_token_that_ended_the_documents(tmp_path, place, end):
+    from transformers import AutoConfig, GenerationConfig
+
+    write_tokenizer(tmp_path / "tokenizer")
+    place = place if place == "bytes" else str(tmp_path / place)
+    data = TextData(*2 * [torch.zeros(32)], vocabulary=257, context=8, tokenizer_at=place)
+    save_model(models.gpt2(data, n_layer=1, n_embd=8, n_head=1), data, tmp_path)
+    for kind in (AutoConfig, GenerationConfig):
+        assert kind.from_pretrained(tmp_path / "model").eos_token_id == end
+
+
 def test_what_cannot_be_had_is_one_sentence(root, tmp_path):
     out = f"output_dir={tmp_path / 'out'}"
     for words, sentence in (

@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -63,6 +63,16 @@ def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{name}={pattern} is no regular expression: {error}") from error
+
+
+def check_matches(name: str, pattern: str | None, groups: Iterable[dict[str, Any]]) -> None:
+    """Refuse a regular expression that occurs in no parameter's name."""
+    names = [each for group in groups for each in group.get("param_names", [])]
+    if pattern is not None and not any(re.search(pattern, each) for each in names):
+        raise ValueError(
+            f"{name}={pattern} matches no parameter name: pass model.named_parameters() and a"
+            " pattern that occurs in a name"
+        )
 
 
 def check_parameters(tensors: Sequence[Tensor]) -> None:

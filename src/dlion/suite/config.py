@@ -54,7 +54,7 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UserError: if the target takes no such arguments, or needs others.
     """
-    options = {key: value for key, value in node.items() if key != "name"}
+    options = {"_convert_": "all", **{key: node[key] for key in node if key != "name"}}
     call = hydra.utils.instantiate(options, _partial_=True)
     try:
         signature = inspect.signature(call)

@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -115,17 +116,30 @@ def sha256_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def opened_tensors(file: Path) -> Iterator[Any]:
+    """Open a file of safetensors.
+
+    Raises:
+        OSError: with the file's name, where safetensors says that what may not be read is absent.
+        SafetensorError: if it is damaged.
+    """
+    from safetensors import safe_open
+
+    with file.open("rb"), safe_open(file, "pt") as tensors:
+        yield tensors
+
+
 def sha256_of_tensors(files: Iterable[Path]) -> str:
     """Return the SHA-256 of the contents of safetensors files, one behind the other.
 
     It is that of the tensors and the metadata by name: the files order their metadata at random.
     """
     import torch
-    from safetensors import safe_open
 
     digest = hashlib.sha256()
     for file in files:
-        with safe_open(file, "pt") as stored:
+        with opened_tensors(file) as stored:
             digest.update(json.dumps(stored.metadata(), sort_keys=True).encode())
             for name in sorted(stored.keys()):
                 tensor = stored.get_tensor(name)

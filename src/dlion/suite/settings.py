@@ -9,7 +9,8 @@ checked as far as it has annotations.
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import (
     Annotated,
@@ -45,6 +46,12 @@ from dlion.values import (
 )
 
 SPECIAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")
+_OF_HYDRA = {
+    "name": Name,
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+}
 _TARGET = "give a class or function as MODULE.NAME"
 # rooms that were beside the library once: recorded configurations name what is in them so
 _MOVED = re.compile(r"^dlion\.(?=(compare|data|launch|models|record|training)(\.|$))")
@@ -307,6 +314,10 @@ class Settings:
 # what to type
 NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "dataset.alpha": ("dataset.sharding", lambda way: way == "dirichlet", "dirichlet"),
+    **{
+        f"elastic.{key}": ("elastic.lighthouse", lambda place: place is not None, "here")
+        for key in ("min_workers", "timeout", "begins")
+    },
     "epochs": ("steps", lambda steps: steps is None, "null"),
     "faults.attack": ("faults.byzantine", lambda count: count > 0, "1"),
     "faults.scale": ("faults.byzantine", lambda count: count > 0, "1"),
@@ -321,6 +332,7 @@ NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         lambda steps: isinstance(steps, str),
         "exponential",
     ),
+    "optimizer.sync_wire": ("optimizer.momentum_sync", lambda steps: steps != 0, "20"),
     "optimizer.ties": ("optimizer.aggregation", lambda way: way != "avg", "mavo"),
 }
 
@@ -387,6 +399,18 @@ def check_complete(keys: Container[Any]) -> None:
         if key not in keys:
             value = "VALUE" if component_of(hint) is None else "NAME"
             raise UserError(f"{key} is required: type {key}={value}")
+
+
+@contextmanager
+def naming(settings: DictConfig, *keys: str) -> Iterator[None]:
+    """Name the setting whose value a UserError inside begins with."""
+    try:
+        yield
+    except UserError as error:
+        for key in keys:
+            if settings[key] is not None and str(error).startswith(str(settings[key])):
+                raise UserError(f"{key}={error}") from error
+        raise
 
 
 def is_group(key: str) -> bool:
@@ -473,8 +497,8 @@ def _check_component(group: str, node: Any, component: Component) -> None:
         raise UserError(f"{group}={show(node)} is not possible: choose a file of conf/{group}")
     if "name" not in node:
         raise UserError(f"{group} has no name: write name: NAME in its file of conf/{group}")
-    if wrong := refusal(node["name"], Name):
-        raise UserError(f"{group}.name={show(node['name'])} {wrong}")
+    for key in _OF_HYDRA.keys() & node.keys():
+        _check_value(f"{group}.{key}", node[key], _OF_HYDRA[key])
     values = {key: value for key, value in node.items() if key not in SPECIAL}
     if component.shared is not None:
         known = parameters(component.shared)

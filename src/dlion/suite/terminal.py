@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NoReturn, TextIO
 
+_LONGEST = 1000  # characters of a sentence
+
 
 def prepare() -> None:
     """Prepare a command's process, before slow imports and any output.
@@ -57,7 +59,13 @@ def patience(doing: str, seconds: float = 20) -> Iterator[None]:
 
 
 def in_one_line(text: str) -> str:
-    """Return a text whose control characters, in a typed value perhaps, are written as ``\\n``."""
+    """Return a text as one line of a sensible length.
+
+    Control characters, in a typed value perhaps, are written as ``\\n``. The middle of a text of
+    more than 1,000 characters is left out.
+    """
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dlion.errors import UserError
 from dlion.suite.data.multiple_choice import MultipleChoice, Question
 from dlion.suite.data.parquet import load_hub, load_parquet
-from dlion.suite.data.tokens import load_tokenizer
+from dlion.suite.data.tokenizers import load_tokenizer
 from dlion.values import Count, Folder, Name, Whole
 
 

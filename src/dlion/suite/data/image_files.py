@@ -20,7 +20,7 @@ from dlion.suite.data.parquet import class_names, content, keep_encoded, load_pa
 from dlion.suite.data.pictures import Levels, Source, check_varied, levels_of, read_picture
 from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.machine import cores, die_with
-from dlion.values import Count, Folder, NotNegative, Whole
+from dlion.values import Folder, NotNegative, Pixels, Whole
 
 _TEST_NAMES = ("val", "valid", "validation", "test", "testing")  # ImageNet's test has no classes
 _LOOKED_AT = 16  # training pictures, whether they differ
@@ -271,7 +271,7 @@ def _to(device: str, batch: Any) -> Batch:
 
 def imagenet(
     path: Folder,
-    image_size: Count = 224,
+    image_size: Pixels = 224,
     auto_augment: bool = False,
     mixup: NotNegative = 0.0,
     levels: Levels | None = None,

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dlion.streams import stream
 from dlion.suite.data.base import Batch, Text, split_off, to_device
 from dlion.suite.data.inputs import TextInput
-from dlion.suite.data.tokens import vocabulary_of
+from dlion.suite.data.tokenizers import vocabulary_of
 
 IGNORED = -100  # the label of tokens that do not count
 

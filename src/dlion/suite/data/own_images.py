@@ -27,7 +27,7 @@ from dlion.suite.data.parquet import (
     load_files,
 )
 from dlion.suite.data.pictures import Levels, Source, check_varied, decode, levels_of
-from dlion.values import Count, Folder, Name, did_you_mean
+from dlion.values import Folder, Name, Pixels, did_you_mean
 
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
 _FEWEST = 10  # pictures that a tenth can be taken of
@@ -50,7 +50,7 @@ class Split(NamedTuple):
 
 def images(
     path: Folder,
-    image_size: Count | None = None,
+    image_size: Pixels | None = None,
     augment: bool = True,
     flip: bool = False,
     levels: Levels | None = None,
@@ -83,11 +83,13 @@ def images(
         if tables := _find_tables(root, image_column, label_column, beside):
             parts, left_out = tables, beside
     of_table = parts is not None and isinstance(parts[0].pictures, NamedPictures)
-    for column in filter(None, () if of_table or parts is None else (image_column, label_column)):
-        raise UserError(
-            f"dataset.path={path} holds no parquet files with a column {column}: leave the setting"
-            " out"
-        )
+    columns = {"image_column": image_column, "label_column": label_column}
+    for setting, column in () if of_table or parts is None else columns.items():
+        if column is not None:
+            raise UserError(
+                f"dataset.{setting}={column} is of parquet files, which dataset.path={path} does"
+                " not hold: leave it out"
+            )
     if parts is None:
         lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"
         raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")

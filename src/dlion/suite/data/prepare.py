@@ -28,18 +28,15 @@ from dlion.suite.arguments import make_parser, whole
 from dlion.suite.data.compressed import SUFFIXES, bare_name, compression, unpack
 from dlion.suite.data.hub import check_cache
 from dlion.suite.data.parquet import be_quiet, open_hub
+from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer, vocabulary_of
 from dlion.suite.data.tokens import (
-    BYTES,
     FACTS,
     PARTS,
     TOKENIZER,
-    Bytes,
     dtype_of,
-    load_tokenizer,
     prepared_text,
     read_facts,
     stored_tokens,
-    vocabulary_of,
 )
 from dlion.suite.files import whole_folder, write_atomically
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data.base import Batch, Text, to_device
 from dlion.suite.data.inputs import TextInput
+from dlion.suite.data.tokenizers import BYTES, load_tokenizer
 from dlion.values import Count
 
 # tests, installed packages, generated tables, and bundled programs
@@ -48,8 +49,6 @@ class TextData(Text):
 
     @property
     def tokenizer(self) -> Any:
-        from dlion.suite.data.tokens import load_tokenizer
-
         return self.tokenizer_at and load_tokenizer(self.tokenizer_at, "dataset.path")
 
     @property
@@ -118,7 +117,7 @@ def stdlib_text(context: Count = 64, max_bytes: Count | None = None) -> TextData
             " give a smaller context or a larger dataset.max_bytes"
         )
     return TextData(
-        _tokens(train), _tokens(test), vocabulary=256, context=context, tokenizer_at="bytes"
+        _tokens(train), _tokens(test), vocabulary=256, context=context, tokenizer_at=BYTES
     )
 
 

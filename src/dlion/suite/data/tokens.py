@@ -9,33 +9,16 @@ import numpy as np
 import torch
 
 from dlion.errors import UserError
-from dlion.suite.data.hub import use_the_cache_if_offline
 from dlion.suite.data.text import TextData
-from dlion.suite.data.torchvision_ops import declare_missing_operators
+from dlion.suite.data.tokenizers import BYTES, Bytes
 from dlion.values import Count, Folder
 
 FACTS = "tokens.json"
 PARTS = ("train", "val")
 DTYPES = ("uint16", "int32")
 TOKENIZER = "tokenizer"  # the folder of one of transformers, beside its tokens
-BYTES = "bytes"  # the name of the tokenizer that needs no files
 _COUNTS = ("vocabulary", "documents", "of", "held_out")
 _MOST_TOKENS = 2**22  # of a vocabulary; a model would fill the memory with more
-
-
-class Bytes:
-    """A tokenizer for documents: a token is a byte of UTF-8, and 256 is the end of a document."""
-
-    eos_token_id = 256
-
-    def __len__(self) -> int:
-        return 257
-
-    def __call__(self, texts: list[str]) -> dict[str, list[np.ndarray]]:
-        return {"input_ids": [np.frombuffer(text.encode(), np.uint8) for text in texts]}
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData:
@@ -121,12 +104,6 @@ def _are_valid(facts: Any) -> bool:
     )
 
 
-def vocabulary_of(tokenizer: Any) -> int:
-    """Return one more than the largest token, which sparse numbers make more than there are."""
-    tokens = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
-    return max(len(tokenizer), *(1 + token for token in tokens), 0)
-
-
 def dtype_of(vocabulary: int) -> str:
     """Return the type of integers that tokens are stored in."""
     return DTYPES[vocabulary > 2**16]
@@ -136,25 +113,3 @@ def stored_tokens(folder: Path, part: str, facts: dict[str, Any]) -> int:
     """Return how many tokens the file of a part holds: 0 if it does not exist."""
     file = folder / f"{part}.bin"
     return file.stat().st_size // np.dtype(facts["dtype"]).itemsize if file.exists() else 0
-
-
-def load_tokenizer(name: str, setting: str) -> Any:
-    """Load a tokenizer of transformers from a folder, the cache, or the hub; or :class:`Bytes`.
-
-    Raises:
-        UserError: if none has that name; the message says that ``setting`` is wrong.
-    """
-    if name == BYTES:
-        return Bytes()
-    declare_missing_operators()
-    from transformers import AutoTokenizer
-
-    if not Path(name).is_dir():
-        use_the_cache_if_offline()
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{setting}={name} is neither a folder with a tokenizer of transformers nor one of the"
-            " hub that can be reached: give the folder"
-        ) from error

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
+from hydra.errors import HydraException
 
 from dlion.errors import UserError
 from dlion.suite.config import expand_home
@@ -103,6 +106,10 @@ def _check_word(word: str, following: str) -> None:
                 f"{group}={name} is a list, of which one is taken: type {group}={first}, or"
                 f" {group}=A,B and -m for all"
             )
+        if (is_group or group == "experiment") and not _may_be_files(word):
+            raise UserError(
+                f"{word} is not a file of conf/{group}: see `python train.py --help` for names"
+            )
         return
     value = "VALUE" if "=" in following or following[:1] in ("", "-") else following
     name, equals, given = key.partition("=")
@@ -116,6 +123,18 @@ def _check_word(word: str, following: str) -> None:
             hint = "settings are not read from files"
         raise UserError(f"{word} is not a setting of the form KEY=VALUE: {hint}")
     raise UserError(f"{word} is not an option: type {name}={given if equals else value}")
+
+
+def _may_be_files(word: str) -> bool:
+    """Whether the values of a word may be names of files; what Hydra cannot read it refuses."""
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except HydraException:
+        return True
+    names = value.list if isinstance(value, ChoiceSweep) else [value]
+    names = [name.text if isinstance(name, QuotedString) else name for name in names]
+    plain = (isinstance(n, str) and len(n) < 256 and "${" not in n for n in names)
+    return isinstance(value, Glob) or all(plain)
 
 
 def _refuse(message: str) -> NoReturn:

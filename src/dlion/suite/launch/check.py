@@ -18,7 +18,7 @@ from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate
 from dlion.suite import data as datasets
 from dlion.suite import models
-from dlion.suite.config import instantiate
+from dlion.suite.config import expand_home, instantiate
 from dlion.suite.data import Data, Images, Sharding
 from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import folder_with
@@ -28,6 +28,7 @@ from dlion.suite.launch.resume import check_output, checkpoint_to_resume
 from dlion.suite.machine import cores, memory
 from dlion.suite.record.loggers import check_logger
 from dlion.suite.settings import check as check_types
+from dlion.suite.settings import naming
 from dlion.suite.terminal import patience
 from dlion.suite.training.agreement import VOTES
 from dlion.suite.training.job import Job
@@ -78,7 +79,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
                 if gpus
                 else "backend=nccl needs device=cuda: type backend=gloo"
             )
-    data = _load_for_model(config)
+    with naming(config, "init_from", "evaluate"):
+        data = _load_for_model(config)
     data.label_smoothing = config.label_smoothing
     sharding = Sharding(
         data.train_size,
@@ -103,7 +105,8 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
             file=sys.stderr,
         )
     local = started.local_processes if started else processes
-    _check_method(config, data, sharding.smallest_batch // config.accumulate, device, local)
+    with naming(config, "init_from"):
+        _check_method(config, data, sharding.smallest_batch // config.accumulate, device, local)
     resume = checkpoint_to_resume(config, output_dir, steps)
     samples = data.train_size, data.test_size
     if resume is not None and resume.samples != samples:
@@ -164,12 +167,15 @@ def load_data(dataset: DictConfig) -> Data:
 def _load_for_model(config: DictConfig) -> Data:
     """Load the data as the model takes it, also that of evaluate or init_from."""
     source, dataset = config.evaluate or config.init_from, config.dataset
-    levels = dataset.get("levels", ...)
-    made = recorded_input(source) if source is not None and levels is None else None
-    if isinstance(made, PictureInput) and made.levels is not None:
-        dataset = OmegaConf.merge(dataset, {"levels": list(made.levels)})
+    if source is None:
+        return load_data(dataset)
+    made = None
+    if takes_levels := dataset.get("levels", ...) is None:
+        made = recorded_input(source)
+        if isinstance(made, PictureInput) and made.levels is not None:
+            dataset = OmegaConf.merge(dataset, {"levels": list(made.levels)})
     data = load_data(dataset)
-    if made is None and source is not None and isinstance(data, Images):
+    if isinstance(data, Images) and not takes_levels:
         made = recorded_input(source)
     if not isinstance(data, Images) or not isinstance(made, PictureInput):
         return data
@@ -237,8 +243,18 @@ def _check_data_path(dataset: DictConfig, data_is_here: bool) -> None:
             f" {folder_with(dataset.name)}"
         )
     path = dataset.get("path")
-    if data_is_here and path and not os.path.exists(Path(str(path)).expanduser()):  # noqa: PTH110
-        raise UserError(f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}")
+    if data_is_here and path:
+        try:
+            os.stat(expand_home("dataset.path", str(path)))  # noqa: PTH116 - of any value
+        except PermissionError as error:
+            raise UserError(
+                f"dataset.path={path} could not be read ({error.strerror}): ask its owner, or give"
+                " another"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"dataset.path={path} is not a folder: give {folder_with(dataset.name)}"
+            ) from error
 
 
 def _device(setting: str | None) -> str:
@@ -309,6 +325,8 @@ def _one_line(choice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # it names the file
         *_, frame = traceback.extract_tb(error.__traceback__)
         reason = " ".join(str(error).split())[:300]
         raise UserError(

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
 from dlion.suite.record.runs import load_run
-from dlion.suite.settings import TRAITS
+from dlion.suite.settings import TRAITS, naming
 from dlion.suite.training.weights import recorded_input, recorded_settings
 
 _RECORDED = [name for name, traits in TRAITS.items() if traits.evaluated]
@@ -36,8 +36,9 @@ def settings_of_run(config: DictConfig, typed: Sequence[str]) -> DictConfig:
             f" {', '.join(_ALLOWED)} may be typed"
         )
     given = [key.partition(".")[0] for key in keys if key.endswith("._target_")]
-    run = load_run(Path(config.evaluate).expanduser())
-    recorded = recorded_settings(run, _RECORDED, given)
+    with naming(config, "evaluate"):
+        run = load_run(Path(config.evaluate).expanduser())
+        recorded = recorded_settings(run, _RECORDED, given)
     recorded["device"] = run.summary.get("device")
     if recorded.get("dataset", {}).get("image_size", 0) is None:  # other pictures may have another
         recorded["dataset"]["image_size"] = getattr(

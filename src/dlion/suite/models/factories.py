@@ -19,7 +19,7 @@ from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.models.residual import SmallResNet
 from dlion.suite.models.shapes import ImageShape, Shape, TextShape
 from dlion.suite.models.transformer import GPT, ViT
-from dlion.values import Count, Limits, Name, Positive, Probability, did_you_mean
+from dlion.values import Count, Depth, Limits, Name, Positive, Probability, did_you_mean
 
 ResNet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
@@ -35,7 +35,7 @@ def vit(
     data: Data,
     patch_size: Count | None = None,
     dim: Count = 64,
-    depth: Count = 2,
+    depth: Depth = 2,
     heads: Count = 4,
     mlp_dim: Count = 128,
     dropout: Probability = 0.0,
@@ -62,7 +62,7 @@ def vit(
             f"model.patch_size={patch} does not divide the image size {images.image_size}: choose"
             f" one of {', '.join(map(str, fitting))}"
         )
-    _check_heads(dim, heads)
+    _check_heads(dim=dim, heads=heads)
     return ViT(
         image_size=images.image_size,
         channels=images.channels,
@@ -79,7 +79,7 @@ def vit(
 def gpt(
     data: Data,
     dim: Count = 64,
-    depth: Count = 2,
+    depth: Depth = 2,
     heads: Count = 4,
     mlp_dim: Count = 256,
     dropout: Probability = 0.0,
@@ -101,7 +101,7 @@ def gpt(
         modern: RMSNorm and gated MLPs, the GPT2++ of arXiv 2404.00438, section 5.2.
     """
     text = _text(data)
-    _check_heads(dim, heads)
+    _check_heads(dim=dim, heads=heads)
     return GPT(
         vocabulary=text.vocabulary,
         context=text.context,
@@ -117,7 +117,7 @@ def gpt(
 
 
 def small_resnet(
-    data: Data, blocks: Count = 1, width: Annotated[int, Limits(ge=2)] = 32
+    data: Data, blocks: Depth = 1, width: Annotated[int, Limits(ge=2)] = 32
 ) -> SmallResNet:
     """Build the residual network of 3 * blocks + 5 layers; see :class:`SmallResNet`.
 
@@ -209,7 +209,7 @@ class CausalLM(nn.Module):
 
 def gpt2(
     data: Data,
-    n_layer: Count = 12,
+    n_layer: Depth = 12,
     n_embd: Count = 768,
     n_head: Count = 12,
     dropout: Probability = 0.0,
@@ -224,7 +224,7 @@ def gpt2(
         dropout: probability, of embeddings, attention and residuals.
     """
     text = _text(data)
-    _check_heads(n_embd, n_head)
+    _check_heads(n_embd=n_embd, n_head=n_head)
     declare_missing_operators()
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -271,13 +271,16 @@ def causal_lm(
                 use_the_cache_if_offline()
             config = AutoConfig.from_pretrained(path, **{**options, "trust_remote_code": False})
         kept = vars(type(config)()).keys() | config.attribute_map.keys()
-    for key in options:  # what is unknown would be kept or ignored without a word
+    for key, value in options.items():  # what is unknown would be kept or ignored without a word
         if not hasattr(config, key) if path else key in vars(config).keys() - kept:
             raise UserError(
                 f"model.{key} is no entry of the configuration of {setting}"
                 f"{did_you_mean(key, kept)}: transformers documents them as"
                 f" {type(config).__name__}"
             )
+        is_count = key.startswith(("num_", "n_")) or key.endswith("_size")
+        if is_count and isinstance(value, int) and value < 0:
+            raise UserError(f"model.{key}={value} is not possible: give at least 0")
     if text.vocabulary > config.vocab_size:
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
@@ -323,12 +326,16 @@ def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
 @contextmanager
 def _model_errors_named(setting: str) -> Iterator[None]:
     """Turn an error of transformers about a model into a UserError that names the setting."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
+    except StrictDataclassError as error:  # of an option: its last line is the reason
+        raise UserError(f"{setting}: {str(error).strip().splitlines()[-1].strip()}") from error
     except (OSError, ValueError) as error:
         raise UserError(
             f"{setting} is not a causal language model of transformers that could be loaded:"
-            f" {str(error).strip().splitlines()[0]}"
+            f" {str(error).strip().splitlines()[0].partition(' Should contain one of')[0]}"
         ) from error
 
 
@@ -344,6 +351,10 @@ def _text(data: Data | Shape) -> Text | TextShape:
     return data
 
 
-def _check_heads(dim: int, heads: int) -> None:
+def _check_heads(**sizes: int) -> None:
+    """Refuse a width that the heads do not divide; both are given by their names."""
+    (width, dim), (number, heads) = sizes.items()
     if dim % heads:
-        raise UserError(f"a width of {dim} is not divisible by {heads} heads: give a multiple")
+        raise UserError(
+            f"model.{width}={dim} is not divisible by model.{number}={heads}: give a multiple"
+        )

@@ -13,7 +13,7 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.arguments import DEFAULT_RUNS, make_parser
-from dlion.suite.files import sha256_of_tensors, whole_file, write_atomically
+from dlion.suite.files import opened_tensors, sha256_of_tensors, whole_file, write_atomically
 from dlion.suite.record.runs import CONFIG, INPUT, MODEL, PRETRAINED, SUMMARY, TOKENIZER, Run
 from dlion.suite.record.studies import find_runs
 
@@ -67,10 +67,10 @@ def _weights(directory: Path) -> list[Path]:
 
 def _export_input(file: Path, folder: Path) -> None:
     """Write the description of the model's input: input.json, and the tokenizer's files."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(file, "pt") as stored:
+        with opened_tensors(file) as stored:
             made = (stored.metadata() or {}).get("input")
     except SafetensorError as error:
         raise UserError(f"{file} is damaged ({error}): copy it again") from error
@@ -94,10 +94,10 @@ def _tensors(file: Path, load: bool = True) -> dict[str, Any]:
     Raises:
         UserError: if it is damaged.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(file, "pt") as stored:
+        with opened_tensors(file) as stored:
             read = stored.get_tensor if load else stored.get_slice
             tensors = {name: read(name) for name in stored.keys()}  # noqa: SIM118
             tied = json.loads((stored.metadata() or {}).get("tied", "{}"))

@@ -7,6 +7,7 @@ A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def find_runs(
     """
     runs: dict[Path, Run] = {}  # by its true place: two paths may lead there
     for path in paths:
-        places = list(_places(path, marks))
+        places = list(_places(path, marks, left_out))
         read = (run for place in places for run in _read(place, left_out))
         found = {run.directory.resolve(): run for run in read}
         if not found and not (places and left_out):
@@ -48,12 +49,12 @@ def find_runs(
     return sorted(runs.values(), key=lambda run: run.directory)
 
 
-def _places(path: Path, marks: tuple[str, ...]) -> Iterator[Path]:
+def _places(path: Path, marks: tuple[str, ...], left_out: LeftOut | None) -> Iterator[Path]:
     """Yield the directories of runs and the packed files at or below a path."""
     if path.is_file():
         yield path
         return
-    yield from directories_with(path, *marks)
+    yield from directories_with(path, *marks, left_out=left_out)
     yield from path.rglob(PACKED)
 
 
@@ -69,17 +70,27 @@ def _read(place: Path, left_out: LeftOut | None) -> list[Run]:
         return []
 
 
-def directories_with(path: Path, *files: str) -> set[Path]:
+def directories_with(path: Path, *files: str, left_out: LeftOut | None = None) -> set[Path]:
     """Return the directories at or below ``path`` that hold one of the files, given by name.
+
+    ``left_out`` is called for a directory that cannot be read.
 
     Raises:
         UserError: if the path is not a directory.
     """
     if not path.is_dir():
         raise UserError(f"{path} is not a directory: give the output directories of runs")
-    return {
-        found.parents[len(Path(name).parts) - 1] for name in files for found in path.rglob(name)
-    }
+
+    def say(error: OSError) -> None:
+        if left_out is not None:
+            left_out(Path(error.filename), f"{error.filename} could not be read ({error.strerror})")
+
+    found = set()
+    for folder, _, names in os.walk(path, onerror=say):
+        for name in files:
+            if name in names or ("/" in name and Path(folder, name).exists()):
+                found.add(Path(folder))
+    return found
 
 
 def pack(run: Run, name: str) -> str:

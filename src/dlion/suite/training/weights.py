@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,8 +26,8 @@ from dlion.suite import models
 from dlion.suite.data import Data
 from dlion.suite.data.inputs import PictureInput, TextInput
 from dlion.suite.data.next_line import ByteTokenizer
-from dlion.suite.data.tokens import BYTES, Bytes, load_tokenizer
-from dlion.suite.files import sha256_of, sha256_of_tensors, whole_file, whole_folder
+from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer
+from dlion.suite.files import opened_tensors, sha256_of, sha256_of_tensors, whole_file, whole_folder
 from dlion.suite.record.runs import (
     CONFIG,
     INPUT,
@@ -377,12 +377,26 @@ def _save_folder(model: nn.Module, tensors: dict[str, Tensor], made: Any, direct
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of one file
+    if isinstance(made, TextInput):
+        _name_ends(model, made.tokenizer)
     with whole_folder(directory / PRETRAINED) as part:
         model.save_pretrained(part, state_dict=tensors)
         if isinstance(made, TextInput) and _is_known(made.tokenizer):
             if not _is_bytes(made.tokenizer):
                 made.tokenizer.save_pretrained(part)
             (part / INPUT).write_text(_text_facts(made, "."), "utf-8")
+
+
+def _name_ends(model: Any, tokenizer: Any) -> None:
+    """Let the configuration name the token that ends texts, with which ``generate`` stops."""
+    end, known = getattr(tokenizer, "eos_token_id", None), model.config.eos_token_id
+    if end is None or end in (known if isinstance(known, list) else [known]):
+        return
+    end = end if end < model.config.vocab_size else None
+    begin = getattr(tokenizer, "bos_token_id", None)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = end
+        config.bos_token_id = end if begin is None else begin
 
 
 def _recorded_shape(file: Path) -> models.Shape:
@@ -439,8 +453,10 @@ def _weight_files(directory: Path) -> list[Path]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, "pt") as weights:
+        with opened_tensors(file) as weights:
             yield weights
+    except PermissionError:
+        raise
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{file} is damaged, or no file of safetensors ({error}): copy it again, or give"
