@@ -21,7 +21,7 @@ from common import Parser, Points, Row, interleaved, ratios, run, spread
 
 from dlion import kernels
 from dlion.kernels import reference
-from dlion.methods.muon import is_hidden, orthogonalise
+from dlion.methods.muon import NewtonSchulz, is_hidden, orthogonalise
 from dlion.suite.arguments import whole
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ def newton_schulz_cases(setting: "Setting") -> dict[str, Callable[[], object]]:
         torch.nn.functional.cross_entropy(outputs, targets.flatten()).backward()
 
     def batched(precision):
-        return lambda: orthogonalise(matrices, 5, precision)
+        return lambda: orthogonalise(matrices, NewtonSchulz(5, precision))
 
     def one_by_one(precision):
-        return lambda: [orthogonalise([matrix], 5, precision) for matrix in matrices]
+        return lambda: [orthogonalise([matrix], NewtonSchulz(5, precision)) for matrix in matrices]
 
     cases: dict[str, Callable[[], object]] = {"forward, backward": forward_backward}
     for precision in ("bf16", "float32"):

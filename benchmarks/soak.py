@@ -201,7 +201,8 @@ def soak(
     train += ["batch_size=4", f"eval_every={args.steps}"] if args.smoke else ["eval_every=500"]
     run = DisturbedRun(
         [
-            *(*train, "processes=4", "checkpoint_every=20", "max_restarts=100000", "resume=auto"),
+            *(*train, "checkpoint_every=20", "max_restarts=100000", "resume=auto"),
+            f"processes={2 if args.smoke else 4}",
             f"timeout={3 if args.smoke else 15}",
             *([f"network.rate={args.rate}bit", "network.name=soak"] if args.rate else []),
             f"output_dir={scratch / 'disturbed'}",

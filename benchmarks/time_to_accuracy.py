@@ -11,6 +11,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,14 @@ SEARCHED, SEARCH_SEED = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3), 99
 LEARNING_RATES = {"DDP float32 Lion": 2e-3, "dlion_mavo": 1e-3, "lion_cub 4 bits": 2e-3}
 
 
-def train(method: str, seed: int, lr: float, steps: int) -> list[tuple[float, float]]:
+digits = cache(mnist5k)  # once, before processes are forked
+
+
+def train(data: Data, method: str, seed: int, lr: float, steps: int) -> list[tuple[float, float]]:
     """Train as one of N processes; returns (seconds, accuracy) at every evaluation."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     join_process_group("gloo")
-    data = mnist5k()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 10))
     options = {"lr": lr, "betas": BETAS, "weight_decay": DECAY}
@@ -156,7 +159,7 @@ def run_training(
     method: str, seed: int, steps: int, rate: int | None, lr: float | None = None
 ) -> list[tuple[float, float]]:
     """Start N processes that :func:`train`, over links of ``rate`` bits per second or loopback."""
-    how = (method, seed, LEARNING_RATES[method] if lr is None else lr, steps)
+    how = (digits(), method, seed, LEARNING_RATES[method] if lr is None else lr, steps)
     if rate is None:
         return run_processes(N, train, *how)
     with Network(N, rate) as network:

@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from dlion.optim import DLion
 from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 
 pytestmark = pytest.mark.slow
 
@@ -66,3 +68,86 @@ def lightning_runs(folder: str) -> list[list[float]]:
 def test_the_last_checkpoint_of_lightning_may_be_a_link(tmp_path):
     whole, resumed = run_processes(1, lightning_runs, str(tmp_path / "run"))
     assert whole == resumed
+
+
+def trainer_runs(root: str) -> tuple[list[list[float]], list[str], str]:
+    """Ends of a run and of one that resumed; what a run that broke off leaves; a refusal."""
+    declare_missing_operators()
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from dlion.frameworks.transformers import KeepWorkers
+
+    join_process_group("gloo", 60)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # accelerate asks for them
+    samples = torch.arange(192.0).view(64, 3).sin()
+    data = [{"x": x, "labels": x[:1]} for x in samples]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x) - labels).square().mean()}
+
+    class BreakOff(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if args.run_name == "breaks" and state.global_step == 4:
+                raise RuntimeError("broken off")
+
+    def train(
+        folder: str, breaks: bool = False, resume: str | None = None, overlap: bool = False
+    ) -> list[float]:
+        arguments = TrainingArguments(
+            output_dir=f"{root}/{folder}",
+            run_name="breaks" if breaks else "goes on",
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0,
+            max_steps=6,
+            save_steps=2,
+            save_total_limit=1,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+        )
+        model = Model()
+        optimizer = DLion(model.parameters(), lr=1e-2, overlap=overlap)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=data,
+            optimizers=(optimizer, schedule),
+            callbacks=[BreakOff(), KeepWorkers()],
+        )
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            trainer.model_wrapped = model
+            trainer.accelerator.free_memory()
+        momenta = [optimizer.state[param]["momentum"] for param in model.parameters()]
+        return torch.cat([each.flatten() for each in (*model.parameters(), *momenta)]).tolist()
+
+    ends = [train("straight")]
+    with pytest.raises(RuntimeError, match="broken off"):
+        train("broken", breaks=True)
+    left = sorted(path.name for path in Path(root, "broken").iterdir())
+    with pytest.raises(ValueError) as refused:
+        train("broken", resume=f"{root}/broken/checkpoint-4")
+    ends.append(train("broken", resume=f"{root}/broken/checkpoint-2", overlap=True))
+    dist.destroy_process_group()
+    return ends, left, str(refused.value)
+
+
+def test_the_trainer_removes_no_checkpoint_before_the_next_is_whole(tmp_path):
+    """It resumes to the bit, and with overlap and accumulation too."""
+    (straight, resumed), left, refusal = run_processes(2, trainer_runs, str(tmp_path))
+    assert straight == resumed
+    assert left == ["checkpoint-2", "checkpoint-4"]
+    assert refusal.endswith(
+        f"resume from another checkpoint, such as {tmp_path}/broken/checkpoint-2"
+    )
+    for folder in ("straight", "broken"):
+        assert [path.name for path in (tmp_path / folder).iterdir()] == ["checkpoint-6"]

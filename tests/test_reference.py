@@ -31,7 +31,10 @@ def examples() -> Iterator[tuple[str, str]]:
             "weights.py",
         ):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        if "::\n" not in source and ">>>" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
             name = f"{path.relative_to(ROOT / 'src')}:{getattr(node, 'name', '')}"
             blocks = re.findall(r"(?<=::\n)(?:\n+ +.*)+", text or "")

@@ -28,11 +28,13 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "time_to_accuracy": {"time_to_accuracy.json", "time_to_accuracy.png"},
     "--search": {"time_to_accuracy_search.json"},
     "soak": {"soak.json", "soak.png"},
-    "churn": {"churn.json", "churn.png"},
+    "churn": {"runs.csv", "curves.jsonl", "churn.png"},
+    "elastic": {"elastic.json"},
     "rare_rows": {"rare_rows.json"},
     "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
     "delta_theory": {"delta_theory.json"},
     "kkt_quadratic": {"kkt_quadratic.json", "kkt_quadratic.png"},
+    "polar_factor": {"polar_factor.json"},
     "kernels,steps": {"accelerator.json"},  # of accelerator.py
     "train,nccl": {"accelerator.json"},
 }

@@ -27,6 +27,7 @@ able = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("tc") is n
 needs_root = pytest.mark.skipif(
     not able, reason="an emulated network needs Linux, root and iproute2 (ip and tc)"
 )
+LIGHTHOUSE = "10.177.0.2:29510"  # on the first node
 SETTINGS = ["logger=none", "workers=4", "processes=4", "steps=8", "eval_every=4"]
 
 
@@ -179,3 +180,58 @@ def test_two_debian_machines_train_and_a_cut_link_ends_both(tmp_path):
     for rank, errors in enumerate(said):
         assert f"process {rank} failed: " in errors.splitlines()[-1], errors
         assert "Traceback" not in errors
+
+
+@pytest.mark.netns
+@needs_root
+def test_elastic_workers_go_on_while_a_link_is_down_and_meet_again(tmp_path):
+    pytest.importorskip("torchft")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "TIMEOUT": "3", "RUST_LOG": "error"}
+    running: list[subprocess.Popen] = []
+
+    def begin(network: Network, node: int, name: str, *arguments: str) -> None:
+        there = ("nsenter", f"--net=/run/netns/{network.namespace(node)}", sys.executable, "-m")
+        with (tmp_path / name).open("w") as out:
+            command = [*there, *arguments]
+            running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out))
+
+    def rows(name: str) -> dict[int, list[str]]:
+        lines = (tmp_path / name).read_text().split("\n")[:-1]
+        return {int(step): rest for step, *rest in map(str.split, lines)}
+
+    def see(workers: int, *names: str) -> None:
+        deadline = time.monotonic() + 120
+        while any(
+            [count for count, _ in rows(name).values()][-1:] != [str(workers)] for name in names
+        ):
+            assert time.monotonic() < deadline and not any(each.poll() for each in running)
+            time.sleep(0.1)
+
+    with Network(2, parse_rate("10mbit")) as network:
+        switch = network.namespace(0).rpartition("-")[0] + "-switch"
+        link = ["ip", "-n", switch, "link", "set", "port1"]
+        try:
+            begin(network, 0, "lighthouse", "dlion", "lighthouse", "--bind", LIGHTHOUSE)
+            deadline = time.monotonic() + 120
+            while not (tmp_path / "lighthouse").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            for node, name in enumerate("ab"):
+                options = [name, "dlion_mavo", '{"overlap": true}', "1000000", "0.02", "1"]
+                begin(network, node, name, "tests.optim.elastic_worker", LIGHTHOUSE, *options)
+            see(2, "a", "b")
+            subprocess.run([*link, "down"], check=True)
+            see(1, "a")
+            alone = max(rows("b")) + 1
+            while max(rows("a")) <= alone:
+                time.sleep(0.1)
+            subprocess.run([*link, "up"], check=True)
+            see(2, "a", "b")
+        finally:
+            for each in running:
+                each.kill()
+                each.wait()
+    there, away = rows("a"), rows("b")
+    assert all(there[step][1] == away[step][1] for step in there.keys() & away.keys())
+    assert [*there] == [*range(len(there))], "no step that was committed is lost"
+    assert there[alone][0] == "1" and alone not in away and max(away) > alone

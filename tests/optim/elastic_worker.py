@@ -5,10 +5,14 @@ python -m tests.optim.elastic_worker LIGHTHOUSE NAME METHOD OPTIONS STEPS PAUSE 
 
 import hashlib
 import json
+import os
 import sys
 import time
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dlion
 from dlion.methods import METHODS
@@ -26,18 +30,32 @@ def loss(net: torch.nn.Module, step: int, worker: int) -> torch.Tensor:
 
 
 def sha256(net: torch.nn.Module) -> str:
-    flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
+    flat = torch.nn.utils.parameters_to_vector(parts).detach()
     return hashlib.sha256(flat.numpy()).hexdigest()
+
+
+def fail() -> None:
+    raise RuntimeError("gloo: Connection closed by peer")
 
 
 def main(
     lighthouse: str, name: str, method: str, options: str, steps: str, pause: str, least: str
 ) -> None:
     torch.set_num_threads(1)
-    net, entry = model(), METHODS[method]
+    net, entry, group = model(), METHODS[method], None
+    if "STORE" in os.environ:  # the process is one of several that are a worker
+        store, rank, size = os.environ["STORE"].split(",")
+        dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(size))
+        fully_shard(net)
+        group = dist.group.WORLD
     kwargs = {**entry.options, **json.loads(options)}
-    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=20)
+    timeout = float(os.environ.get("TIMEOUT", 600))
+    manager = dlion.join(
+        lighthouse, min_workers=int(least), name=name, timeout=timeout, group=group
+    )
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
+    breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     while True:
         optimizer.zero_grad()
         step = optimizer.param_groups[0]["steps"]
@@ -46,6 +64,10 @@ def main(
         optimizer.host(0)
         if step >= int(steps):
             break
+        if step == breaks:
+            breaks = -1
+            optimizer.elastic.attempt(fail)
+            continue
         loss(net, step, optimizer.workers.rank).backward()
         optimizer.step()
         time.sleep(float(pause))

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ class Crew:
         options = other.get("options", options)
         command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
         numbers = [str(number) for number in (steps, pause, least)]
-        env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
+        env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "BREAKS": other.get("breaks", "-1")}
+        env |= {"STORE": other["store"]} if "store" in other else {}
         self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
@@ -81,8 +83,18 @@ def agree(*runs: Rows) -> None:
         assert len({rows[step][1] for rows in runs if step in rows}) == 1, step
 
 
+def listens_on(pid: int) -> set[str]:
+    """Return the addresses that a process listens on, as Linux writes them."""
+    inodes = {link.stat().st_ino for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()}
+    tables = (Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A" and int(row[9]) in inodes]
+    return {row[1].partition(":")[0] for row in listening}
+
+
+OVERLAP = '{"overlap": true, "bucket_cap_mb": 0.002}'
 CASES = [
-    ("dlion_mavo", '{"overlap": true, "bucket_cap_mb": 0.002}'),
+    ("dlion_mavo", OVERLAP),
     ("dlion_mavo", '{"weighted": true}'),
     ("diloco", '{"local_steps": 4}'),
 ]
@@ -114,6 +126,36 @@ def test_all_are_equal_after_a_death_and_a_join(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "options"), [("dlion_mavo", OVERLAP), ("sign_muon_mavo", "{}")])
+def test_workers_of_several_processes_die_and_join_whole(
+    crew: Callable[..., Crew], method: str, options: str, tmp_path: Path
+) -> None:
+    run = crew(method, options)
+
+    def start(name: str) -> None:
+        for rank in range(2):
+            run.start(f"{name}{rank}", store=f"{tmp_path / name},{rank},2")
+
+    start("a")
+    start("b")
+    run.see("a0", 2)
+    for rank in range(2):
+        run.processes[f"b{rank}"].send_signal(signal.SIGKILL)
+    run.see("a1", 1)
+    start("c")
+    run.see("c1", 2)
+    run.see("a0", 2)
+    last = max(run.rows("a0"))
+    run.wait(lambda: max(run.rows("c1")) > last + 5)
+    run.stop()
+    for rank in range(2):  # each process has a part of the parameters
+        rows = [run.rows(f"{name}{rank}") for name in "abc"]
+        agree(*rows)
+        seen = set.union(*map(set, rows))
+        assert seen == {*range(max(seen) + 1)} and min(rows[2]) > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"), [("dlion_mavo", "{}"), ("dlion_avg", "{}"), ("terngrad", "{}")]
 )
@@ -136,12 +178,26 @@ def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", ["{}", '{"overlap": true}'])
+def test_peers_do_not_wait_for_a_worker_that_has_given_up(
+    crew: Callable[..., Crew], options: str
+) -> None:
+    run = crew("dlion_mavo", options, 3)
+    for name in "abc":
+        run.start(name, STEPS, 0, breaks="20" if name == "a" else "-1")
+    for name in "abc":
+        assert run.processes[name].wait(120).returncode == 0  # a message's timeout is longer
+    agree(*map(run.rows, "abc"))
+
+
+@pytest.mark.slow
 def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     crew: Callable[..., Crew],
 ) -> None:
     run = crew("dlion_mavo", "{}")
     run.start("a")
     run.see("a", 1)
+    assert listens_on(run.processes["a"].pid) == {"0100007F"}, "127.0.0.1 alone"
     run.start("b", options='{"lr": 0.5}')
     done = run.processes["b"].wait(120)
     assert done.returncode == 2

@@ -135,6 +135,23 @@ def test_groups_that_are_added_before_a_step_share_buckets(method, cls, options,
     assert torch.equal(train(together, params, 0, 4), train(later, others, 0, 4))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loop_of_added_groups_makes_their_bucket_once(overlap):
+    class Counted(DLion):
+        made = 0
+
+        def make_exchange(self, bucket: Any) -> Any:
+            self.made += 1
+            return super().make_exchange(bucket)
+
+    params = weights()
+    optimizer = Counted(params[:1], lr=1e-2, overlap=overlap)
+    for param in params[1:]:
+        optimizer.add_param_group({"params": [param]})
+    train(optimizer, params, 0, 1)
+    assert (optimizer.made, len(optimizer.buckets)) == (2, 1)
+
+
 def test_groups_that_are_added_after_a_step_have_buckets_and_steps_of_their_own():
     params, late = weights(), torch.nn.Parameter(torch.zeros(5))
     optimizer = DLion([{"params": [param]} for param in params], lr=1e-2)

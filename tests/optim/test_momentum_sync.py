@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dlion.methods.sync import MomentumSync
-from dlion.optim import LionCub
+from dlion.optim import LionCub, SignMuon
 from dlion.workers import Workers
 from tests.support.small_model import loss_of, net, samples
 
@@ -29,6 +29,28 @@ def test_momentum_is_synchronised_when_and_where_asked():
     assert torch.equal(momenta[0][0], momenta[0][1]) and torch.equal(momenta[0][0], momenta[0][2])
     assert not torch.equal(momenta[2][0], momenta[2][1])
     assert not torch.equal(before[0]["momentum"][0], before[0]["momentum"][1])
+
+
+@pytest.mark.parametrize("wire", ["float32", "bf16", "int8"])
+def test_averages_of_sign_muon_are_as_near_as_their_wire(wire):
+    model = net()
+    workers = Workers(local=3)
+    sync = {"momentum_sync": 1, "sync_wire": wire}
+    optimizer = SignMuon(model.named_parameters(), momentum=0.5, workers=workers, **sync)
+    exact: dict[str, torch.Tensor] = {}
+    for i in range(3):
+        loss_of(model, *samples(i)).backward()
+        for name, param in model.named_parameters():  # after one step, momenta are of one gradient
+            exact[name] = exact.get(name, 0) + param.grad / 3
+        optimizer.collect(i)
+    optimizer.step()
+    rounding = {"float32": 1e-6, "bf16": 2**-7, "int8": 1 / 127}[wire]
+    for name, param in model.named_parameters():
+        momenta, mean = optimizer.state[param]["momentum"], exact[name]
+        assert torch.equal(momenta[0], momenta[1]) and torch.equal(momenta[0], momenta[2])
+        factor = (momenta[0].flatten() @ mean.flatten()) / mean.square().sum()  # 1 - beta
+        largest = 2 * mean.abs().max() * 3 * factor.abs()
+        assert (momenta[0] - factor * mean).abs().max() <= rounding * largest
 
 
 @pytest.mark.parametrize(

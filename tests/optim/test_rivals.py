@@ -47,6 +47,21 @@ def test_muon_of_a_convolution_is_that_of_its_matrix():
     assert torch.equal(one.flatten(1), two)
 
 
+def test_polar_express_reaches_the_polar_factor_and_the_quintic_does_not():
+    errors = {}
+    for coefficients in ("quintic", "polar_express"):
+        params = matrices()
+        before = [param.detach().clone() for param in params]
+        give_gradients(params, 0)
+        polar = [u @ vh for u, _, vh in (torch.linalg.svd(p.grad, False) for p in params)]
+        settings = {"ns_coefficients": coefficients, "ns_precision": "float32", "ns_steps": 9}
+        GMuon(params, lr=1, weight_decay=0, adjust_lr="original", **settings).step()
+        scales = [max(1, len(p) / p.shape[1]) ** 0.5 for p in params]
+        steps = [(b - p) / s for b, p, s in zip(before, params, scales, strict=True)]
+        errors[coefficients] = max((s - p).norm().item() for s, p in zip(steps, polar, strict=True))
+    assert errors["polar_express"] < 1e-3 < 0.1 < errors["quintic"]
+
+
 def names(groups: list[dict], use_muon: bool) -> set[str]:
     return {n for group in groups if group["use_muon"] is use_muon for n in group["param_names"]}
 

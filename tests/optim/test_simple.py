@@ -20,6 +20,7 @@ SHAPES = [(7,), (33, 20), (), (128,), (130,)]
 SIZES = [torch.Size(shape).numel() for shape in SHAPES]
 D = sum(SIZES)
 LR, WD, SEED, STEPS = 1e-2, 0.1, 5, 8
+QUINTIC = 5, torch.bfloat16, "quintic"
 SPANS = [(sum(SIZES[:t]), sum(SIZES[: t + 1])) for t in range(len(SIZES))]
 
 # names in dlion.methods.simple, and what they may be in a class
@@ -203,28 +204,32 @@ def muon_adm(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
     """The second tensor is the one matrix."""
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
     coder = (s.estimate, s.level, s.last, s.repeated)
-    settings = (LR, 0.95, (0.9, 0.99), WD, 3, 0.5, (5, torch.bfloat16), matrices, others)
+    settings = (LR, 0.95, (0.9, 0.99), WD, 3, 0.5, QUINTIC, matrices, others)
     simple.muon_adm(x, s.momentum, *coder, s.total, s.outcome, g, t, *settings)
 
 
-def g_muon(adjust: str, steps: int, dtype: torch.dtype):
+def g_muon(adjust: str, newton_schulz=QUINTIC):
     """The second tensor is the one matrix."""
     scales = {
         "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
         "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     }
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
-    fixed = (LR, 0.95, (0.9, 0.999), 1e-8, WD, (steps, dtype), scales[adjust], matrices, others)
+    fixed = (LR, 0.95, (0.9, 0.999), 1e-8, WD, newton_schulz, scales[adjust], matrices, others)
     return lambda s, x, g, t: simple.g_muon(x, s.shared_momentum, s.shared_variance, g, t, *fixed)
 
 
-def sign_muon(vote, rest: str, polar: bool, steps: int = 5, dtype: torch.dtype = torch.bfloat16):
+def sign_muon(vote, rest: str, polar: bool, newton_schulz=QUINTIC, every: int = 0):
     """The second tensor is the one matrix."""
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
-    fixed = (LR, 0.95, (0.9, 0.99), WD, rest, polar, (steps, dtype), matrices, others)
-    return lambda s, x, g, t: simple.sign_muon(
-        x, s.momentum, s.shared_variance, g, t, *fixed, vote(s, t)
-    )
+    fixed = (LR, 0.95, (0.9, 0.99), WD, rest, polar, newton_schulz, matrices, others)
+
+    def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
+        simple.sign_muon(x, s.momentum, s.shared_variance, g, t, *fixed, vote(s, t))
+        if every and (t + 1) % every == 0:
+            simple.synchronise(s.momentum, SPANS)
+
+    return step
 
 
 def powersgd(rank: int):
@@ -261,8 +266,7 @@ def dion(fraction: float, adjust: str):
 def ef21_muon(density: float, bits: int):
     """The second tensor is the one matrix."""
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
-    newton_schulz = 5, torch.bfloat16
-    fixed = LR, 0.95, (0.9, 0.95), 1e-8, WD, density, bits, newton_schulz, matrices, others
+    fixed = LR, 0.95, (0.9, 0.95), 1e-8, WD, density, bits, QUINTIC, matrices, others
 
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         state = s.shared_momentum, s.shared_variance, s.momentum, s.estimate, s.total
@@ -371,23 +375,28 @@ ROWS = {
         0,
     ),
     "muon_adm": ({}, muon_adm, 0),
-    "g_muon": ({}, g_muon("match_rms_adamw", 5, torch.bfloat16), 0),
+    "g_muon": ({}, g_muon("match_rms_adamw"), 0),
     "g_muon original": (
         {"adjust_lr": "original", "ns_steps": 3, "ns_precision": "float32"},
-        g_muon("original", 3, torch.float32),
+        g_muon("original", (3, torch.float32, "quintic")),
+        0,
+    ),
+    "g_muon polar_express": (
+        {"ns_coefficients": "polar_express", "ns_steps": 9},
+        g_muon("match_rms_adamw", (9, torch.bfloat16, "polar_express")),
         0,
     ),
     "sign_muon_mavo": ({}, sign_muon(voted("previous"), "lion", False), 0),
     "sign_muon_mavo zero polar": (
         {"ties": "zero", "local_polar": True, "ns_steps": 3, "ns_precision": "float32"},
-        sign_muon(voted("zero"), "lion", True, 3, torch.float32),
+        sign_muon(voted("zero"), "lion", True, (3, torch.float32, "quintic")),
         0,
     ),
     "sign_muon_mavo weighted": ({"weighted": True}, sign_muon(weighted, "lion", False), 0),
     "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon(averaged, "adamw", True), 0),
     "sign_muon_avg lion": (
-        {"rest": "lion", "local_polar": False},
-        sign_muon(averaged, "lion", False),
+        {"rest": "lion", "local_polar": False, "momentum_sync": 3},
+        sign_muon(averaged, "lion", False, every=3),
         0,
     ),
     "dion": ({}, dion(0.25, "match_rms_adamw"), 0),

@@ -88,7 +88,7 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
     common = [*SETTINGS, "model._target_=tests.training.slow.model", f"steps={STEPS}"]
     common += ["eval_every=20"]
     here = tmp_path / "run"
-    run = start(*common, "elastic=true", f"output_dir={here}", env=env)
+    run = start(*common, "elastic=true", "max_restarts=1", f"output_dir={here}", env=env)
     try:
         workers = sorted(run.workers())[1:]  # the first is the lighthouse
         address = re.search(r"elastic\.lighthouse=(\S+)", run.stdout)
@@ -96,7 +96,10 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
         joins = [*common, f"elastic.lighthouse={address[1]}"]
         wait(run, lambda: lines(here))
         os.kill(workers[0], signal.SIGKILL)  # it has the record
-        wait(run, lambda: "left" in events(here))
+        wait(run, lambda: {"left", "joined"} <= {*events(here)})
+        (again,) = {*run.workers()[1:]} - {*workers}
+        os.kill(again, signal.SIGKILL)
+        wait(run, lambda: events(here).count("left") == 2)
         wrong = start(*joins, "optimizer.lr=0.5", f"output_dir={tmp_path / 'wrong'}", env=env)
         second = start(*joins, f"output_dir={tmp_path / 'second'}", env=env)
         third = start(*joins, f"output_dir={tmp_path / 'third'}", env=env)
@@ -113,6 +116,7 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
     finally:
         hurry.touch()
     assert done.returncode == with_others.returncode == 0, done.stderr + with_others.stderr
+    assert "process 0 was killed by SIGKILL; it is started again" in done.stderr
     assert "process 0 was killed by SIGKILL; 2 here continue" in done.stderr
     summary = json.loads((here / "summary.json").read_text())
     assert f"parameters {summary['parameters_sha256']}" in with_others.stdout

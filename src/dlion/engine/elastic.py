@@ -10,13 +10,15 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
@@ -28,6 +30,7 @@ from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import plain_values
 from dlion.engine.method import Method
+from dlion.engine.shards import local_part
 from dlion.errors import Stopped, TrainingFailed, UserError
 from dlion.exchange import Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
@@ -39,6 +42,8 @@ _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _CONNECTING = 5.0  # seconds
+_MEETING = 2.0  # seconds, at least, in which workers have to connect to each other
+_ADDRESS = 256  # bytes, at most, of an address
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
@@ -69,11 +74,16 @@ class Elastic:
         self.manager, self._optimizer = manager, optimizer
         self.open, self.committed, self.healed = False, True, 0
         self.interrupted: Callable[[], bool] = lambda: False
+        from dlion import __version__  # which imports this module
+
+        facts = {**facts, "version of dlion": __version__}
         self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
         self._group: dist.ProcessGroup | None = None
+        self._inside: dist.ProcessGroup | None = getattr(manager, "inside", None)
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         begins = int(getattr(manager, "begins", True))
+        self._late = 0.0  # since when only workers that may not begin the run are there
         self._ids = torch.tensor([2 * int.from_bytes(os.urandom(7), "little") + begins])
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
@@ -87,16 +97,20 @@ class Elastic:
         It waits until there are as many workers as the manager asks for.
 
         Raises:
-            TrainingFailed: if the lighthouse does not answer, or the run has other settings.
+            TrainingFailed: if the lighthouse does not answer, or nobody that has begun the run; or
+                if the run has other settings.
             Stopped: if :attr:`interrupted` says so.
         """
         waiting = False
         while not self.open:
             self._ask()
             n, least = self.manager.num_participants(), self.manager._min_replica_size
-            if self.manager.errored() is None and n >= least and self._rebuild():
+            ready = self.manager.errored() is None and n >= least and self._rebuild()
+            if self._all(ready):
                 self.open = True
                 continue
+            if ready:
+                self._give_up(RuntimeError("another process of this worker is not ready"))
             if waiting:
                 self._look_up()
             if n < least and not waiting:
@@ -108,6 +122,14 @@ class Elastic:
                 self._give_up(error.original_exception)
             if not self.manager.should_commit():  # which makes it ask for another quorum
                 time.sleep(_RETRY if n < least else 0)
+
+    def _all(self, ready: bool) -> bool:
+        """Whether all processes of this worker are ready: FSDP2's move in step."""
+        if self._inside is None:
+            return ready
+        flag = torch.tensor([int(ready)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside)
+        return bool(flag)
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
@@ -157,8 +179,15 @@ class Elastic:
             self._give_up(RuntimeError("those who have begun the run are busy, or gone"))
             time.sleep(_RETRY)
             self._look_up()
+            self._late = self._late or time.monotonic()
+            limit = self.manager._quorum_timeout
+            if time.monotonic() - self._late > limit.total_seconds():
+                raise TrainingFailed(
+                    f"no worker that has begun the run has come within {limit}: start it from its"
+                    " last checkpoint, or without begins=false"
+                )
             return False
-        self._group = group
+        self._group, self._late = group, 0.0
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
             bucket.renew(exchange)
@@ -189,12 +218,15 @@ class Elastic:
         Returns:
             Whether they went well. If not, somebody has left: the loop resumes at ``zero_grad()``.
         """
+        failed: RuntimeError | None = None
         try:
             work()
         except RuntimeError as error:
             if not is_broken(error):
                 raise
-            self._give_up(error)
+            failed = error
+        if not self._all(failed is None):
+            self._give_up(failed or RuntimeError("another process of this worker has failed"))
             self.open = False
             self.manager.should_commit()  # not after an error, which makes all ask again
         return self.open
@@ -322,7 +354,7 @@ class Elastic:
                 }
                 for bucket in optimizer.buckets
             ],
-            "frozen": [p.data for p in optimizer.params if not p.requires_grad],
+            "frozen": [local_part(p) for p in optimizer.params if not p.requires_grad],
         }
 
     @torch.no_grad()
@@ -332,8 +364,8 @@ class Elastic:
         names = [name for name in self._facts if self._facts[name] != theirs.get(name)]
         if names:
             raise TrainingFailed(
-                f"this worker made its optimizer with other {' and other '.join(names)} than the"
-                " run that it joins: give it the same"
+                f"this worker has other {' and other '.join(names)} than the run that it joins:"
+                " give it the same"
             )
         optimizer.include_unfrozen()
         sizes = [[slot.stop - slot.start for slot in bucket.slots] for bucket in optimizer.buckets]
@@ -355,7 +387,7 @@ class Elastic:
             bucket.write_back()
         frozen = (p for p in optimizer.params if not p.requires_grad)
         for tensor, values in zip(frozen, state["frozen"], strict=True):
-            tensor.data.copy_(values)
+            local_part(tensor).copy_(values)
         optimizer.begin_round()
         self.healed += 1
 
@@ -475,6 +507,7 @@ def join(
     timeout: float = 30.0,
     patience: float = 60.0,
     begins: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Connect to a lighthouse; return the ``torchft.Manager`` that optimizers take as ``manager``.
 
@@ -499,56 +532,147 @@ def join(
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
         begins: whether this worker may begin the run. Those that may not wait for one that has
             begun: many that come while all others are busy would begin another run otherwise.
+        group: of the processes that are one worker, over which FSDP2 shards the model. They live
+            and die together, as torchrun's do. All call this, with the same arguments.
 
     Raises:
         UserError: if torchft is not installed, or there is no lighthouse.
     """
     with importing_torchft("elastic workers need"):
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import Manager
     host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
     for logger in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # what matters is raised
+    place = Workers() if group is None else Workers.current(group=group).with_cpu_group()
     try:
         address = address or _own_address(host, int(port))
-        # a store that listens on every interface would be one door more
-        listener = socket.create_server((address, 0))
+        store = _make_store(address, place)
     except OSError as error:
         raise UserError(f"no lighthouse at {lighthouse} ({error}): {_START}") from error
-    store = dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    group = ProcessGroupGloo(timeout=timedelta(seconds=timeout))
+    ring = _make_group(timeout)
     try:
-        manager = Manager(
-            pg=group,
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=min_workers,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=timeout),
-            quorum_timeout=timedelta(seconds=patience),
-            connect_timeout=timedelta(seconds=_CONNECTING),
-            rank=0,
-            world_size=1,
-            store_addr=address,
-            store_port=store.port,
-            lighthouse_addr=f"http://{host}:{port}",
-            replica_id=name,
-            hostname=address,
-            checkpoint_transport=cast(Any, GroupTransport(group)),
-        )
+        with _listening_on(address):
+            manager = Manager(
+                pg=ring,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=min_workers,
+                use_async_quorum=False,
+                timeout=timedelta(seconds=timeout),
+                quorum_timeout=timedelta(seconds=patience),
+                connect_timeout=timedelta(seconds=_CONNECTING),
+                rank=place.rank,
+                world_size=place.processes,
+                store_addr=store.host,
+                store_port=store.port,
+                lighthouse_addr=f"http://{host}:{port}",
+                replica_id=name,
+                hostname=address,
+                checkpoint_transport=cast(Any, GroupTransport(ring)),
+            )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
     manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
     manager.begins = begins  # pyrefly: ignore[missing-attribute]
-    group.own_store = store  # pyrefly: ignore[missing-attribute] - it lives as long as the group
+    manager.inside = place.group  # pyrefly: ignore[missing-attribute]
+    ring.own_store = store  # it lives as long as the group
     return manager
+
+
+def _make_store(address: str, place: Workers) -> dist.TCPStore:
+    """Make the store of a worker, in the first of its processes."""
+    listening = None
+    where = torch.zeros(_ADDRESS, dtype=torch.uint8)
+    if place.rank == 0:
+        # a store that listens on every interface would be one door more
+        listener = socket.create_server((address, 0))
+        text = f"{address}:{listener.getsockname()[1]}".encode()
+        listening = listener.detach()
+        where = torch.frombuffer(bytearray(text.ljust(_ADDRESS)), dtype=torch.uint8)
+    if place.group is not None:
+        dist.broadcast(where, group=place.group, group_src=0)
+    host, _, port = bytes(where.tolist()).decode().strip().rpartition(":")
+    return dist.TCPStore(
+        host,
+        int(port),
+        is_master=listening is not None,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+@contextmanager
+def _listening_on(address: str) -> Iterator[None]:
+    """Let managers made inside listen on one address; torchft 0.2 has them listen on all."""
+    from torchft import manager
+
+    server = manager.ManagerServer
+    here = f"[{address}]" if ":" in address else address
+
+    def serve(**options: Any) -> Any:
+        port = options.pop("bind").rpartition(":")[2]
+        return server(**options, bind=f"{here}:{port}")
+
+    manager.ManagerServer = cast(Any, serve)
+    try:
+        yield
+    finally:
+        manager.ManagerServer = server
+
+
+def _make_group(timeout: float) -> Any:
+    """Return torchft's gloo group, with two repairs for torchft 0.2 and gloo.
+
+    A worker that dies while others connect is waited for in vain, as long as for a message: here it
+    is twice the time that connecting took before. And abort() closes nothing as long as anyone has
+    the group, a thread that waits for a message say; peers would wait until ``timeout``.
+    """
+    from torchft import ProcessGroupGloo
+
+    class Group(ProcessGroupGloo):
+        meeting = _MEETING
+        sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
+
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            self.set_timeout(timedelta(seconds=self.meeting))
+            began, limit, others = time.monotonic(), self.meeting, _open_sockets()
+            try:
+                super().configure(*args, **kwargs)
+                limit = _MEETING
+                gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
+                gloo._set_default_timeout(timedelta(seconds=timeout))
+            finally:
+                self.meeting = min(timeout, max(limit, 2 * (time.monotonic() - began)))
+                self.sockets = _open_sockets() - others
+
+        def abort(self, errored: bool = True) -> None:
+            for descriptor, inode in self.sockets:
+                _shut_down(descriptor, inode)
+            self.sockets = frozenset()
+            super().abort(errored)
+
+    return Group(timeout=timedelta(seconds=timeout))
+
+
+def _open_sockets() -> frozenset[tuple[int, int]]:
+    """Return descriptor and inode of the sockets of this process."""
+    found = set()
+    for link in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # that of iterdir itself
+            status = os.fstat(int(link.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(link.name), status.st_ino))
+    return frozenset(found)
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    """Shut down a connection, unless its descriptor is another's now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.getpeername()  # fails for what listens
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def check_torchft(who: str) -> None:

@@ -221,10 +221,14 @@ class Members:
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
         params = group["params"]
-        self._in_buckets += sum(p.requires_grad and share(p, self._whole) > 0 for p in params)
+        self._in_buckets += len(self.trained_of(group))
         self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
         self._sizes = [*self._sizes, len(params)]
         self._all = self._all + params
+
+    def trained_of(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return the parameters of a group that are trained and not empty."""
+        return [p for p in group["params"] if p.requires_grad and share(p, self._whole)]
 
     def buckets(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
         """Return the trained parameters of some groups, those of each bucket by themselves."""

@@ -1,5 +1,6 @@
 """Interface between a method and its step: the part of an optimizer that the engine uses."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from dlion.engine.bucket import Bucket, StateNames
@@ -15,7 +16,6 @@ class Method(StateNames, Protocol):
 
     skips_missing: ClassVar[bool]
     moves_alone: ClassVar[bool]
-    buckets: list[Bucket]
     members: Members
     workers: Workers
     channel: Channel
@@ -29,7 +29,10 @@ class Method(StateNames, Protocol):
     files: Files
     param_groups: list[dict[str, Any]]
     state: Any
+    accumulates: Callable[[], bool] | None
 
+    @property
+    def buckets(self) -> list[Bucket]: ...
     @property
     def params(self) -> Any: ...
     @property

@@ -1,6 +1,5 @@
 """The optimizer that users see and methods fill in; :mod:`dlion.engine.step` is its step."""
 
-import copy
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -160,7 +159,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             parameters, are not concerned.
 
     Attributes:
-        buckets: of all groups, in the order in which their messages leave.
+        accumulates: with ``overlap``, a function that says whether the backward pass at hand only
+            accumulates gradients, as in :meth:`no_sync`; for frameworks, which know. None: never.
         workers_apart: whether ``state_dict()`` leaves out what differs from worker to worker, as
             :meth:`save_workers` writes it.
         flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
@@ -241,7 +241,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             check_gpus(Workers.current(group=dense_group), _device_of(params))
             self.node = Node(dense_group, dense_wire, given, overlap)
             self.node.check_equal({"settings": settings})
-        self.buckets: list[Bucket] = []
+        self._buckets: list[Bucket] = []
+        self._waiting = False  # whether groups wait for buckets
+        self.accumulates: Callable[[], bool] | None = None
         self.flag = self.flagged = False
         self.skipped = 0
         self.members = Members(
@@ -258,7 +260,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         super().__init__(params, {**self._hyperparameters})
         self._constructed = True
         self.register_state_dict_post_hook(state_dicts.pack)
-        self._add_buckets(self.param_groups)
+        self._waiting = True
         self._hand_out(self.param_groups, self.buckets)
         self.channel.traffic = Traffic()  # handing out the parameters is not part of any step
         if manager is not None:
@@ -346,64 +348,71 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         super().add_param_group(param_group)
-        group, before = self.param_groups[-1], copy.copy(self.members)
-        groups, first = self._used
-        earlier = self.buckets[first:]
+        group = self.param_groups[-1]
         try:
             check_hyperparameters(type(self), group)
             check_sharding(
                 self.params, self.workers, type(self).__name__, self.whole_matrices, self.overlap
             )
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
-            self.members.add(group)
-            if self._constructed:  # before, groups are waited for that may share buckets
-                del self.buckets[first:]
-                self._add_buckets(self.param_groups[groups:])
         except Exception:
             self.param_groups.pop()
-            self.members = before
-            for tensor in group["params"]:
-                self.state.pop(tensor, None)
-            self._drop(self.buckets[first:])
-            self.buckets[first:] = earlier
-            for bucket in earlier:
-                saving.publish(bucket, self.state, self.saved_workers)
             raise
-        if self._constructed:
-            self._drop(earlier)
-            self._hand_out([group], self.buckets[first:])
+        self.members.add(group)
+        if self._constructed:  # before, groups are waited for that may share buckets
+            self._hand_out([group], [])
+            self._drop(self._used[1])
+            self._waiting = True
+            if self._step.overlap is not None:
+                self._step.overlap.watch(self.members.trained_of(group))
 
-    def _drop(self, buckets: list[Bucket]) -> None:
-        """Forget buckets whose parameters have a place in others."""
-        if self._step.overlap is not None:
-            for bucket in buckets:
-                self._step.overlap.unwatch(bucket)
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of all groups, in the order in which their messages leave.
+
+        Those of added groups are made when they are needed first, as later groups may share them.
+        """
+        if self._waiting:
+            self._waiting = False
+            try:
+                for members in self.members.buckets(self.param_groups[self._used[0] :]):
+                    self._add_bucket(members)
+            except Exception:
+                self._drop(self._used[1])
+                self._waiting = True
+                raise
+        return self._buckets
+
+    def _drop(self, first: int) -> None:
+        """Forget buckets from one on, whose parameters get a place in others."""
+        for bucket in self._buckets[first:]:
+            for param, name, _ in bucket.published:
+                self.state[param].pop(name, None)
+            if self._step.overlap is not None:
+                self._step.overlap.forget(bucket)
+        del self._buckets[first:]
 
     def _note_use(self) -> None:
         """Note that the groups and buckets of now have state: later ones do not join them."""
         self._used = len(self.param_groups), len(self.buckets)
 
-    def _add_buckets(self, groups: list[dict[str, Any]]) -> None:
-        """Make buckets for the trained parameters of groups."""
-        for members in self.members.buckets(groups):
-            self._add_bucket(members)
-
     def _add_bucket(self, members: list[Member]) -> None:
         owners = self.workers.count if self.has_owner(members[0].group) else None
-        bucket = Bucket(len(self.buckets), members, owners)
+        bucket = Bucket(len(self._buckets), members, owners)
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)
         if self._step.elastic is not None:
             check_dealt(bucket, type(self).__name__)
-        self.buckets.append(bucket)
+        self._buckets.append(bucket)
         saving.publish(bucket, self.state, self.saved_workers)
         self.begin(bucket)
         if self._step.overlap is not None:
-            self._step.overlap.watch(bucket)
+            self._step.overlap.place(bucket)
 
     def include_unfrozen(self) -> None:
         """Make buckets for parameters that were unfrozen since the last step."""
+        self._note_use()
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
         self._note_use()
@@ -420,9 +429,11 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             self._give(bucket.params)
             bucket.write_back()
             self.begin(bucket)
-        for tensor in params if self.workers.processes > 1 else ():
-            if not tensor.requires_grad:
-                here = local_part(tensor)
+        given = {slot.tensor for bucket in buckets for slot in bucket.slots}
+        alone = self.workers.processes == 1 and self.node is None
+        for tensor in [] if alone else params:
+            here = local_part(tensor).detach()
+            if tensor not in given and here.numel():
                 values = here.contiguous()
                 self._give(values.flatten().view(torch.uint8))  # gloo does not know every dtype
                 here.copy_(values)

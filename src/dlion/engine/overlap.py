@@ -6,7 +6,7 @@ and the buckets before it have left, its message is encoded and its exchange beg
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Overlap:
     Attributes:
         sent: how many buckets' messages have left in this step.
         in_backward: whether a backward pass is going on, or has failed.
-        hooks: those of autograd, to be removed, of each bucket.
+        hooks: those of autograd, to be removed, of each parameter.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Overlap:
         # of the optimizer, which is not to live as long as its parameters' hooks
         self._encode, self._expects = weakref.WeakMethod(encode), weakref.WeakMethod(expects)
         self.sent, self.in_backward = 0, False
-        self.hooks: dict[Bucket, list[RemovableHandle]] = {}
+        self.hooks: dict[Tensor, RemovableHandle] = {}
+        self._bucket_of: dict[Tensor, Bucket] = {}
         self._passes: dict[Bucket, _Pass] = {}
         self._synchronising = True
         self._written = True  # whether gradients are written to after they are sent: then hashed
@@ -86,28 +87,32 @@ class Overlap:
 
     # ---- hooks
 
-    def watch(self, bucket: Bucket) -> None:
-        """Register autograd hooks that report when a bucket's gradients are ready."""
-        self._passes[bucket] = _Pass()
-        ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready), bucket)
-        tensors = (slot.tensor for slot in bucket.slots)
-        self.hooks[bucket] = [
-            tensor.register_post_accumulate_grad_hook(ready) for tensor in tensors
-        ]
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Register autograd hooks that report when gradients of parameters are ready."""
+        ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready))
+        for tensor in tensors:
+            if tensor not in self.hooks:
+                self.hooks[tensor] = tensor.register_post_accumulate_grad_hook(ready)
 
-    def unwatch(self, bucket: Bucket) -> None:
-        """Forget a bucket of which nothing was sent."""
-        for hook in self.hooks.pop(bucket, []):
-            hook.remove()
+    def place(self, bucket: Bucket) -> None:
+        """Take note of a new bucket, and watch its parameters."""
+        self._passes[bucket] = _Pass()
+        self._bucket_of |= dict.fromkeys((slot.tensor for slot in bucket.slots), bucket)
+        self.watch(slot.tensor for slot in bucket.slots)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Forget a bucket of which nothing was sent; its parameters get a place in another."""
         self._passes.pop(bucket, None)
+        for slot in bucket.slots:
+            self._bucket_of.pop(slot.tensor, None)
 
     @torch._disable_dynamo
     @torch.no_grad()
-    def _gradient_is_ready(self, bucket: Bucket) -> None:
+    def _gradient_is_ready(self, tensor: Tensor) -> None:
         with self._ready:
             expects = self._expects()
             if self._synchronising and expects is not None and expects():
-                self._note(bucket)
+                self._note(self._bucket_of[tensor])
 
     def _note(self, bucket: Bucket) -> None:
         """Count a gradient; send all buckets that are complete, in their order."""
@@ -269,8 +274,9 @@ class Overlap:
 
     def close(self) -> bool:
         """Remove the hooks and end the thread; return whether nothing was under way."""
-        for bucket in [*self.hooks]:
-            self.unwatch(bucket)
+        for hook in self.hooks.values():
+            hook.remove()
+        self.hooks.clear()
         if self._executor is not None:
             self._executor.shutdown(wait=False)
         return all(future.done() for future in self._running.values())
@@ -297,8 +303,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int64), other.view(torch.int64))  # NaN too
 
 
-def _call(method: weakref.WeakMethod, bucket: Bucket, _: Tensor) -> None:
+def _call(method: weakref.WeakMethod, tensor: Tensor) -> None:
     """Call the method of an object, if there still is one."""
     alive = method()
     if alive is not None:
-        alive(bucket)
+        alive(tensor)

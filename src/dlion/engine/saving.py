@@ -22,7 +22,7 @@ APART = "workers_apart"  # the entry of a state without each worker's own: which
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
 
-CALLED, WRITTEN = 1, 2  # state_dict() was called; its tensors went to a file
+CALLED, WRITTEN = 1, 2  # state_dict() was called; own state went to a file
 _PATIENCE = {CALLED: 1, WRITTEN: 10}  # steps in which others may do so, from a thread say
 
 
@@ -52,10 +52,10 @@ class Files:
 
 
 _ONE_FILE = (
-    "state_dict() of this process was saved, but not that of every other: each worker owns its"
-    " momentum, so this file cannot resume the run. Save on every process, or set"
-    " workers_apart = True and call save_workers(FOLDER) on every process, or use dlion.frameworks"
-    " (accelerate, transformers, lightning)"
+    "the state of this process was saved, but not that of every other: each worker owns its"
+    " momentum, so the run cannot resume from it. Save on every process: state_dict(),"
+    " save_workers(FOLDER) (with workers_apart = True), or what dlion.frameworks needs (accelerate,"
+    " transformers, lightning)"
 )
 
 

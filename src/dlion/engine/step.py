@@ -106,8 +106,11 @@ class Step:
 
     def _is_last_pass(self) -> bool:
         """Whether gradients of the last local participant are accumulated, for :class:`Overlap`."""
-        local = self._method.channel.local_participants
-        return bool(local) and self.collected - {local[-1]} == set(local[:-1])
+        method = self._method
+        if method.accumulates is not None and method.accumulates():
+            return False
+        local = method.channel.local_participants
+        return bool(local and method.buckets) and self.collected - {local[-1]} == set(local[:-1])
 
     def _average(self, bucket: Bucket, local: int, flag: bool) -> None:
         """Let the node average its gradients, and write the message about their mean."""

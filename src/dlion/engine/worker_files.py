@@ -56,6 +56,7 @@ def save(optimizer: Any, folder: Path, name: str) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+    optimizer.files.here |= saving.WRITTEN
 
 
 @torch.no_grad()
@@ -95,11 +96,21 @@ def load(optimizer: Any, folder: Path, name: str) -> None:
 def _missing(folder: Path, name: str, path: Path, count: int) -> str:
     others = sorted(folder.glob(f"{name}.worker*of*.pt"))
     if not others:
-        return f"{folder} has no state of the workers ({path.name}): save with save_workers()"
+        complete = [file.parent for file in folder.parent.glob(f"*/{path.name}")]
+        there = f", such as {max(complete, key=_written)}" if complete else ""
+        return (
+            f"{folder} has no state of the workers ({path.name}): the run ended while it saved, or"
+            f" did not call save_workers(); resume from another checkpoint{there}"
+        )
     saved = others[0].stem.rpartition("of")[2]
     if saved == str(count):
         return f"{path} is missing: copy it there, or take an earlier checkpoint"
     return (
-        f"{folder} has the state of {saved} workers, and there are {count}, each of which owns its"
-        f" state: start {saved}, or let processes host several, workers=Workers.current(local=...)"
+        f"{folder} has the state of {saved} workers, and this run has {count}: as each worker owns"
+        f" its state, start {saved}, or let processes host several,"
+        " workers=Workers.current(local=...)"
     )
+
+
+def _written(folder: Path) -> float:
+    return folder.stat().st_mtime

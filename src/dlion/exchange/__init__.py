@@ -12,7 +12,7 @@ from dlion.exchange.direct_send import (
 )
 from dlion.exchange.grid import Costs, Shape, Topology, grid_shape, measure_costs
 from dlion.exchange.low_rank import LowRankMean, Matrix
-from dlion.exchange.rounded import RoundedMean, ScaledInt8Mean
+from dlion.exchange.rounded import MEAN_WIRES, MeanWire, RoundedMean, make_mean
 from dlion.exchange.scaled import Spans
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
 from dlion.exchange.sparse import SparseMean
@@ -22,6 +22,7 @@ from dlion.exchange.topk import CosineTopKMean, TopKMean
 from dlion.exchange.vote import LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
+    "MEAN_WIRES",
     "Buffers",
     "Channel",
     "CosineTopKMean",
@@ -33,9 +34,9 @@ __all__ = [
     "LevelMean",
     "LowRankMean",
     "Matrix",
+    "MeanWire",
     "PolarDeltaVote",
     "RoundedMean",
-    "ScaledInt8Mean",
     "ScaledSignMean",
     "ScaledTernaryMean",
     "Shape",
@@ -53,6 +54,7 @@ __all__ = [
     "WeightedVote",
     "grid_shape",
     "is_broken",
+    "make_mean",
     "measure_costs",
     "run_together",
     "sum_in_order",

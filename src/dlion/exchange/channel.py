@@ -112,6 +112,11 @@ class Channel:
         self._senders_of = [of.count(q) for q in range(w.processes)]  # senders of each process
 
     @property
+    def _group(self) -> Any:
+        """The group, for calls that torch.distributed would refuse to one that it did not make."""
+        return self.workers.group or dist.group.WORLD
+
+    @property
     def owned(self) -> slice:
         """The workers hosted here, among all."""
         return slice(self.workers.ids.start, self.workers.ids.stop)
@@ -287,7 +292,7 @@ class Channel:
                 and not self._one_by_one
             ):
                 sent = outgoing.contiguous().view(-1)
-                dist.all_to_all_single(incoming.view(-1), sent, group=w.group)
+                self._group.alltoall_base(incoming.view(-1), sent, [], []).wait()
             else:
                 self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
@@ -318,10 +323,10 @@ class Channel:
             requests: list[Any] = []
             size = 0
             if source in incoming and incoming[source].numel():
-                requests.append(dist.irecv(incoming[source], group=w.group, group_src=source))
+                requests.append(self._group.recv([incoming[source]], source, 0))
                 size = incoming[source].numel()
             if to in outgoing and outgoing[to].numel():
-                requests.append(dist.isend(outgoing[to], group=w.group, group_dst=to))
+                requests.append(self._group.send([outgoing[to]], to, 0))
                 size = max(size, outgoing[to].numel())
             rounds.append((size, requests))
             in_flight += size
@@ -335,7 +340,11 @@ class Channel:
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received all earlier messages."""
-        if not self.alone:
+        if self.alone:
+            return
+        if self._backends.get("cpu") == "gloo":
+            self._group.barrier().wait()
+        else:
             dist.barrier(group=self.workers.group)
 
     def _count(self, sent: int, received: int, process: int) -> int:

@@ -1,13 +1,16 @@
 """The mean of rounded messages, rounded again on its way back, without error feedback."""
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 from torch import Tensor
 
 from dlion.exchange.channel import Channel, sum_in_order
-from dlion.exchange.direct_send import Buffers, DirectSend
+from dlion.exchange.direct_send import Buffers, DenseMean, DirectSend
 from dlion.exchange.scaled import ScaledBytes, Spans
-from dlion.wire import Wire
+from dlion.wire import BFloat16, Wire
+
+MeanWire = Literal["float32", "bf16", "int8"]
+MEAN_WIRES: dict[str, int] = {"float32": 32, "bf16": 16, "int8": 8}  # bits
 
 
 class RoundedMean(DirectSend):
@@ -50,3 +53,16 @@ class ScaledInt8Mean(DirectSend):
 
     def decode(self) -> Tensor:
         return self._codec.decode_all(self.answer)
+
+
+def make_mean(
+    wire: MeanWire, channel: Channel, numel: int, spans: Spans, **buffers: Unpack[Buffers]
+) -> DirectSend:
+    """Make the exchange of a mean in a wire; ``spans`` are the pieces that int8 scales apart."""
+    match wire:
+        case "float32":
+            return DenseMean(channel, numel, **buffers)
+        case "bf16":
+            return RoundedMean(channel, numel, BFloat16(), **buffers)
+        case "int8":
+            return ScaledInt8Mean(channel, numel, spans, **buffers)

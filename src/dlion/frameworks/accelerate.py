@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.state import GradientState
 
 from dlion.frameworks import ours, silence
 
@@ -20,6 +21,7 @@ def keep_workers(accelerator: Accelerator) -> None:
     """
     for optimizer in ours(accelerator._optimizers):
         optimizer.workers_apart = True
+        optimizer.accumulates = lambda: not GradientState().sync_gradients
         silence(optimizer)
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:

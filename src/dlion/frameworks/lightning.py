@@ -31,6 +31,9 @@ class KeepWorkers(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in ours(self.optimizers):
             optimizer.workers_apart = True
+            optimizer.accumulates = lambda: (
+                not getattr(self.model, "require_backward_grad_sync", True)
+            )
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write each worker's state beside the file, on every process."""

@@ -1,10 +1,14 @@
 """The Trainer of transformers: checkpoints with every worker's state."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.state import GradientState
 from transformers import TrainerCallback
 
+from dlion.engine.lockstep import gather
 from dlion.frameworks import ours, silence
 
 
@@ -16,6 +20,9 @@ class KeepWorkers(TrainerCallback):
         trainer = Trainer(..., callbacks=[KeepWorkers()])
         trainer.train(resume_from_checkpoint=True)
 
+    Earlier checkpoints that ``save_total_limit`` does not allow are removed here, once the files of
+    all workers are there: during training the Trainer's own arguments show no such limit.
+
     Raises:
         ValueError: where training begins, if the workers' own state is not found.
 
@@ -26,6 +33,7 @@ class KeepWorkers(TrainerCallback):
 
     def __init__(self, resume_from: str | Path | None = None) -> None:
         self.resume_from = resume_from
+        self._limit: int | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
@@ -33,7 +41,10 @@ class KeepWorkers(TrainerCallback):
         """Silence DistributedDataParallel; read the workers' state of a resumed run."""
         for one in ours([optimizer]):
             one.workers_apart = True
+            one.accumulates = lambda: not GradientState().sync_gradients
             silence(one)
+            if not args.save_only_model and args.save_total_limit is not None:
+                self._limit, args.save_total_limit = args.save_total_limit, None
             if one._awaits is not None:
                 told = [self.resume_from, args.resume_from_checkpoint]
                 folders = [Path(path) for path in told if isinstance(path, str | Path)]
@@ -48,8 +59,34 @@ class KeepWorkers(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Write each worker's state into the checkpoint that was just saved."""
         for one in ours([] if args.save_only_model else [optimizer]):
-            one.save_workers(_folder(args, state))
+            folder = _folder(args, state)
+            one.save_workers(folder)
+            if self._limit is not None:
+                gather(torch.zeros(1), one.workers)  # all have written theirs
+                if args.should_save:
+                    _rotate(folder, self._limit, state.best_model_checkpoint)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Give the limit back; of one checkpoint alone the best one remains, as in the Trainer."""
+        if self._limit is not None:
+            args.save_total_limit, self._limit = self._limit, None
+            best = state.best_model_checkpoint
+            if args.should_save and args.save_total_limit == 1 and best is not None:
+                _rotate(Path(best), 1, best)
 
 
 def _folder(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
+    if not state.is_hyper_param_search:
+        return root / name
+    trials = [*root.glob(f"*/{name}")]  # the Trainer does not say which is of this trial
+    return max(trials, key=lambda folder: folder.stat().st_mtime)
+
+
+def _rotate(newest: Path, limit: int, best: str | None) -> None:
+    """Remove the oldest checkpoints beside the newest, until there are no more than ``limit``."""
+    kept = {newest, Path(best or newest)}
+    others = [path for path in newest.parent.glob("checkpoint-*") if path not in kept]
+    others.sort(key=lambda path: (path.stat().st_mtime, len(path.name), path.name))
+    for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
+        shutil.rmtree(path, ignore_errors=True)

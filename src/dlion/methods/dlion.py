@@ -20,6 +20,7 @@ from dlion.exchange import (
     measure_costs,
 )
 from dlion.kernels import Gradients
+from dlion.methods.sync import MomentumSync
 from dlion.methods.updates import descent, sign_descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
@@ -43,6 +44,7 @@ class SignedDescent(DistributedOptimizer):
     """
 
     own_state = ["momentum"]
+    _sync = MomentumSync(0)
 
     def __init__(
         self,
@@ -164,6 +166,10 @@ class SignedDescent(DistributedOptimizer):
         else:
             sums = exchange.down.view(exchange.answer)
             kernels.apply_levels(params, sums, exchange.largest, *rates)
+
+    def after_step(self, bucket: Bucket) -> None:
+        if self._sync.is_due(bucket.step + 1):
+            self._sync.average(bucket, self.channel)
 
     def prepare(self) -> None:
         rehearse(self)

@@ -10,6 +10,8 @@ from dlion.exchange import Exchange, TopKMean
 from dlion.exchange.topk import Block, bits_each_way
 from dlion.methods.muon import (
     BesideAdamW,
+    Coefficients,
+    NewtonSchulz,
     Precision,
     bucket_orthogonalise,
     matrix_descent,
@@ -54,6 +56,7 @@ class EF21Muon(BesideAdamW):
             later.
         ns_steps: Newton-Schulz iterations.
         ns_precision: bf16 or float32, of Newton-Schulz.
+        ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
             embeddings and heads by their usual names.
     """
@@ -72,11 +75,12 @@ class EF21Muon(BesideAdamW):
         value_bits: ValueBits = 16,
         ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
+        ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
         self.density, self.value_bits = density, value_bits
-        self.ns_steps, self.ns_precision = ns_steps, ns_precision
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         adamw = betas, eps, weight_decay, adamw_names
         super().__init__(params, lr, momentum, *adamw, **common)
 
@@ -120,5 +124,5 @@ class EF21Muon(BesideAdamW):
         # the mean of all estimates: those of absent workers stay
         tracked = bucket.shared["tracked"]
         tracked += bucket.to_shards(answer * (exchange.senders / self.workers.count))
-        polar = bucket_orthogonalise(bucket, tracked, self.ns_steps, self.ns_precision)
+        polar = bucket_orthogonalise(bucket, tracked, self.newton_schulz)
         matrix_descent(bucket, polar, rms_scale)

@@ -16,6 +16,7 @@ from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.layout import Slot
 from dlion.methods.muon import (
+    NewtonSchulz,
     bucket_orthogonalise,
     is_hidden,
     matrix_shape,
@@ -26,7 +27,7 @@ from dlion.methods.updates import adamw
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _EPS = 1e-8
-_NS_STEPS = 5
+_NEWTON_SCHULZ = NewtonSchulz(5, "float32")
 _RATES = ("lr", "betas", "weight_decay")
 
 
@@ -114,7 +115,7 @@ class Muon(Inner):
             momentum.lerp_(gradients[part], 1 - beta)
             directions[part] = gradients[part].lerp(momentum, beta)
             hidden.append((slot, part, group))
-        steps = bucket_orthogonalise(bucket, directions, _NS_STEPS, "float32", _is_hidden)
+        steps = bucket_orthogonalise(bucket, directions, _NEWTON_SCHULZ, _is_hidden)
         for slot, part, group in hidden:
             flat = steps[part] * rms_scale(*matrix_shape(slot.tensor))
             kernels.descend(

@@ -11,8 +11,8 @@ from dlion.engine.checks import check_matches
 from dlion.engine.optimizer import Common
 from dlion.exchange import LevelMean, Shape, Ties, Topology, Vote, WeightedVote
 from dlion.methods.dlion import SignedDescent
-from dlion.methods.sync import MomentumSync
-from dlion.values import Betas, Count, Name, NotNegative, Positive, Whole
+from dlion.methods.sync import Every, MomentumSync
+from dlion.values import Betas, Count, Name, NotNegative, Positive
 
 Bits = Literal[1, 2, 4, 8]
 Scale = Literal["l1", "max", "geometric"]
@@ -72,7 +72,7 @@ class LionCub(SignedDescent):
         scale: Scale = "l1",
         ties: Ties = "zero",
         headroom: bool = False,
-        momentum_sync: Whole | Literal["exponential", "floored"] = 0,
+        momentum_sync: Every = 0,
         sync_rate: Positive = 1.0,
         sync_until: Count | None = None,
         sync_pattern: Name | None = None,
@@ -118,7 +118,3 @@ class LionCub(SignedDescent):
             smallest = torch.finfo(scales.dtype).tiny
             factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)
             kernels.encode_levels(message, momentum, grads, beta1, beta2, factors, largest)
-
-    def after_step(self, bucket: Bucket) -> None:
-        if self._sync.is_due(bucket.step + 1):
-            self._sync.average(bucket, self.channel)

@@ -9,11 +9,10 @@ from torch import Tensor
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.engine.shards import local_part
-from dlion.exchange import DenseMean, Exchange, RoundedMean, ScaledInt8Mean, ScaledSignMean
+from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
 from dlion.methods.updates import nesterov
 from dlion.values import Betas, Called, Count, NotNegative, Probability
-from dlion.wire import BFloat16
 
 InnerOptimizer = (
     Literal["adamw", "lion", "muon", "sgd"] | Annotated[Maker, Called("in Python a function")]
@@ -229,7 +228,7 @@ class DiLoCo(LocalUpdate):
         local_steps: Count = 30,
         outer_lr: NotNegative = 0.7,
         outer_momentum: Probability = 0.9,
-        wire: Literal["float32", "bf16", "int8", "sign"] = "float32",
+        wire: MeanWire | Literal["sign"] = "float32",
         **common: Unpack[Common],
     ):
         self.wire = wire
@@ -249,13 +248,10 @@ class DiLoCo(LocalUpdate):
         return bits, bits
 
     def make_exchange(self, bucket: Bucket) -> Exchange:
-        match self.wire:
-            case "float32":
-                return DenseMean(self.channel, bucket.numel, **bucket.buffers)
-            case "bf16":
-                return RoundedMean(self.channel, bucket.numel, BFloat16(), **bucket.buffers)
-        scaled = ScaledInt8Mean if self.wire == "int8" else ScaledSignMean
-        return scaled(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
+        about = self.channel, bucket.numel, bucket.spans
+        if self.wire == "sign":
+            return ScaledSignMean(*about, **bucket.buffers)
+        return make_mean(self.wire, *about, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         displacement = self.displacement(bucket, local)
@@ -278,4 +274,4 @@ def _versions(bucket: Bucket) -> list[int]:
     return [local_part(slot.tensor)._version for slot in bucket.slots]
 
 
-_BITS = {"float32": 32, "bf16": 16, "int8": 8, "sign": 1}
+_BITS = {**MEAN_WIRES, "sign": 1}

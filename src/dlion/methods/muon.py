@@ -4,7 +4,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -22,7 +22,18 @@ from dlion.values import Betas, Depth, Name, NotNegative, Probability
 EMBEDDINGS_AND_HEADS = (
     r"embed|(^|\.)(tokens|positions|wte|wpe|\w+_token|fc|heads?|lm_head|classifier)(\.|$)"
 )
-COEFFICIENTS = 3.4445, -4.7750, 2.0315
+QUINTIC = 3.4445, -4.7750, 2.0315
+POLAR_EXPRESS = (  # arXiv 2505.16932, Algorithm 1: for singular values of 0.001 to 1
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+LIMIT = 1.875, -1.25, 0.375  # of all further iterations
+SAFETY = 1.01  # rounding may leave singular values so much too large
 RMS = 0.2  # of AdamW's steps at the same rate
 SMALLEST_NORM = 1e-7
 # of products of batches: with fewer rows their bits depend on the size of a batch on some CPUs
@@ -30,6 +41,28 @@ BATCHED_ROWS, BATCHED_ELEMENTS = 16, 2**20
 
 AdjustLR = Literal["match_rms_adamw", "original"]
 Precision = Literal["bf16", "float32"]
+Coefficients = Literal["quintic", "polar_express"]
+
+
+class NewtonSchulz(NamedTuple):
+    """Settings of the iteration that brings singular values near 1, see :class:`GMuon`."""
+
+    steps: int
+    precision: Precision = "bf16"
+    coefficients: Coefficients = "quintic"
+
+    @property
+    def margin(self) -> float:
+        """How much larger than a matrix its norm is taken to be."""
+        return SAFETY if self.coefficients == "polar_express" else 1.0
+
+    @property
+    def polynomials(self) -> list[tuple[float, float, float]]:
+        """(a, b, c) of each iteration."""
+        if self.coefficients == "quintic":
+            return [QUINTIC] * self.steps
+        safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS]
+        return (safe + [LIMIT] * self.steps)[: self.steps]
 
 
 def is_hidden(name: str, others: str | None = None) -> bool:
@@ -144,6 +177,10 @@ class GMuon(BesideAdamW):
     (a, b, c) = (3.4445, -4.775, 2.0315). With R rows and C columns s is ``0.2 sqrt(max(R, C))``
     (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
     decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
+
+    With ``ns_coefficients=polar_express`` each iteration has coefficients of its own, and
+    ``X = G / (1.01 |G|)`` (Amsel et al. 2025, arXiv 2505.16932, Algorithm 1): singular values come
+    nearer to 1.
     Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with mu 0.95 and 5 iterations;
     ``match_rms_adamw`` is of Liu et al. 2025 (arXiv 2502.16982). On a CPU it is
     torch.optim.Muon bit for bit.
@@ -175,6 +212,7 @@ class GMuon(BesideAdamW):
         ns_steps: Newton-Schulz iterations.
         ns_precision: what they are computed in; torch.optim.Muon has bf16, on a CPU float32 is
             faster.
+        ns_coefficients: quintic, one polynomial for all iterations, or polar_express.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
             embeddings and heads by their usual names.
     """
@@ -192,10 +230,12 @@ class GMuon(BesideAdamW):
         adjust_lr: AdjustLR = "match_rms_adamw",
         ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
+        ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        self.adjust_lr, self.ns_steps, self.ns_precision = adjust_lr, ns_steps, ns_precision
+        self.adjust_lr = adjust_lr
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         adamw = betas, eps, weight_decay, adamw_names
         super().__init__(params, lr, momentum, *adamw, **common)
 
@@ -206,7 +246,7 @@ class GMuon(BesideAdamW):
             m.lerp_(g, 1 - mu)
             g.lerp_(m, mu)
         scale = rms_scale if self.adjust_lr == "match_rms_adamw" else shape_scale
-        orthogonal = bucket_orthogonalise(bucket, mean, self.ns_steps, self.ns_precision)
+        orthogonal = bucket_orthogonalise(bucket, mean, self.newton_schulz)
         matrix_descent(bucket, orthogonal, scale)
 
 
@@ -237,8 +277,7 @@ def shape_scale(rows: int, columns: int) -> float:
 def bucket_orthogonalise(
     bucket: Bucket,
     flat: Tensor,
-    steps: int,
-    precision: Precision,
+    newton_schulz: NewtonSchulz,
     chosen: Callable[[Slot], bool] = lambda slot: True,
 ) -> Tensor:
     """Newton-Schulz of the chosen matrices of a bucket: float32 ``[padded]`` -> ``[padded]``.
@@ -248,13 +287,13 @@ def bucket_orthogonalise(
     whole = bucket.to_whole(flat)
     slots = [slot for slot in bucket.whole.slots if chosen(slot)]
     answer = torch.zeros_like(whole)
-    found = orthogonalise([slot.view(whole).flatten(1) for slot in slots], steps, precision)
+    found = orthogonalise([slot.view(whole).flatten(1) for slot in slots], newton_schulz)
     for slot, matrix in zip(slots, found, strict=True):
         slot.view(answer).copy_(matrix.reshape(slot.shape))
     return bucket.to_shards(answer)
 
 
-def orthogonalise(matrices: Sequence[Tensor], steps: int, precision: Precision) -> list[Tensor]:
+def orthogonalise(matrices: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:
     """Newton-Schulz: ``U S V^T`` with S near 1 of each matrix ``[A, B]``.
 
     Matrices of one shape are multiplied in batches; the bits are those of each by itself.
@@ -267,9 +306,9 @@ def orthogonalise(matrices: Sequence[Tensor], steps: int, precision: Precision) 
         size = max(1, BATCHED_ELEMENTS // (rows * columns)) if rows >= BATCHED_ROWS else 1
         for first in range(0, len(indices), size):
             batch = indices[first : first + size]
-            wide = [_wide(matrices[index], precision) for index in batch]
+            wide = [_wide(matrices[index], newton_schulz.precision) for index in batch]
             iterate = _iterate if len(batch) == 1 else _iterate_batch
-            for index, x in zip(batch, iterate(wide, steps), strict=True):
+            for index, x in zip(batch, iterate(wide, newton_schulz), strict=True):
                 found[index] = x.T if _is_tall(matrices[index]) else x
     return [found[index] for index in range(len(matrices))]
 
@@ -283,21 +322,19 @@ def _wide(matrix: Tensor, precision: Precision) -> Tensor:
     return x.T if _is_tall(matrix) else x
 
 
-def _iterate(alone: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
-    a, b, c = COEFFICIENTS
+def _iterate(alone: Sequence[Tensor], newton_schulz: NewtonSchulz) -> Sequence[Tensor]:
     (x,) = alone
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
-    for _ in range(steps):
+    x = x / (x.norm().clamp(min=SMALLEST_NORM) * newton_schulz.margin)
+    for a, b, c in newton_schulz.polynomials:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return [x]
 
 
-def _iterate_batch(matrices: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
-    a, b, c = COEFFICIENTS
+def _iterate_batch(matrices: Sequence[Tensor], newton_schulz: NewtonSchulz) -> Sequence[Tensor]:
     norms = torch.stack([matrix.norm() for matrix in matrices]).clamp(min=SMALLEST_NORM)
-    x = torch.stack([*matrices]) / norms.view(-1, 1, 1)
-    for _ in range(steps):
+    x = torch.stack([*matrices]) / (norms * newton_schulz.margin).view(-1, 1, 1)
+    for a, b, c in newton_schulz.polynomials:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return [*x]

@@ -10,7 +10,14 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
 from dlion.methods.adm import DeltaModulated
-from dlion.methods.muon import RMS, MatricesApart, Precision, orthogonalise
+from dlion.methods.muon import (
+    RMS,
+    Coefficients,
+    MatricesApart,
+    NewtonSchulz,
+    Precision,
+    orthogonalise,
+)
 from dlion.methods.sign_muon import LION_SHARE
 from dlion.methods.updates import sign_descent
 from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
@@ -48,6 +55,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         lookahead: as for :class:`DLionADM`.
         ns_steps: Newton-Schulz iterations.
         ns_precision: bf16 or float32, of Newton-Schulz.
+        ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
             embeddings and heads by their usual names.
     """
@@ -63,10 +71,11 @@ class MuonADM(MatricesApart, DeltaModulated):
         lookahead: NotNegative = 0.5,
         ns_steps: Depth = 5,
         ns_precision: Precision = "bf16",
+        ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
-        self.ns_steps, self.ns_precision = ns_steps, ns_precision
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -97,7 +106,7 @@ class MuonADM(MatricesApart, DeltaModulated):
             matrices = [
                 slot.view(values).flatten(1) for slot, values in zip(alone, flat, strict=True)
             ]
-            found = orthogonalise(matrices, self.ns_steps, self.ns_precision)
+            found = orthogonalise(matrices, self.newton_schulz)
             pairs = zip(alone, found, strict=True)
             return [slot.flatten(matrix.reshape(slot.shape)).float() for slot, matrix in pairs]
 

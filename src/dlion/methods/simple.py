@@ -400,7 +400,7 @@ def muon_adm(
     wd: float,
     rise: int,
     lookahead: float,
-    newton_schulz: tuple[int, torch.dtype],
+    newton_schulz: "NewtonSchulz",
     matrices: "Matrices",
     spans: Spans,
 ) -> None:
@@ -431,15 +431,35 @@ def muon_adm(
 # Muon: matrices are ``(start, stop, rows)`` in d, AdamW's are the ``spans``.
 
 Matrices = Sequence[tuple[int, int, int]]
+NewtonSchulz = tuple[int, torch.dtype, str]  # iterations, precision, coefficients
+
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),  # and for ever
+]
 
 
-def orthogonalise(a: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+def polynomial(iteration: int, coefficients: str) -> tuple[float, float, float]:
+    if coefficients == "quintic":
+        return 3.4445, -4.775, 2.0315
+    p, q, r = POLAR_EXPRESS[min(iteration, 7)]
+    return (p / 1.01, q / 1.01**3, r / 1.01**5) if iteration < 7 else (p, q, r)
+
+
+def orthogonalise(a: Tensor, steps: int, dtype: torch.dtype, coefficients: str) -> Tensor:
     u = a.T if len(a) > len(a.T) else a
     u = u.to(dtype)
-    u = u / u.norm().clamp(min=1e-7)
-    for _ in range(steps):
+    u = u / (u.norm().clamp(min=1e-7) * (1.01 if coefficients == "polar_express" else 1))
+    for i in range(steps):
+        p, q, r = polynomial(i, coefficients)
         gram = u @ u.T
-        u = torch.addmm(u, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), u, beta=3.4445)
+        u = torch.addmm(u, torch.addmm(gram, gram, gram, beta=q, alpha=r), u, beta=p)
     return u.T if len(a) > len(a.T) else u
 
 
@@ -454,7 +474,7 @@ def g_muon(
     betas: Betas,
     eps: float,
     wd: float,
-    newton_schulz: tuple[int, torch.dtype],
+    newton_schulz: "NewtonSchulz",
     scale: Callable[[int, int], float],
     matrices: Matrices,
     spans: Spans,
@@ -484,7 +504,7 @@ def sign_muon(
     wd: float,
     rest: str,
     local_polar: bool,
-    newton_schulz: tuple[int, torch.dtype],
+    newton_schulz: "NewtonSchulz",
     matrices: Matrices,
     spans: Spans,
     vote: Callable[[Tensor], Tensor],
@@ -601,7 +621,7 @@ def ef21_muon(
     wd: float,
     density: float,
     bits: int,
-    newton_schulz: tuple[int, torch.dtype],
+    newton_schulz: "NewtonSchulz",
     matrices: Matrices,
     spans: Spans,
 ) -> None:
@@ -730,7 +750,9 @@ def muon(
                 continue
             mi.lerp_(gi, 1 - betas[0])
             matrix = gi.lerp(mi, betas[0]).view(shape).flatten(1)
-            update = orthogonalise(matrix, 5, torch.float32) * (0.2 * math.sqrt(max(matrix.shape)))
+            update = orthogonalise(matrix, 5, torch.float32, "quintic") * (
+                0.2 * math.sqrt(max(matrix.shape))
+            )
             descend(yi, update.flatten(), lr, wd)
 
 

@@ -1,15 +1,19 @@
 """Averages the workers' momenta now and then."""
 
-import torch
+import itertools
+from typing import Literal
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.checks import check_pattern
-from dlion.exchange import Channel, DenseMean
+from dlion.exchange import Channel, DirectSend, MeanWire, make_mean
+from dlion.values import Whole
 from dlion.workers import Workers
+
+Every = Whole | Literal["exponential", "floored"]
 
 
 class MomentumSync:
-    """Averages the momenta of all workers after some steps, float32 both ways.
+    """Averages the momenta of all workers after some steps.
 
     Source: Ishikawa et al. 2024 (arXiv 2411.16462); the exponential rule is 0/1 Adam's (Lu et al.
     2022, arXiv 2202.06009). The first author's code is ``floored`` with a rate of 16, and stops
@@ -23,6 +27,7 @@ class MomentumSync:
         pattern: a regular expression; only parameters whose name contains it are averaged. None:
             all.
         until: the last step after which momenta may be averaged. None: no last step.
+        wire: what momenta and their mean are rounded to on their way.
 
     Raises:
         ValueError: for settings that are not possible.
@@ -30,10 +35,11 @@ class MomentumSync:
 
     def __init__(
         self,
-        every: int | str,
+        every: Every,
         rate: float = 1.0,
         pattern: str | None = None,
         until: int | None = None,
+        wire: MeanWire = "float32",
     ):
         for name, value in {"sync_pattern": pattern, "sync_until": until}.items():
             if value is not None and not every:
@@ -41,9 +47,9 @@ class MomentumSync:
                     f"{name}={value} has no effect with momentum_sync=0: give a number of steps,"
                     " exponential or floored"
                 )
-        self.every, self.rate, self.until = every, rate, until
+        self.every, self.rate, self.until, self.wire = every, rate, until, wire
         self.pattern = check_pattern("sync_pattern", pattern)
-        self._means: dict[Bucket, DenseMean] = {}
+        self._means: dict[Bucket, DirectSend] = {}
         self._workers: Workers | None = None
 
     def is_due(self, step: int) -> bool:
@@ -66,24 +72,31 @@ class MomentumSync:
 
     def average(self, bucket: Bucket, channel: Channel) -> None:
         """Give ``bucket.own["momentum"]`` of all participants its mean over them."""
-        spans = [(slot.start, slot.stop) for slot in bucket.slots if self.includes(slot.name)]
+        slots = [slot for slot in bucket.slots if self.includes(slot.name)]
         rows = bucket.own["momentum"]
-        if not spans:
+        if not slots:
             return
+        alignment = 64 if self.wire == "int8" else 1  # of tensors that have a scale
+        sizes = [slot.stop - slot.start for slot in slots]
+        padded = [-(-size // alignment) * alignment for size in sizes]
+        *starts, end = itertools.accumulate(padded, initial=0)
+        places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        pairs = [(slice(s.start, s.stop), p) for s, p in zip(slots, places, strict=True)]
         if channel.workers is not self._workers:  # exchanges are for one number of workers
             self._means.clear()
             self._workers = channel.workers
         if bucket not in self._means:
-            size = sum(stop - start for start, stop in spans)
-            self._means[bucket] = DenseMean(channel, size, device=bucket.device)
+            spans = [(place.start, place.stop) for place in places]
+            made = make_mean(self.wire, channel, end, spans, device=bucket.device)
+            self._means[bucket] = made
         exchange = self._means[bucket]
         for local, row in enumerate(rows):
-            message = torch.cat([row[start:stop] for start, stop in spans])
-            padding = (0, exchange.numel - len(message))
-            exchange.encode(local, torch.nn.functional.pad(message, padding))
+            message = row.new_zeros(exchange.numel)
+            for here, place in pairs:
+                message[place] = row[here]
+            exchange.encode(local, message)
         exchange.run(bucket.step)
-        mean, offset, local = exchange.decode(), 0, channel.local_participants
-        for start, stop in spans:
-            for row in local:
-                rows[row, start:stop] = mean[offset : offset + stop - start]
-            offset += stop - start
+        mean = exchange.decode()
+        for here, place in pairs:
+            for local in channel.local_participants:
+                rows[local, here] = mean[place]

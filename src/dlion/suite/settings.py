@@ -234,7 +234,8 @@ class Settings:
             run.
         stop_after: steps after which the run ends with a checkpoint, as if interrupted.
         max_restarts: how often the processes are restarted from the latest checkpoint after a
-            failure.
+            failure; of an elastic run, how often a worker here that dies is started again, which
+            then joins.
         timeout: seconds to wait for another process before the run fails.
         nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
             worker had none, or null: send it. With null a run may end with such a model, too.
@@ -331,6 +332,7 @@ NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         lambda steps: isinstance(steps, str),
         "exponential",
     ),
+    "optimizer.sync_wire": ("optimizer.momentum_sync", lambda steps: steps != 0, "20"),
     "optimizer.ties": ("optimizer.aggregation", lambda way: way != "avg", "mavo"),
 }
 

@@ -27,6 +27,8 @@ def prepare() -> None:
         if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream))
     _at_interrupt(_leave)
+    # torch writes a page of stack frames for every connection that a worker's death closes
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         Path.cwd()
     except FileNotFoundError:

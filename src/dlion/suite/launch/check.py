@@ -46,7 +46,6 @@ _FOR_CHANGING_WORKERS = {
     "local_steps": 1,
     "network.rate": None,
     "backend": "gloo",
-    "max_restarts": 0,
     "box": False,
     "agreement": False,
     "profile": False,

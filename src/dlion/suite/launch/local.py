@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +39,8 @@ from dlion.suite.training.signals import SIGNALS, SignalNotice, woken_by_signals
 # seconds that a process waits after it lost a peer, so that the peer's failure is reported first
 PATIENCE = 2.0
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs every kill
+_METHOD = "fork" if sys.platform == "linux" else "spawn"
+_REFUSED = 2  # exit code of a process that would end in the same way if it were started again
 _SENTENCES = (TrainingFailed, UserError)  # their messages are enough
 # words of gloo, of NCCL, and of the thread of torch that watches NCCL and aborts the process
 _LOST = re.compile(
@@ -56,6 +59,8 @@ def run_processes(
     watched: bool = False,
     apart: bool = False,
     interface: str | None = LOOPBACK,
+    restarts: int = 0,
+    again: tuple[Any, ...] = (),
 ) -> Any:
     """Run ``work(*args)`` in several processes.
 
@@ -70,6 +75,8 @@ def run_processes(
             error, which then goes through this process.
         interface: that gloo uses; None: as the environment says, or gloo chooses.
         apart: whether the others continue when a process ends: they are workers that come and go.
+        restarts: with ``apart``, how often a process is started again that was killed or crashed.
+        again: arguments of ``work`` in such a process.
 
     Returns:
         The result of process 0, or with ``apart`` of the first that has one, after a round trip
@@ -115,7 +122,8 @@ def run_processes(
             if signals:  # the mask is this thread's: another may have taken one before
                 tell_children()
             if apart:
-                _wait_for_each(context, directory, notice)
+                start_again = partial(_start_again, children, restarts, *here, work, again)
+                _wait_for_each(context.processes, directory, notice, start_again)
             else:
                 _wait(context, directory, notice, errors)
         finally:
@@ -134,9 +142,8 @@ def run_processes(
 
 def _start(processes: int, *args: Any) -> ProcessContext:
     """Start processes that run ``_work(rank, *args)``."""
-    method = "fork" if sys.platform == "linux" else "spawn"
     try:
-        return start_processes(_work, args, processes, join=False, start_method=method)
+        return start_processes(_work, args, processes, join=False, start_method=_METHOD)
     except OSError as error:
         raise RunFailed(
             f"not all of {processes} processes could be started ({error.strerror}): type"
@@ -233,9 +240,30 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors
         raise RunFailed(reason, leaving=notice.first is not None) from None
 
 
-def _wait_for_each(context: ProcessContext, directory: Path, notice: SignalNotice) -> None:
+def _start_again(children: list[BaseProcess], restarts: int, *args: Any) -> BaseProcess | None:
+    """Start a process again, which ``children`` gets, unless there were so many already."""
+    *args, rank = args
+    _, processes, *_ = args
+    if len(children) == processes + restarts:
+        return None
+    context = multiprocessing.get_context(_METHOD)
+    process = context.Process(target=_work, args=(rank, *args))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it has its own handlers
+    process.start()
+    children.append(process)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+def _wait_for_each(
+    processes: Sequence[BaseProcess],
+    directory: Path,
+    notice: SignalNotice,
+    start_again: Callable[[int], BaseProcess | None],
+) -> None:
     """Wait until all processes have ended; say of each that fails why, and how many are left."""
-    left: dict[int, BaseProcess] = dict(enumerate(context.processes))
+    left = dict(enumerate(processes))
+    again: dict[int, BaseProcess] = {}
     while left:
         with woken_by_signals() as woken:
             connection.wait([*(process.sentinel for process in left.values()), woken])
@@ -244,11 +272,19 @@ def _wait_for_each(context: ProcessContext, directory: Path, notice: SignalNotic
             if process.exitcode is None:
                 continue
             del left[rank]
-            if process.exitcode != 0 and notice.first is None and left:
+            if process.exitcode == 0:  # the run has ended: who has not joined yet need not
+                for late in again.values():
+                    late.terminate()
+            elif notice.first is None and left:
                 number = -process.exitcode
                 name = signal.Signals(number).name if number > 0 else None
-                reason = _reason(rank, name, [], _failures(len(context.processes), directory))
-                print(f"{reason}; {len(left)} here continue", file=sys.stderr, flush=True)
+                reason = _reason(rank, name, [], _failures(len(processes), directory))
+                _outcome_file(directory, rank).unlink(missing_ok=True)
+                new = start_again(rank) if process.exitcode != _REFUSED else None
+                if new is not None:
+                    left[rank] = again[rank] = new
+                how = "it is started again" if new is not None else f"{len(left)} here continue"
+                print(f"{reason}; {how}", file=sys.stderr, flush=True)
 
 
 def _outcome(directory: Path, processes: int, notice: SignalNotice) -> dict[str, Any]:
@@ -377,7 +413,7 @@ def _work(
     except Exception as error:
         failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
         file.write_text(json.dumps(failure))
-        end_now(1)
+        end_now(_REFUSED if isinstance(error, _SENTENCES) else 1)
     if apart:
         end_now(0)  # a thread of torchft may still ask a lighthouse that is gone
 

@@ -138,8 +138,15 @@ def _run_elastic(job: Job) -> float | None:
     with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
         begins = job.config.elastic.begins
         job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begins=begins)
-        interface = LOOPBACK if is_loopback(lighthouse or "") else None
-        return run_processes(processes, work_elastic, job, apart=True, interface=interface)
+        return run_processes(
+            processes,
+            work_elastic,
+            job,
+            apart=True,
+            interface=LOOPBACK if is_loopback(lighthouse or "") else None,
+            restarts=job.config.max_restarts,
+            again=(replace(job, meeting=None, begins=False, resume=None),),
+        )
 
 
 def work_elastic(job: Job) -> float | None:
