@@ -15,7 +15,9 @@ from PIL import Image, ImageCms
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data import ImageData, imagenet, images, load
+from dlion.suite.data.inputs import TextInput
 from dlion.suite.data.pictures import read_picture
+from dlion.suite.data.tokenizers import Bytes
 from tests.data.formats import (
     picture,
     write_cifar,
@@ -517,3 +519,21 @@ def test_folders_of_parts_are_no_classes(tmp_path):
         picture_file.rename(picture_file.with_suffix(".heic"))
     with pytest.raises(UserError, match=r"holds no pictures \(left out: \d+ of suffix .heic\)"):
         images(str(tmp_path / "outer"))
+
+
+def test_a_models_input_says_what_it_takes(tmp_path):
+    write_classes(tmp_path)
+    made, files = images(str(tmp_path)).input, sorted(tmp_path.rglob("*.PNG"))[:3]
+    assert (
+        torch.equal(made(files), made(*map(str, files))) and made(files[0].read_bytes()).ndim == 4
+    )
+    for wrong in (torch.zeros(3, 4, 4), np.zeros((4, 4)), None, 3):
+        with pytest.raises(UserError, match=r"a picture is a file, .*, not "):
+            made(wrong)
+    with pytest.raises(UserError, match="there are no pictures"):
+        made()
+    text = TextInput(Bytes(), context=4)
+    assert text("größe").tolist() == [list("größe".encode())[-4:]]
+    for wrong, reason in (("", "has no tokens"), (["a", "b"], "give one text, not list")):
+        with pytest.raises(UserError, match=reason):
+            text(wrong)
