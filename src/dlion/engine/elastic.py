@@ -5,6 +5,7 @@ where it is another than before, the exchanges are made again for as many worker
 all of them have all answers; otherwise each of them puts back what encoding has moved.
 """
 
+import hashlib
 import io
 import json
 import logging
@@ -84,7 +85,8 @@ class Elastic:
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         begins = int(getattr(manager, "begins", True))
         self._late = 0.0  # since when only workers that may not begin the run are there
-        self._ids = torch.tensor([2 * int.from_bytes(os.urandom(7), "little") + begins])
+        self._id = 2 * int.from_bytes(os.urandom(7), "little") + begins
+        self._lineage = 0  # of the steps that this worker's state has seen
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
         manager.register_state_dict_fn("dlion", self._load, self._state)
@@ -169,7 +171,8 @@ class Elastic:
         optimizer.channel.move(optimizer.workers)
         before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
         try:
-            everyones = optimizer.channel.gather(self._ids).tolist()
+            mine = torch.tensor([[self._id, self._lineage]])
+            everyones, lineages = optimizer.channel.gather(mine).T.tolist()
         except RuntimeError as error:  # somebody has left already
             self._give_up(error)
             return False
@@ -186,6 +189,12 @@ class Elastic:
                     f"no worker that has begun the run has come within {limit}: start it from its"
                     " last checkpoint, or without begins=false"
                 )
+            return False
+        (most, _), *others = Counter(lineages).most_common()
+        if others:  # some saw a step committed that the rest then took without them
+            if self._lineage != most:  # a peer's state comes with the next quorum
+                self.resume(self.manager.current_step() - 1)
+            self._give_up(RuntimeError("not all have seen the same steps"))
             return False
         self._group, self._late = group, 0.0
         for bucket in optimizer.buckets:
@@ -274,6 +283,8 @@ class Elastic:
         self.open = False
         self.committed = self.manager.should_commit()
         if self.committed:
+            seen = f"{self._lineage} {self.manager._quorum_id}".encode()
+            self._lineage = int.from_bytes(hashlib.sha256(seen).digest()[:7], "little")
             for bucket in buckets:
                 self._note(bucket)
         else:
@@ -339,6 +350,7 @@ class Elastic:
         optimizer = self._optimizer
         return {
             "facts": self._facts,
+            "lineage": self._lineage,
             "groups": [plain_values(group) for group in optimizer.param_groups],
             "buckets": [
                 {
@@ -389,6 +401,7 @@ class Elastic:
         for tensor, values in zip(frozen, state["frozen"], strict=True):
             local_part(tensor).copy_(values)
         optimizer.begin_round()
+        self._lineage = state["lineage"]
         self.healed += 1
 
 
