@@ -432,7 +432,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         given = {slot.tensor for bucket in buckets for slot in bucket.slots}
         alone = self.workers.processes == 1 and self.node is None
         for tensor in [] if alone else params:
-            here = local_part(tensor)
+            here = local_part(tensor).detach()
             if tensor not in given and here.numel():
                 values = here.contiguous()
                 self._give(values.flatten().view(torch.uint8))  # gloo does not know every dtype

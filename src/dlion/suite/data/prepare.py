@@ -27,7 +27,7 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 from dlion.suite.data.compressed import SUFFIXES, bare_name, compression, unpack
 from dlion.suite.data.hub import check_cache
-from dlion.suite.data.parquet import be_quiet, open_hub
+from dlion.suite.data.parquet import be_quiet, open_hub, saved_tables
 from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer, vocabulary_of
 from dlion.suite.data.tokens import (
     FACTS,
@@ -277,6 +277,10 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
             raise UserError(
                 f"{sources[0]} is neither a file nor a data set of the hub that can be reached"
             ) from error
+    if len(sources) == 1 and (saved := saved_tables(Path(sources[0]))):
+        if split not in saved:
+            raise UserError(f"--split={split}: there are {', '.join(saved)} only")
+        return saved[split]
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
@@ -423,7 +427,9 @@ def _resolved(name: str) -> str:
 def main(arguments: list[str]) -> None:
     """Prepare the text that the command line names."""
     parser = make_parser("prepare", __doc__, "book.txt -o DIR")
-    parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
+    parser.add_argument(
+        "sources", nargs="+", help="files, one folder of save_to_disk, or one name of the hub"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--tokenizer",
