@@ -191,6 +191,21 @@ def test_peers_do_not_wait_for_a_worker_that_has_given_up(
 
 
 @pytest.mark.slow
+def test_many_that_come_while_all_others_are_busy_do_not_begin_another_run(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("dlion_mavo", "{}")
+    run.start("a", pause=15)
+    run.wait(lambda: 1 in run.rows("a"))
+    for name in "bcd":
+        run.start(name)
+    run.wait(lambda: all(map(run.rows, "bcd")))
+    run.stop()
+    assert all(min(run.rows(name)) > 0 for name in "bcd")
+    agree(*map(run.rows, "abcd"))
+
+
+@pytest.mark.slow
 def test_a_worker_that_saw_another_step_committed_takes_the_state_of_its_peers(
     crew: Callable[..., Crew],
 ) -> None:
