@@ -143,7 +143,7 @@ class Crew:
                         self.dies[seat] = float("inf")
                         self.returns[seat] = now + self.away
                 for seat in [seat for seat, when in self.returns.items() if now > when]:
-                    self.start(seat, replace(self.job, begins=False))
+                    self.start(seat, self.job)
                 time.sleep(0.02)
             for process in self.processes.values():  # they end together
                 process.join(60)
@@ -182,9 +182,10 @@ def changing(
         crew.train()
     found = load_run(directory)
     rows, events = found.metrics, [row["event"] for row in found.events]
-    missing = args.steps - len({row["step"] for row in rows})
-    if missing:
-        raise RunFailed(f"{missing} of {args.steps} steps have no row")
+    steps = [0, *(row["step"] for row in rows)]  # of local updates, once a round
+    taken = [after - before for before, after in itertools.pairwise(steps)]
+    if steps[-1] != args.steps or min(taken) < 1 or max(taken) != taken[0]:
+        raise RunFailed(f"rows are missing: {steps}")
     times = [row["seconds"] for row in rows]
     between = [after - before for before, after in itertools.pairwise(times)]
     present = [[row["seconds"], row["workers"]] for row in rows]
@@ -193,7 +194,7 @@ def changing(
         "died": crew.died,
         "left": events.count("left"),
         "joined": events.count("joined"),
-        "worker_steps": sum(row["workers"] for row in rows),
+        "worker_steps": sum(row["workers"] * count for row, count in zip(rows, taken, strict=True)),
         "longest_stall": max(between, default=0.0),
     }, {
         "present": [present[0], *changes, present[-1]],

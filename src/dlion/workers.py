@@ -1,5 +1,6 @@
 """Workers: processes x virtual workers. The one place where ranks are known."""
 
+import hashlib
 import os
 import socket
 from collections.abc import Iterator
@@ -173,13 +174,15 @@ def check_gpus(workers: Workers, device: torch.device) -> None:
 
 def check_different(workers: Workers, gpu: str) -> None:
     """Refuse two processes with one ``gpu``, a name of :func:`gpu_of`."""
-    gpus: list[str] = [""] * workers.processes
-    dist.all_gather_object(gpus, gpu, group=workers.with_cpu_group().group)
-    first: dict[str, int] = {}
-    for process, name in zip(workers.ranks, gpus, strict=True):
-        if first.setdefault(name, process) != process:
+    own = torch.tensor([*hashlib.sha256(gpu.encode()).digest()], dtype=torch.uint8, device="cpu")
+    gpus = [torch.empty_like(own) for _ in range(workers.processes)]
+    dist.all_gather(gpus, own, group=workers.with_cpu_group().group)
+    first: dict[tuple[int, ...], int] = {}
+    for process, digest in zip(workers.ranks, gpus, strict=True):
+        earlier = first.setdefault(tuple(digest.tolist()), process)
+        if earlier != process:
             raise TrainingFailed(
-                f"processes {first[name]} and {process} share a GPU, which NCCL does not allow:"
+                f"processes {earlier} and {process} share a GPU, which NCCL does not allow:"
                 ' call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before moving anything'
                 " to CUDA, or use gloo"
             )

@@ -101,6 +101,7 @@ def test_a_method_keeps_its_colour_and_settings_have_lines(tmp_path):
         (["--x", "optimizer.lr"], ["learning rate", "0.01"]),
         (["--x", "paper_bits"], ["bits per parameter and step, both ways"]),
         (["--x", "sent_bits"], ["bits that a worker sends, per parameter and step"]),
+        (["--x", "seconds"], ["seconds of training", "take turns"]),
         (["--x", "received_bits"], ["bits that a worker receives, per parameter and step"]),
         (["--x", "step", "--panels", "optimizer.lr"], ["lr = 0.001", "lr = 0.01"]),
         (["--panels", "workers"], ["workers = 8", "bits sent per parameter"]),

@@ -8,14 +8,16 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features
+from datasets import ClassLabel, Dataset, Features, load_dataset
 from datasets import Image as ImageFeature
 from omegaconf import OmegaConf
 from PIL import Image, ImageCms
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data import ImageData, imagenet, images, load
+from dlion.suite.data.inputs import TextInput
 from dlion.suite.data.pictures import read_picture
+from dlion.suite.data.tokenizers import Bytes
 from tests.data.formats import (
     picture,
     write_cifar,
@@ -292,7 +294,7 @@ def test_tables_of_any_names(tmp_path):
     with pytest.raises(UserError, match=r"column id holds .*, not pictures"):
         images(str(tmp_path), image_column="id")
     write_classes(tmp_path / "folders")
-    with pytest.raises(UserError, match="holds no parquet files with a column species"):
+    with pytest.raises(UserError, match="label_column=species is of parquet files"):
         images(str(tmp_path / "folders"), label_column="species")
 
 
@@ -476,3 +478,62 @@ def test_pictures_of_imagenet_have_labels_before_they_are_decoded(tmp_path):
     data = imagenet(str(tmp_path), image_size=32, loaders=0)
     for part in (data, data.hold_out()):
         assert part.labels.tolist() == [label for _, label in part.train]
+
+
+def test_a_folder_of_save_to_disk_is_what_its_parquet_files_are(tmp_path):
+    write_cifar(tmp_path / "parquet", classes=2)
+    tables = load_dataset("parquet", data_dir=str(tmp_path / "parquet" / "plain_text"))
+    tables["noisy"] = tables["test"]
+    tables.save_to_disk(tmp_path / "saved")
+    first, second = (images(str(tmp_path / name)) for name in ("parquet", "saved"))
+    assert torch.equal(first.train_x, second.train_x) and torch.equal(first.test_y, second.test_y)
+    assert second.names == ("class 0", "class 1") and second.left_out["rows of noisy"] == 12
+    (tmp_path / "saved" / "dataset_dict.json").write_text("{")
+    with pytest.raises(UserError, match="is of save_to_disk, but could not be read"):
+        images(str(tmp_path / "saved"))
+
+
+def test_white_may_be_zero_in_16_bits(tmp_path):
+    file, ramp = tmp_path / "ramp.tif", np.arange(256, dtype=np.uint16).reshape(16, 16) * 256
+    Image.fromarray(ramp).save(file)
+    usual = np.asarray(read_picture(file, "ramp", keep_grey=True))
+    tag = bytes.fromhex("060103000100000001")  # photometric interpretation: black is zero
+    assert file.read_bytes().count(tag) == 1
+    file.write_bytes(file.read_bytes().replace(tag, tag[:-1] + b"\0"))
+    assert np.array_equal(np.asarray(read_picture(file, "ramp", keep_grey=True)), 255 - usual)
+
+
+def test_folders_of_parts_are_no_classes(tmp_path):
+    write_classes(tmp_path / "parts", ("training_set", "test_set"))
+    data = images(str(tmp_path / "parts"), image_size=8)
+    assert data.train_size == data.test_size and data.names == imagenet(tmp_path / "parts").names
+    (tmp_path / "parts" / "test_set").rename(tmp_path / "parts" / "fold_2")
+    (tmp_path / "parts" / "training_set").rename(tmp_path / "parts" / "fold_1")
+    with pytest.raises(UserError, match="if those are the classes, call the outer ones train"):
+        images(str(tmp_path / "parts"), image_size=8)
+    with pytest.raises(UserError, match=r"or type dataset\.path=.*fold_2"):
+        (tmp_path / "outer").mkdir()
+        (tmp_path / "parts" / "fold_2").rename(tmp_path / "outer" / "fold_2")
+        images(str(tmp_path / "outer"), image_size=8)
+    for picture_file in [p for p in (tmp_path / "outer").rglob("*") if p.is_file()]:
+        picture_file.rename(picture_file.with_suffix(".heic"))
+    with pytest.raises(UserError, match=r"holds no pictures \(left out: \d+ of suffix .heic\)"):
+        images(str(tmp_path / "outer"))
+
+
+def test_a_models_input_says_what_it_takes(tmp_path):
+    write_classes(tmp_path)
+    made, files = images(str(tmp_path)).input, sorted(tmp_path.rglob("*.PNG"))[:3]
+    assert (
+        torch.equal(made(files), made(*map(str, files))) and made(files[0].read_bytes()).ndim == 4
+    )
+    for wrong in (torch.zeros(3, 4, 4), np.zeros((4, 4)), None, 3):
+        with pytest.raises(UserError, match=r"a picture is a file, .*, not "):
+            made(wrong)
+    with pytest.raises(UserError, match="there are no pictures"):
+        made()
+    text = TextInput(Bytes(), context=4)
+    assert text("größe").tolist() == [list("größe".encode())[-4:]]
+    for wrong, reason in (("", "has no tokens"), (["a", "b"], "give one text, not list")):
+        with pytest.raises(UserError, match=reason):
+            text(wrong)

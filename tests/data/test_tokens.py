@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from dlion.errors import UserError
 from dlion.suite.arguments import errors_end_the_command
@@ -161,7 +162,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys):
         ([tmp_path / "empty.txt", *known], "empty.txt holds no text"),
         ([tmp_path / "tiny.txt", "-o", tmp_path / "tiny"], "too little: prepare more text"),
         ([tmp_path / "a.jsonl", tmp_path / "tiny.txt", *known], "give files of one kind"),
-        ([tmp_path / "a.jsonl", *known, "--column", "words"], "there are text only"),
+        ([tmp_path / "a.jsonl", *known, "--column", "words"], "is not a column: choose text"),
         (
             [tmp_path / "a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path],
             "give the folder",
@@ -265,8 +266,10 @@ def test_compressed_files_and_tables_hold_the_same_documents(tmp_path, tokenizer
         "g.tsv": ("text\n" + "".join(text + "\n" for text in texts)).encode(),
     }
     prepared = set()
-    for name, data in content.items():
-        (tmp_path / name).write_bytes(data)
+    Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    for name, data in [*content.items(), ("saved", b"")]:
+        if data:
+            (tmp_path / name).write_bytes(data)
         out = tmp_path / f"{name}.out"
         main([str(tmp_path / name), "-o", str(out), "--tokenizer", str(tmp_path / "tokenizer")])
         prepared.add(tuple((out / part).read_bytes() for part in ("train.bin", "val.bin")))

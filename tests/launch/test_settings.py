@@ -312,6 +312,8 @@ WRONG = {
     "experiment=": "experiment= names nothing",
     # what the data and the model allow together
     "model.dim=100000000": "parameters, which take",
+    "dataset=next_line model=causal_lm model.architecture=bert +model.hidden_size=12"
+    " +model.num_hidden_layers=1 dataset.context=16": "looks ahead: type +model.is_decoder=true",
     "model=resnet18 batch_size=2": "leave a worker batches of one: type a larger batch_size",
     # components of one's own
     "--config-dir own model=broken": "could not be imported (NameError: name 'nohing'",

@@ -108,6 +108,23 @@ def test_another_number_of_workers_is_refused(saved):
         assert f"{sizes} for optimizer.state.0.weight.worker\n" in heard
 
 
+@pytest.mark.parametrize("method", [DLion, GAdamW])
+def test_an_earlier_checkpoint_without_counted_steps_loads(method, tmp_path):
+    model = net()
+    optimizer = method(model.named_parameters(), lr=1e-2)
+    train(model, optimizer, 0, BEFORE)
+    weights, state = get_state_dict(model, optimizer)
+    if method is DLion:  # whose update counts none
+        for values in state["state"].values():
+            del values["step"]
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
+    resumed = net()
+    other = method(resumed.named_parameters(), lr=1e-2)
+    load(resumed, other, tmp_path)
+    assert [other.state[param]["step"] for param in resumed.parameters()] == [BEFORE] * 6
+    assert torch.equal(train(model, optimizer, BEFORE, 2), train(resumed, other, BEFORE, 2))
+
+
 def sharded(root: str, replicas: int, goes_on: bool) -> list[float]:
     """Two workers, in two replicas of two shards, or both in one of four."""
     join_process_group("gloo", 60)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -361,13 +362,18 @@ def warned(work: Callable[[], Any]) -> list[str]:
 
 @case
 def one_file(r: int) -> list[list[str]]:
-    """Warnings of twelve steps: state_dict() of process 0, files of process 0, of both, apart."""
+    """Warnings of twelve steps: state_dict() of process 0, files of process 0, of both, apart.
+
+    Then of save_workers() on both, and on process 0.
+    """
     found = []
     for callers, writers, apart in (
         ([0], [], False),
         ([0, 1], [0], False),
         ([0, 1], [0, 1], False),
         ([0], [0], True),
+        ([], [0, 1], True),
+        ([], [0], True),
     ):
         model = net()
         optimizer = DLion(model.parameters(), lr=1e-3)
@@ -377,7 +383,10 @@ def one_file(r: int) -> list[list[str]]:
             state = optimizer.state_dict() if r in callers else {}
             for t in range(12):
                 if t == r and r in writers:  # one later than the other
-                    torch.save(copy.deepcopy(state), io.BytesIO())
+                    if state:
+                        torch.save(copy.deepcopy(state), io.BytesIO())
+                    else:
+                        optimizer.save_workers(tempfile.mkdtemp())
                 backward(model, 10 * t + r)
                 optimizer.step()
 
@@ -572,8 +581,8 @@ def test_unfreezing_on_one_process_only_is_named(seen):
 
 
 def test_a_file_of_one_process_alone_is_noticed(seen):
-    (called, written, *silent), others = seen["one_file"]
-    for said in (called, written):
+    (called, written, *silent, apart), others = seen["one_file"]
+    for said in (called, written, apart):
         assert len(said) == 1 and "not that of every other" in said[0]
     assert not any([*silent, *others])
 

@@ -23,6 +23,13 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     for index, param in enumerate(params):
         if param in found:
             state[index] = state.get(index, {}) | found[param]
+    index_of = {param: index for index, param in enumerate(params)}
+    for bucket in optimizer.buckets:
+        if bucket.counts_steps and not bucket.step:
+            # as in torch, no step is counted before the first; so torch.distributed.checkpoint,
+            # which insists on all keys that are here, loads states that do not have this one
+            for slot in bucket.slots:
+                del state[index_of[slot.tensor]]["step"]
     packed, inner = {**state_dict, "state": state}, optimizer.inner_state()
     if inner:
         packed["inner"] = inner

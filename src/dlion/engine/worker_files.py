@@ -106,8 +106,9 @@ def _missing(folder: Path, name: str, path: Path, count: int) -> str:
     if saved == str(count):
         return f"{path} is missing: copy it there, or take an earlier checkpoint"
     return (
-        f"{folder} has the state of {saved} workers, and there are {count}, each of which owns its"
-        f" state: start {saved}, or let processes host several, workers=Workers.current(local=...)"
+        f"{folder} has the state of {saved} workers, and this run has {count}: as each worker owns"
+        f" its state, start {saved}, or let processes host several,"
+        " workers=Workers.current(local=...)"
     )
 
 

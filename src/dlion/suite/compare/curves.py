@@ -40,6 +40,7 @@ class Curve:
         seeds: of the runs, in the order of ``values``.
         steps: ``[T]``, the evaluations that all runs have.
         bits: ``[T]``, bits sent so far per parameter, mean over workers and runs.
+        times: ``[T]``, seconds of training so far, mean over runs.
         values: ``[runs, T]``, the metric; NaN where it was not finite.
         paper_bits: bits per parameter and step, both directions, as the papers count; None if no
             run is finished.
@@ -56,6 +57,7 @@ class Curve:
     seeds: list[int | None]
     steps: np.ndarray
     bits: np.ndarray
+    times: np.ndarray
     values: np.ndarray
     paper_bits: float | None
     sent_bytes: float
@@ -359,6 +361,7 @@ def _make_curve(runs: list[Run], metric: str, settings: Settings, differing: Set
         seeds=[_seed(run) for run in runs],
         steps=steps,
         bits=bits,
+        times=np.array([[row["seconds"] for row in line] for line in rows]).mean(0),
         values=np.array([[row[key] for row in line] for line in rows], dtype=float),  # None: NaN
         paper_bits=_paper_bits(runs),
         sent_bytes=_a_step(last_rows, "sent_bytes", common),

@@ -40,6 +40,7 @@ from dlion.suite.files import whole_file
 REFERENCE = "g_lion"  # the method whose bits the others save
 FRONTS = ("sent_bits", "received_bits")  # what was counted, by which the best methods are known
 A_STEP = ("paper_bits", *FRONTS)  # axes of bits a step, which have a point for each method
+COURSES = {"bits": "bits", "step": "steps", "seconds": "times"}  # axes of training, in curves
 LABEL_DISTANCE = (9, 13)  # points between a marker and its name beside, above or below it
 SHARES = ("outside_box", "agreement", "disagreement")  # whose axis is linear
 
@@ -50,8 +51,8 @@ class Figure:
 
     Attributes:
         metric: as :func:`choose_metric` gives it.
-        x: bits | paper_bits | sent_bits | received_bits | step | a setting; None: a panel over
-            bits, one over paper_bits.
+        x: bits | paper_bits | sent_bits | received_bits | step | seconds | a setting; None: a panel
+            over bits, one over paper_bits.
         panels: a setting that has a panel for each of its values.
         best: over paper_bits or a setting, each run's best evaluation instead of its last.
     """
@@ -103,7 +104,7 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
         axes.set_xlabel(axis_title(panel.x, panel.curves) if is_lowest else "")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    best = "best " if figure.best and figure.x not in ("bits", "step") else ""
+    best = "best " if figure.best and figure.x not in COURSES else ""
     for axes in grid[:, 0]:
         axes.set_ylabel(best + title_of(figure.metric))
     if _falls_by_decades(curves, figure):
@@ -171,14 +172,14 @@ def _title(curves: list[Curve], figure: Figure) -> str:
         least, most = min(several), max(several)
         seeds = f"{most}" if least == most else f"{least} to {most}"
         x = figure.x or (figure.panels and "bits")  # as _panels has it
-        shapes = {None: "bands and bars", "bits": "bands", "step": "bands"}.get(x, "bars")
+        shapes = "bands and bars" if x is None else "bands" if x in COURSES else "bars"
         words.append(f"{shapes}: worst to best of {seeds} seeds")
     return ", ".join(words).replace("$", r"\$")
 
 
 def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
     """Draw into one panel and return the legend's entries by name."""
-    if panel.x in ("bits", "step"):
+    if panel.x in COURSES:
         return _draw_courses(axes, panel, figure)
     if panel.x in A_STEP:
         return _draw_points(axes, panel, figure)
@@ -186,14 +187,14 @@ def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
 
 
 def _draw_courses(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
-    """Draw the metric in the course of training, over bits or steps, with bands over seeds."""
+    """Draw the metric in the course of training, with bands over seeds."""
     styles, handles = styles_of(panel.curves, figure.panels), {}
     over_bits = panel.x == "bits"
     turns = _turns(panel, figure)
     for curve in panel.curves:
         style = styles[curve.label]
         values = in_axis_unit(curve.values, figure.metric)
-        xs = curve.bits if over_bits else curve.steps
+        xs = getattr(curve, COURSES[panel.x])
         look = _look(style) if over_bits else _look(style) | {"marker": ""}
         (line,) = axes.plot([], [], **look, linestyle=style.line, ms=4)
         handles[display_name(curve, figure.panels)] = line
@@ -212,9 +213,9 @@ def _turns(panel: Panel, figure: Figure) -> dict[str, tuple[float, tuple[float, 
 
     They are given by label, as matplotlib takes them: where they start, and what is on and off.
     """
-    if panel.x not in ("bits", "step"):
+    if panel.x not in COURSES:
         return {}
-    x = "bits" if panel.x == "bits" else "steps"
+    x = COURSES[panel.x]
     height = np.log if _falls_by_decades(panel.curves, figure) else np.asarray
     means = {curve.label: height(curve.values.mean(0)) for curve in panel.curves}
     together: list[list[Curve]] = []
@@ -391,8 +392,8 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--x",
-        help="bits (sent so far), paper_bits, sent_bits or received_bits (a step), step, or a"
-        " setting such as workers; without: a panel over bits and one over paper_bits",
+        help="bits (sent so far), paper_bits, sent_bits or received_bits (a step), step, seconds,"
+        " or a setting such as workers; without: a panel over bits and one over paper_bits",
     )
     parser.add_argument(
         "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"

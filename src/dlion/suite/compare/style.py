@@ -49,6 +49,7 @@ AXES = {
     "sent_bits": "bits that a worker sends, per parameter and step",
     "received_bits": "bits that a worker receives, per parameter and step",
     "step": "step",
+    "seconds": "seconds of training",
 }
 # axes of settings: what they are in words; {n} is the number of workers
 _SETTINGS = {

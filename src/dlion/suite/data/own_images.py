@@ -12,8 +12,10 @@ from dlion.errors import UserError
 from dlion.suite.data.folders import (
     TEST_NAMES,
     LeftOut,
+    check_classes,
     files_below,
     find_parts,
+    in_brackets,
     picture_suffixes,
 )
 from dlion.suite.data.idx import find_idx, read_idx
@@ -25,6 +27,7 @@ from dlion.suite.data.parquet import (
     find_splits,
     keep_encoded,
     load_files,
+    saved_tables,
 )
 from dlion.suite.data.pictures import Levels, Source, check_varied, decode, levels_of
 from dlion.values import Folder, Name, Pixels, did_you_mean
@@ -61,8 +64,9 @@ def images(
 
     Args:
         path: a folder with ``train/CLASS/*`` and ``test/CLASS/*`` (or ``val``), with ``CLASS/*``
-            alone, with parquet files (``train-*`` and ``test-*``, or others), or with MNIST's IDX
-            files; or one parquet file. Where no part is for the test, a random tenth is taken.
+            alone, with parquet files (``train-*`` and ``test-*``, or others), of ``save_to_disk``,
+            or with MNIST's IDX files; or one parquet file. Where no part is for the test, a random
+            tenth is taken.
         image_size: pixels to which pictures are cut and scaled; None: they are of one size already.
         augment: shift training pictures by up to an eighth of their size.
         flip: mirror every other training picture.
@@ -91,14 +95,15 @@ def images(
                 " not hold: leave it out"
             )
     if parts is None:
-        lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"
-        raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
-    present = sorted(set(parts[0].labels))
-    if len(present) < 2:
+        lacking, left_out = "pictures", LeftOut()
+        if files_below(root, picture_suffixes(), left_out):
+            lacking, left_out = "folders of classes", LeftOut()
         raise UserError(
-            f"dataset.path={path} has the class {present[0] if present else None} only: give"
-            " pictures of two classes or more"
+            f"dataset.path={path} holds no {lacking}{in_brackets(left_out)}: give"
+            f" {folder_with('images')}"
         )
+    present = sorted(set(parts[0].labels))
+    check_classes([str(name) for name in present], root)
     names = parts[0].names  # the numbers of a ClassLabel stay
     numbers = {label: i for i, label in enumerate(range(len(names)) if names else present)}
     levels = levels or levels_of(_some(parts[0].pictures, len(parts[0].labels), _LOOKED_AT))
@@ -214,19 +219,31 @@ def _find_tables(
     root: Path, image_column: str | None, label_column: str | None, left_out: LeftOut
 ) -> list[Split] | None:
     """Return the parts that lie in parquet files, if there are any."""
-    files = {"train": [root]}
-    if root.is_dir():
-        splits = {"train": ("train",), "test": TEST_NAMES}
-        files = find_splits(root, splits, left_out, any_name=True)
-    if not files:
-        return None
-    tables = load_files(files, root)
+    if saved := saved_tables(root):
+        tables = _parts_of(saved, left_out)
+    else:
+        files = {"train": [root]}
+        if root.is_dir():
+            splits = {"train": ("train",), "test": TEST_NAMES}
+            files = find_splits(root, splits, left_out, any_name=True)
+        if not files:
+            return None
+        tables = load_files(files, root)
     root = root if root.is_dir() else root.parent
     where = f"dataset.path={root}"
     features = tables["train"].features
     image = _column("image_column", image_column, features, _may_be_pictures, (), where)
     label = _column("label_column", label_column, features, _may_be_labels, _LABEL_NAMES, where)
     return [_read_table(table, split, image, label, root) for split, table in tables.items()]
+
+
+def _parts_of(saved: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    """Return the tables to train and, if there is one, to test on; rows of others are counted."""
+    train = "train" if "train" in saved else next(iter(saved))
+    parts = {"train": train, "test": next((n for n in TEST_NAMES if n in saved), train)}
+    for name in saved.keys() - parts.values():
+        left_out[f"rows of {name}"] += len(saved[name])
+    return {part: saved[name] for part, name in parts.items() if part == "train" or name != train}
 
 
 def _column(

@@ -155,6 +155,29 @@ def _check_numbering(files: Iterable[Path]) -> None:
                 )
 
 
+def saved_tables(folder: Path) -> dict[str, Any] | None:
+    """Return the tables by split that ``save_to_disk`` wrote into a folder; None: it is none.
+
+    A table without splits is ``train``.
+
+    Raises:
+        UserError: if they are damaged.
+    """
+    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return None
+    from datasets import load_from_disk
+
+    be_quiet()
+    try:
+        loaded = load_from_disk(str(folder))
+    except Exception as error:  # pyarrow and datasets have many, all about the files
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{folder} is of save_to_disk, but could not be read ({reason}): write it again"
+        ) from error
+    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
 def be_quiet() -> None:
     """Let ``datasets`` show no progress, and log nothing that its errors repeat."""
     from datasets import disable_progress_bars, logging

@@ -22,6 +22,7 @@ from dlion.values import Called
 _MOST_BYTES = 4 * 10**9  # of pixels in memory
 _GREY = ("1", "L", "LA", "La")  # Pillow's names
 _DEEP = ("I", "F")  # beginnings of its names for grey of more than 8 bits
+_PHOTOMETRIC = 262  # TIFF's tag of what is white; 0: zero
 _GAMMA = 1 / 2.2  # of PNG files that are as screens show them
 
 Source = Path | bytes | np.ndarray | Image.Image
@@ -73,7 +74,7 @@ def levels_of(pictures: Iterable[tuple[str, Source]]) -> tuple[float, float] | N
     for name, source in pictures:
         with _opened(source, name) as image:
             if image.mode.startswith(_DEEP):  # of others no more than the header is read
-                ranges.append(_range(np.asarray(image), image.info.get("transparency")))
+                ranges.append(_range(_grey_values(image), image.info.get("transparency")))
     return _levels(ranges) if ranges else None
 
 
@@ -105,6 +106,13 @@ def _opened(source: Source, name: str) -> Iterator[Image.Image]:
         ) from error
 
 
+def _grey_values(image: Image.Image) -> np.ndarray:
+    """Return grey of more than 8 bits, dark where it is small."""
+    values = np.asarray(image)
+    inverted = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0  # Pillow inverts 8 bits alone
+    return 2**16 - 1 - values if inverted and image.mode.startswith("I;16") else values
+
+
 def _range(values: np.ndarray, clear: int | None) -> tuple[float, float]:
     """Return the least and the greatest value that is finite and not the transparent one."""
     seen = values[np.isfinite(values) & (values != clear)]
@@ -124,7 +132,7 @@ def _to_8_bits(image: Image.Image, levels: Sequence[float] | None) -> Image.Imag
         if image.mode == "RGB" and clear is not None and max(clear) > 255:
             image.info["transparency"] = tuple(value >> 8 for value in clear)  # as its pixels
         return image
-    values = np.asarray(image).astype(np.float64)
+    values = _grey_values(image).astype(np.float64)
     low, high = levels or _levels([_range(values, clear)])
     shades = (values - low) * 255 / ((high - low) or 1)
     pixels = np.nan_to_num(shades, posinf=255, neginf=0).clip(0, 255).astype(np.uint8)

@@ -27,7 +27,7 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 from dlion.suite.data.compressed import SUFFIXES, bare_name, compression, unpack
 from dlion.suite.data.hub import check_cache
-from dlion.suite.data.parquet import be_quiet, open_hub
+from dlion.suite.data.parquet import be_quiet, open_hub, saved_tables
 from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer, vocabulary_of
 from dlion.suite.data.tokens import (
     FACTS,
@@ -38,7 +38,7 @@ from dlion.suite.data.tokens import (
     read_facts,
     stored_tokens,
 )
-from dlion.suite.files import whole_folder, write_atomically
+from dlion.suite.files import naming_full_disk, whole_folder, write_atomically
 
 _BATCH = 1000  # documents
 _FEW = 20  # documents, of which whole ones would be too much or too little to test on
@@ -147,7 +147,9 @@ def prepare(
                 if not start:
                     _remove(folder)
                 raise
-            _append(tokenizer(texts)["input_ids"], tokenizer.eos_token_id, files, facts)
+            tokens = tokenizer(texts)["input_ids"]
+            with naming_full_disk(folder):
+                _append(tokens, tokenizer.eos_token_id, files, facts)
             _write_facts(folder, facts)
             progress.update(bar, completed=facts["documents"])
 
@@ -277,6 +279,10 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
             raise UserError(
                 f"{sources[0]} is neither a file nor a data set of the hub that can be reached"
             ) from error
+    if len(sources) == 1 and (saved := saved_tables(Path(sources[0]))):
+        if split not in saved:
+            raise UserError(f"--split={split}: there are {', '.join(saved)} only")
+        return saved[split]
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
@@ -423,7 +429,9 @@ def _resolved(name: str) -> str:
 def main(arguments: list[str]) -> None:
     """Prepare the text that the command line names."""
     parser = make_parser("prepare", __doc__, "book.txt -o DIR")
-    parser.add_argument("sources", nargs="+", help="files, or one name of the hub")
+    parser.add_argument(
+        "sources", nargs="+", help="files, one folder of save_to_disk, or one name of the hub"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--tokenizer",
@@ -452,7 +460,7 @@ def main(arguments: list[str]) -> None:
     tokenizer = options.tokenizer or (BYTES if Path(options.sources[0]).exists() else "gpt2")
     if options.column not in table.column_names:
         raise UserError(
-            f"--column={options.column}: there are {', '.join(table.column_names)} only"
+            f"--column={options.column} is not a column: choose {', '.join(table.column_names)}"
         )
     origin = [*map(_resolved, options.sources), "--split", options.split]
     origin += ["--column", options.column, "--tokenizer", _resolved(tokenizer)]

@@ -13,19 +13,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dlion.engine.elastic import check_dealt, check_lighthouse, check_torchft
-from dlion.errors import UserError
+from dlion.errors import TrainingFailed, UserError
 from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate
 from dlion.suite import data as datasets
 from dlion.suite import models
 from dlion.suite.config import expand_home, instantiate
-from dlion.suite.data import Data, Images, Sharding
+from dlion.suite.data import Data, Images, Sharding, Text
 from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import folder_with
 from dlion.suite.launch.environment import RankInfo, is_first
 from dlion.suite.launch.network import check_possible
 from dlion.suite.launch.resume import check_output, checkpoint_to_resume
 from dlion.suite.machine import cores, memory
+from dlion.suite.models.causal import check_causal
 from dlion.suite.record.loggers import check_logger
 from dlion.suite.settings import check as check_types
 from dlion.suite.settings import naming
@@ -37,6 +38,7 @@ from dlion.suite.units import human_bytes, parse_rate
 from dlion.values import show
 from dlion.workers import Workers
 
+_FEW = 10**7  # parameters, of a model that is made in less than a second
 _FOR_CHANGING_WORKERS = {
     "participation": 1,
     "faults.drop": 0,
@@ -352,6 +354,8 @@ def _check_method(
         model = models.build(config.model, data)
     if device == "cpu":
         _check_memory(model, choice, processes)
+        if isinstance(data, Text) and sum(p.numel() for p in model.parameters()) <= _FEW:
+            _check_order(config, data, choice)
     if samples == 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
         _check_single_sample(model, config, data)
     path = config.model.get("path")
@@ -394,6 +398,16 @@ def _check_method(
         )
     if device == "cpu":
         optimizer.prepare()  # compiled once, before the fork, not by every process
+
+
+def _check_order(config: DictConfig, data: Text, choice: str) -> None:
+    """Refuse a model that sees the tokens it predicts; a larger one is tried by its processes."""
+    with _one_line(choice), torch.random.fork_rng(devices=[]):
+        model = models.build(config.model, data)
+        try:
+            check_causal(model, data.vocabulary, data.context, "cpu")
+        except TrainingFailed as error:
+            raise UserError(f"{choice}: {error}") from error
 
 
 def _check_memory(model: nn.Module, choice: str, processes: int) -> None:

@@ -263,7 +263,7 @@ def causal_lm(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     setting = f"model.path={path}" if path else f"model.architecture={architecture}"
-    with _model_errors_named(setting):
+    with _model_errors_named(setting), _hints(path is not None):
         if path is None:
             config = AutoConfig.for_model(architecture, vocab_size=text.vocabulary, **options)
         else:
@@ -293,7 +293,7 @@ def causal_lm(
             f"{setting} sees {most} tokens at once, fewer than dataset.context={text.context}: type"
             f" dataset.context={most} or less"
         )
-    with _model_errors_named(setting):
+    with _model_errors_named(setting), _hints(path is not None):
         if path is None or torch.get_default_device().type == "meta":
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         else:
@@ -321,6 +321,20 @@ def _pretrained(path: str | Path, config: Any = None) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
     )
+
+
+@contextmanager
+def _hints(shown: bool) -> Iterator[None]:
+    """Show transformers' warnings, or not: those about untrained models are of no use here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    if not shown:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager
