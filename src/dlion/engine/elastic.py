@@ -672,15 +672,14 @@ def _make_group(timeout: float) -> Any:
         failed = 0  # workers that could not all connect
         sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
 
-        def configure(
-            self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any
-        ) -> None:
-            again = world_size == self.failed
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            _, _, _, workers, *_ = args
+            again = workers == self.failed
             self.limit = min(timeout, 2 * self.limit) if again else self.usual
             self.set_timeout(timedelta(seconds=self.limit))
-            self.failed, began, others = world_size, time.monotonic(), _open_sockets()
+            self.failed, began, others = workers, time.monotonic(), _open_sockets()
             try:
-                super().configure(store_addr, replica_id, rank, world_size, *args)
+                super().configure(*args, **kwargs)
             finally:
                 self.sockets = _open_sockets() - others
             self.failed, self.usual = 0, max(_MEETING, 2 * (time.monotonic() - began))
