@@ -143,7 +143,7 @@ class Crew:
                         self.dies[seat] = float("inf")
                         self.returns[seat] = now + self.away
                 for seat in [seat for seat, when in self.returns.items() if now > when]:
-                    self.start(seat, replace(self.job, begins=False))
+                    self.start(seat, self.job)
                 time.sleep(0.02)
             for process in self.processes.values():  # they end together
                 process.join(60)

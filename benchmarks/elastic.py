@@ -160,18 +160,24 @@ class Stress:
                 self.meet()
                 self.begun = time.monotonic()
                 left = ["join"] * events + ["death"] * events
+                end = time.monotonic() + LIMIT + 4 * events * mean
                 while left:
+                    if time.monotonic() > end:
+                        raise RunFailed(f"{self.settings}: workers do not join")
                     time.sleep(self.rng.expovariate(1 / mean))
-                    possible = {"join": len(self.alive) < MOST, "death": len(self.alive) > LEAST}
+                    # the state is lost with the last that has it: LEAST of those who have stay
+                    began = [name for name in sorted(self.alive) if self.rows(name)]
+                    victims = sorted(self.alive) if len(began) > LEAST else []
+                    possible = {"join": len(self.alive) < MOST, "death": victims}
                     event = self.rng.choice([what for what in left if possible[what]] or ["none"])
-                    if event == "none":  # all that are left would leave too few, or too many
-                        break
+                    if event == "none":  # until joiners have begun
+                        continue
                     left.remove(event)
                     self.events.append((time.monotonic(), event))
                     if event == "join":
                         self.start(address)
                     else:
-                        process = self.alive.pop(self.rng.choice(sorted(self.alive)))
+                        process = self.alive.pop(self.rng.choice(victims))
                         process.kill()
                         process.join()
                 self.meet()

@@ -30,6 +30,7 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "soak": {"soak.json", "soak.png"},
     "churn": {"runs.csv", "curves.jsonl", "churn.png"},
     "elastic": {"elastic.json"},
+    "joiner": {"joiner.csv"},
     "rare_rows": {"rare_rows.json"},
     "delta_tracking": {"delta_tracking.json", "delta_tracking.png"},
     "delta_theory": {"delta_theory.json"},

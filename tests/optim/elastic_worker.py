@@ -66,6 +66,10 @@ def main(
             break
         if step == breaks:
             breaks = -1
+            if "STRAYS" in os.environ:  # as if it had seen another step committed than its peers
+                optimizer.elastic._lineage += 1
+                with torch.no_grad():
+                    net[0].weight += 1
             optimizer.elastic.attempt(fail)
             continue
         loss(net, step, optimizer.workers.rank).backward()

@@ -33,7 +33,7 @@ class Crew:
         command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
         numbers = [str(number) for number in (steps, pause, least)]
         env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "BREAKS": other.get("breaks", "-1")}
-        env |= {"STORE": other["store"]} if "store" in other else {}
+        env |= {key.upper(): other[key] for key in ("store", "strays") if key in other}
         self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
@@ -187,6 +187,34 @@ def test_peers_do_not_wait_for_a_worker_that_has_given_up(
         run.start(name, STEPS, 0, breaks="20" if name == "a" else "-1")
     for name in "abc":
         assert run.processes[name].wait(120).returncode == 0  # a message's timeout is longer
+    agree(*map(run.rows, "abc"))
+
+
+@pytest.mark.slow
+def test_many_that_come_while_all_others_are_busy_do_not_begin_another_run(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("dlion_mavo", "{}")
+    run.start("a", pause=15)
+    run.wait(lambda: 1 in run.rows("a"))
+    for name in "bcd":
+        run.start(name)
+    run.wait(lambda: all(map(run.rows, "bcd")))
+    run.stop()
+    assert all(min(run.rows(name)) > 0 for name in "bcd")
+    agree(*map(run.rows, "abcd"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_saw_another_step_committed_takes_the_state_of_its_peers(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("g_adamw", "{}", 3)
+    for name in "bc":
+        run.start(name, STEPS, 0)
+    run.start("a", STEPS, 0, breaks="20", strays="1")
+    for name in "abc":
+        assert run.processes[name].wait(120).returncode == 0
     agree(*map(run.rows, "abc"))
 
 

@@ -5,10 +5,12 @@ where it is another than before, the exchanges are made again for as many worker
 all of them have all answers; otherwise each of them puts back what encoding has moved.
 """
 
+import hashlib
 import io
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import time
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -44,6 +47,7 @@ _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while
 _CONNECTING = 5.0  # seconds
 _MEETING = 2.0  # seconds, at least, in which workers have to connect to each other
 _ADDRESS = 256  # bytes, at most, of an address
+_SILENT = 2.0  # seconds without a heartbeat after which a worker counts as dead
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
 
@@ -82,9 +86,10 @@ class Elastic:
         self._inside: dist.ProcessGroup | None = getattr(manager, "inside", None)
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
-        begins = int(getattr(manager, "begins", True))
-        self._late = 0.0  # since when only workers that may not begin the run are there
-        self._ids = torch.tensor([2 * int.from_bytes(os.urandom(7), "little") + begins])
+        self._late = 0.0  # since when only workers are there that must not begin the run
+        self._ahead: set[str] = set()  # workers that have begun it, as long as they live
+        self._id = int.from_bytes(os.urandom(7), "little")
+        self._lineage = 0  # of the steps that this worker's state has seen
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
         manager.register_state_dict_fn("dlion", self._load, self._state)
@@ -103,6 +108,7 @@ class Elastic:
         """
         waiting = False
         while not self.open:
+            self._look_ahead()
             self._ask()
             n, least = self.manager.num_participants(), self.manager._min_replica_size
             ready = self.manager.errored() is None and n >= least and self._rebuild()
@@ -130,6 +136,28 @@ class Elastic:
         flag = torch.tensor([int(ready)])
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._inside)
         return bool(flag)
+
+    def _look_ahead(self) -> None:
+        """Learn who has begun the run, as a new worker that must not begin another one.
+
+        Many that come while all others are busy would be most of those who ask. torchft 0.2 tells
+        steps on its page alone.
+        """
+        address = getattr(self.manager, "lighthouse", None)
+        if address is None or self._optimizer.param_groups[0]["steps"]:
+            return
+        connection = HTTPConnection(*address, timeout=_CONNECTING)
+        try:
+            connection.request("GET", "/status")
+            page = connection.getresponse().read(1 << 20).decode(errors="replace")
+        except (OSError, HTTPException):
+            return  # asking for a quorum tells more
+        finally:
+            connection.close()
+        steps = re.findall(r"<b>(\S+)</b>\s*<br/>\s*Step: (\d+)", page)
+        seen = re.findall(r"(\S+): seen ([\d.]+)s ago", page)
+        alive = {name for name, seconds in seen if float(seconds) < _SILENT}
+        self._ahead = (self._ahead | {name for name, step in steps if int(step)}) & alive
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
@@ -169,13 +197,14 @@ class Elastic:
         optimizer.channel.move(optimizer.workers)
         before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
         try:
-            everyones = optimizer.channel.gather(self._ids).tolist()
+            mine = torch.tensor([[self._id, self._lineage, len(self._ahead)]])
+            everyones, lineages, ahead = optimizer.channel.gather(mine).T.tolist()
         except RuntimeError as error:  # somebody has left already
             self._give_up(error)
             return False
         finally:
             optimizer.channel.traffic = before  # it is not part of any step
-        if optimizer.param_groups[0]["steps"] == 0 and not any(number % 2 for number in everyones):
+        if optimizer.param_groups[0]["steps"] == 0 and any(ahead):
             self._give_up(RuntimeError("those who have begun the run are busy, or gone"))
             time.sleep(_RETRY)
             self._look_up()
@@ -183,9 +212,15 @@ class Elastic:
             limit = self.manager._quorum_timeout
             if time.monotonic() - self._late > limit.total_seconds():
                 raise TrainingFailed(
-                    f"no worker that has begun the run has come within {limit}: start it from its"
-                    " last checkpoint, or without begins=false"
+                    f"no worker that has begun the run has come within {limit}: end those that"
+                    " hang, and start it from its last checkpoint"
                 )
+            return False
+        (most, _), *others = Counter(lineages).most_common()
+        if others:  # some saw a step committed that the rest then took without them
+            if self._lineage != most:  # a peer's state comes with the next quorum
+                self.resume(self.manager.current_step() - 1)
+            self._give_up(RuntimeError("not all have seen the same steps"))
             return False
         self._group, self._late = group, 0.0
         for bucket in optimizer.buckets:
@@ -274,6 +309,8 @@ class Elastic:
         self.open = False
         self.committed = self.manager.should_commit()
         if self.committed:
+            seen = f"{self._lineage} {self.manager._quorum_id}".encode()
+            self._lineage = int.from_bytes(hashlib.sha256(seen).digest()[:7], "little")
             for bucket in buckets:
                 self._note(bucket)
         else:
@@ -339,6 +376,7 @@ class Elastic:
         optimizer = self._optimizer
         return {
             "facts": self._facts,
+            "lineage": self._lineage,
             "groups": [plain_values(group) for group in optimizer.param_groups],
             "buckets": [
                 {
@@ -389,6 +427,7 @@ class Elastic:
         for tensor, values in zip(frozen, state["frozen"], strict=True):
             local_part(tensor).copy_(values)
         optimizer.begin_round()
+        self._lineage = state["lineage"]
         self.healed += 1
 
 
@@ -506,7 +545,6 @@ def join(
     address: str | None = None,
     timeout: float = 30.0,
     patience: float = 60.0,
-    begins: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Connect to a lighthouse; return the ``torchft.Manager`` that optimizers take as ``manager``.
@@ -530,8 +568,6 @@ def join(
             environment variable GLOO_SOCKET_IFNAME names.
         timeout: seconds that a worker may hang before the others continue without it.
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
-        begins: whether this worker may begin the run. Those that may not wait for one that has
-            begun: many that come while all others are busy would begin another run otherwise.
         group: of the processes that are one worker, over which FSDP2 shards the model. They live
             and die together, as torchrun's do. All call this, with the same arguments.
 
@@ -575,7 +611,6 @@ def join(
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
     manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
-    manager.begins = begins  # pyrefly: ignore[missing-attribute]
     manager.inside = place.group  # pyrefly: ignore[missing-attribute]
     ring.own_store = store  # it lives as long as the group
     return manager

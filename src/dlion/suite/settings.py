@@ -88,14 +88,11 @@ class Elastic:
             processes= workers or else one; null: workers do not change.
         min_workers: with fewer, those present wait.
         timeout: seconds that a worker may hang before the others continue without it.
-        begins: whether the workers of this command may begin the run; false: they wait for one that
-            has begun it, also where many of them come while all others are busy.
     """
 
     lighthouse: Annotated[str, Limits(min_length=1), Called("here, HOST:PORT")] | None
     min_workers: Count
     timeout: Positive
-    begins: bool
 
 
 @dataclass
@@ -316,7 +313,7 @@ NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "dataset.alpha": ("dataset.sharding", lambda way: way == "dirichlet", "dirichlet"),
     **{
         f"elastic.{key}": ("elastic.lighthouse", lambda place: place is not None, "here")
-        for key in ("min_workers", "timeout", "begins")
+        for key in ("min_workers", "timeout")
     },
     "epochs": ("steps", lambda steps: steps is None, "null"),
     "faults.attack": ("faults.byzantine", lambda count: count > 0, "1"),

@@ -136,8 +136,7 @@ def _run_elastic(job: Job) -> float | None:
     with importing_torchft("elastic=true needs"):
         import torchft.coordination  # noqa: F401 - once, not in every process
     with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
-        begins = job.config.elastic.begins
-        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begins=begins)
+        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes))
         return run_processes(
             processes,
             work_elastic,
@@ -145,7 +144,7 @@ def _run_elastic(job: Job) -> float | None:
             apart=True,
             interface=LOOPBACK if is_loopback(lighthouse or "") else None,
             restarts=job.config.max_restarts,
-            again=(replace(job, meeting=None, begins=False, resume=None),),
+            again=(replace(job, meeting=None, resume=None),),
         )
 
 

@@ -134,7 +134,6 @@ class ElasticWorker:
             name=f"{os.environ['DLION_LAUNCHED']}-{host}-{os.getppid()}-{seat:05}",
             timeout=config.elastic.timeout,
             patience=config.timeout,
-            begins=job.begins,
         )
         if job.meeting is not None:
             job.meeting.wait()

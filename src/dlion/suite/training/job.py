@@ -30,7 +30,6 @@ class Job:
         rate: bits per second of emulated links; None on the machine's own network.
         resume: checkpoint to resume from; None: start at step 0.
         lighthouse: HOST:PORT of that of an elastic run; None: workers do not change.
-        begins: whether workers of an elastic run may begin it, or wait for one that has begun.
         meeting: the processes of an elastic run wait here for one another before their first step.
     """
 
@@ -45,7 +44,6 @@ class Job:
     rate: int | None = None
     resume: Checkpoint | None = None
     lighthouse: str | None = None
-    begins: bool = True
     meeting: Any = None
 
 
