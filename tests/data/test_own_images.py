@@ -15,7 +15,9 @@ from PIL import Image, ImageCms
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data import ImageData, imagenet, images, load
+from dlion.suite.data.inputs import TextInput
 from dlion.suite.data.pictures import read_picture
+from dlion.suite.data.tokenizers import Bytes
 from tests.data.formats import (
     picture,
     write_cifar,
@@ -499,3 +501,39 @@ def test_white_may_be_zero_in_16_bits(tmp_path):
     assert file.read_bytes().count(tag) == 1
     file.write_bytes(file.read_bytes().replace(tag, tag[:-1] + b"\0"))
     assert np.array_equal(np.asarray(read_picture(file, "ramp", keep_grey=True)), 255 - usual)
+
+
+def test_folders_of_parts_are_no_classes(tmp_path):
+    write_classes(tmp_path / "parts", ("training_set", "test_set"))
+    data = images(str(tmp_path / "parts"), image_size=8)
+    assert data.train_size == data.test_size and data.names == imagenet(tmp_path / "parts").names
+    (tmp_path / "parts" / "test_set").rename(tmp_path / "parts" / "fold_2")
+    (tmp_path / "parts" / "training_set").rename(tmp_path / "parts" / "fold_1")
+    with pytest.raises(UserError, match="if those are the classes, call the outer ones train"):
+        images(str(tmp_path / "parts"), image_size=8)
+    with pytest.raises(UserError, match=r"or type dataset\.path=.*fold_2"):
+        (tmp_path / "outer").mkdir()
+        (tmp_path / "parts" / "fold_2").rename(tmp_path / "outer" / "fold_2")
+        images(str(tmp_path / "outer"), image_size=8)
+    for picture_file in [p for p in (tmp_path / "outer").rglob("*") if p.is_file()]:
+        picture_file.rename(picture_file.with_suffix(".heic"))
+    with pytest.raises(UserError, match=r"holds no pictures \(left out: \d+ of suffix .heic\)"):
+        images(str(tmp_path / "outer"))
+
+
+def test_a_models_input_says_what_it_takes(tmp_path):
+    write_classes(tmp_path)
+    made, files = images(str(tmp_path)).input, sorted(tmp_path.rglob("*.PNG"))[:3]
+    assert (
+        torch.equal(made(files), made(*map(str, files))) and made(files[0].read_bytes()).ndim == 4
+    )
+    for wrong in (torch.zeros(3, 4, 4), np.zeros((4, 4)), None, 3):
+        with pytest.raises(UserError, match=r"a picture is a file, .*, not "):
+            made(wrong)
+    with pytest.raises(UserError, match="there are no pictures"):
+        made()
+    text = TextInput(Bytes(), context=4)
+    assert text("größe").tolist() == [list("größe".encode())[-4:]]
+    for wrong, reason in (("", "has no tokens"), (["a", "b"], "give one text, not list")):
+        with pytest.raises(UserError, match=reason):
+            text(wrong)

@@ -136,7 +136,9 @@ def test_groups_that_are_added_before_a_step_share_buckets(method, cls, options,
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_loop_of_added_groups_makes_their_bucket_once(overlap):
+def test_a_loop_of_added_groups_makes_their_bucket_twice(overlap):
+    """For the first of them, which may be refused, and for all when it is needed."""
+
     class Counted(DLion):
         made = 0
 
@@ -149,7 +151,7 @@ def test_a_loop_of_added_groups_makes_their_bucket_once(overlap):
     for param in params[1:]:
         optimizer.add_param_group({"params": [param]})
     train(optimizer, params, 0, 1)
-    assert (optimizer.made, len(optimizer.buckets)) == (2, 1)
+    assert (optimizer.made, len(optimizer.buckets)) == (3, 1)
 
 
 def test_groups_that_are_added_after_a_step_have_buckets_and_steps_of_their_own():

@@ -1,6 +1,8 @@
 """The trained model of a run is taken away."""
 
 import json
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +100,20 @@ def test_what_cannot_be_taken_is_said_and_leaves_nothing(run):
     (run / "summary.json").unlink()
     with pytest.raises(UserError, match="is not finished"):
         main([str(run)])
+
+
+@pytest.mark.parametrize("form", ["safetensors", "state_dict"])
+def test_a_full_disk_is_said_with_the_name_of_the_file(run, form):
+    save_file({"big": torch.zeros(10_000)}, run / "model.safetensors")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(OSError) as raised:
+            main([str(run), "--format", form])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert Path(raised.value.filename).name.startswith("model.")
+    assert names(run / "export") == []
 
 
 def test_another_model_in_its_place_is_not_taken(run):

@@ -67,8 +67,10 @@ HARD = {
 
 def _optimizer(method: str):
     node = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{method}.yaml")
-    if method == "lion_cub":
+    if method in ("lion_cub", "sign_muon_avg"):
         node.momentum_sync = 2
+    if method == "sign_muon_avg":
+        node.sync_wire = "int8"
     if method == "onebit_adam":
         node.warmup_steps = 3
     if method in ("diloco", "sparseloco"):

@@ -1,5 +1,6 @@
 """The optimizer that users see and methods fill in; :mod:`dlion.engine.step` is its step."""
 
+import copy
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -243,6 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             self.node.check_equal({"settings": settings})
         self._buckets: list[Bucket] = []
         self._waiting = False  # whether groups wait for buckets
+        self._added = False  # whether a group was added since the buckets were in use
         self.accumulates: Callable[[], bool] | None = None
         self.flag = self.flagged = False
         self.skipped = 0
@@ -355,33 +357,46 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 self.params, self.workers, type(self).__name__, self.whole_matrices, self.overlap
             )
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
+            before = copy.copy(self.members)
+            self.members.add(group)
         except Exception:
             self.param_groups.pop()
             raise
-        self.members.add(group)
-        if self._constructed:  # before, groups are waited for that may share buckets
-            self._hand_out([group], [])
-            self._drop(self._used[1])
-            self._waiting = True
-            if self._step.overlap is not None:
-                self._step.overlap.watch(self.members.trained_of(group))
+        if not self._constructed:  # groups are waited for that may share buckets
+            return
+        self._hand_out([group], [])
+        self._drop(self._used[1])
+        in_a_loop, self._added, self._waiting = self._added, True, True
+        if not in_a_loop:  # otherwise more may come
+            try:
+                self._lay_out()
+            except Exception:
+                self.param_groups.pop()
+                self.members = before
+                raise
+        if self._step.overlap is not None:
+            self._step.overlap.watch(self.members.trained_of(group))
 
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets of all groups, in the order in which their messages leave.
 
-        Those of added groups are made when they are needed first, as later groups may share them.
+        Those of groups that were added in a loop are made when they are needed first.
         """
         if self._waiting:
-            self._waiting = False
-            try:
-                for members in self.members.buckets(self.param_groups[self._used[0] :]):
-                    self._add_bucket(members)
-            except Exception:
-                self._drop(self._used[1])
-                self._waiting = True
-                raise
+            self._lay_out()
         return self._buckets
+
+    def _lay_out(self) -> None:
+        """Make the buckets of groups that have none."""
+        self._waiting = False
+        try:
+            for members in self.members.buckets(self.param_groups[self._used[0] :]):
+                self._add_bucket(members)
+        except Exception:
+            self._drop(self._used[1])
+            self._waiting = True
+            raise
 
     def _drop(self, first: int) -> None:
         """Forget buckets from one on, whose parameters get a place in others."""
@@ -394,7 +409,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     def _note_use(self) -> None:
         """Note that the groups and buckets of now have state: later ones do not join them."""
-        self._used = len(self.param_groups), len(self.buckets)
+        self._used, self._added = (len(self.param_groups), len(self.buckets)), False
 
     def _add_bucket(self, members: list[Member]) -> None:
         owners = self.workers.count if self.has_owner(members[0].group) else None

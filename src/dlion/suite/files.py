@@ -27,12 +27,23 @@ def whole_file(path: Path) -> Iterator[Path]:
             raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
     part = path.with_name(f"{path.name}.part")
     try:
-        with readable_by_umask(part):
+        with readable_by_umask(part), naming_full_disk(path):
             yield part
         sync(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Name a path in an error of the operating system that names no file, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ def unpack(file: Path, target: Path) -> None:
         with _reader(file) as source, target.open("wb") as written:
             shutil.copyfileobj(source, written, 1 << 20)
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
         raise UserError(f"{file} is compressed and damaged ({error}): copy it again") from error
 
 

@@ -1,6 +1,7 @@
 """Files of data sets: which of a folder are taken, and which are left out and why."""
 
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -10,6 +11,7 @@ from dlion.errors import UserError
 
 TRAIN_NAMES = ("train", "training")
 TEST_NAMES = ("test", "testing", "val", "valid", "validation")
+_SET = re.compile(r"[-_ ]?(set|data|images)$")  # behind the name of a part
 _HIDDEN = ("__MACOSX", "@eaDir")  # macOS' and Synology's, beside names that begin with a dot
 # Of formats that Pillow knows: no pixels, or a program of its own would be started to draw them
 _NO_PICTURES = ("BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF")
@@ -80,14 +82,16 @@ def find_parts(
 
     Args:
         root: a folder with a folder ``train`` (or ``training``) and one of ``test_names``, in any
-            letter case, or with the classes themselves.
+            letter case, also with ``_set`` behind it, or with the classes themselves.
         test_names: the first that is there is taken.
         left_out: what is not taken is counted here.
 
     Raises:
         UserError: if a class has no pictures, or test pictures have no classes.
     """
-    folders = {p.name.lower(): p for p in folders_in(root)}
+    there, folders = folders_in(root), dict[str, Path]()
+    for folder in there:
+        folders.setdefault(_SET.sub("", folder.name.lower()), folder)
     train_folder = next((folders[name] for name in TRAIN_NAMES if name in folders), None)
     test_folder = next((folders[name] for name in test_names if name in folders), None)
     train = classes_in(train_folder, left_out) if train_folder else None
@@ -95,8 +99,9 @@ def find_parts(
         if folders.keys() <= {*TRAIN_NAMES, *test_names}:
             return None
         train, test_folder = classes_in(root, left_out), None
+        _check_not_parts(root)
     else:
-        for other in folders.values():
+        for other in there:
             if other not in (train_folder, test_folder):
                 found = files_below(other, picture_suffixes())
                 left_out[f"in {other.name}/"] += len(found)
@@ -109,10 +114,44 @@ def find_parts(
     return [part for part in (train, test) if part] or None
 
 
+def _check_not_parts(root: Path) -> None:
+    """Refuse folders that all hold folders of the same names: these are the classes."""
+    above = folders_in(root)
+    inner = [{p.name for p in folders_in(folder)} for folder in above]
+    shared = set.intersection(*inner) if len(inner) > 1 else set()
+    if len(shared) > 1:
+        raise UserError(
+            f"{root} holds the folders {', '.join(p.name for p in above[:3])}, each with the"
+            f" folders {', '.join(sorted(shared)[:3])}: if those are the classes, call the outer"
+            " ones train and test"
+        )
+
+
 def describe(left_out: Mapping[str, int]) -> str:
     """Say how many files or rows were left out and why; nothing if there are none."""
     reasons = [f"{count:,} {reason}" for reason, count in sorted(left_out.items()) if count]
     return f"left out: {', '.join(reasons)}" if reasons else ""
+
+
+def in_brackets(left_out: Mapping[str, int]) -> str:
+    """Return :func:`describe` as a part of a sentence."""
+    return f" ({text})" if (text := describe(left_out)) else ""
+
+
+def check_classes(names: Collection[str], root: Path) -> None:
+    """Refuse a data set with fewer than two classes.
+
+    Raises:
+        UserError: which says where the classes may be, if there is one folder only.
+    """
+    if len(names) > 1:
+        return
+    (only,) = names or ("none",)
+    inside = folders_in(root / only) if (root / only).is_dir() else []
+    hint = f", or type dataset.path={root / only}" if inside else ""
+    raise UserError(
+        f"dataset.path={root} has the class {only} only: give pictures of two classes or more{hint}"
+    )
 
 
 def _walk(folder: Path, above: tuple[str, ...], left_out: LeftOut) -> Iterator[Path]:

@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.suite.data.base import Batch, Images, numbers_of, split_off
-from dlion.suite.data.folders import LeftOut, files_below, find_parts
+from dlion.suite.data.folders import (
+    LeftOut,
+    check_classes,
+    files_below,
+    find_parts,
+    in_brackets,
+    picture_suffixes,
+)
 from dlion.suite.data.inputs import PictureInput
 from dlion.suite.data.layouts import LAYOUTS, folder_with
 from dlion.suite.data.parquet import class_names, content, keep_encoded, load_parquet
@@ -301,7 +308,14 @@ def imagenet(
     elif root.is_dir() and files_below(root, {".parquet"}):
         train, test, names = _load_parquet(root, left_out)
     else:
-        raise UserError(f"dataset.path={path} holds no pictures: give {folder_with('imagenet')}")
+        found = LeftOut()
+        if root.is_dir():
+            files_below(root, picture_suffixes(), found)
+        raise UserError(
+            f"dataset.path={path} holds no pictures in folders of classes{in_brackets(found)}: give"
+            f" {folder_with('imagenet')}"
+        )
+    check_classes(names, root)
     some = range(0, len(train), -(-len(train) // _MEASURED))
     levels = levels or levels_of(map(train.source, some))
     train.levels = test.levels = levels

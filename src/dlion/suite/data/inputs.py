@@ -11,8 +11,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from dlion.errors import UserError
 from dlion.suite.data.pictures import Source, read_picture
 from dlion.suite.data.torchvision_ops import declare_missing_operators
+
+_PICTURES = (Path, bytes, Image.Image)
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,33 @@ class PictureInput:
     center_crop: bool = False
     levels: Sequence[float] | None = None
 
-    def __call__(self, *pictures: str | Source) -> Tensor:
+    def __call__(self, *pictures: str | Source | Sequence[str | Source]) -> Tensor:
         """Return pictures as a batch, float32 ``[B, C, S, S]``.
 
         Args:
-            pictures: files, contents of files, or Pillow's images.
+            pictures: files, contents of files, Pillow's images, or pixels, uint8 ``[H, W]`` or
+                ``[H, W, 3]``; or a list of such.
 
         Raises:
             UserError: if one cannot be read.
         """
+        if len(pictures) == 1 and isinstance(pictures[0], list | tuple):
+            pictures = tuple(pictures[0])
+        if not pictures:
+            raise UserError("there are no pictures: give one or more")
         return self.normalise(torch.stack([self.pixels(picture) for picture in pictures]))
 
     def pixels(self, picture: str | Source) -> Tensor:
         """Return a picture in the size of the model, uint8 ``[C, S, S]``."""
         source = Path(picture).expanduser() if isinstance(picture, str) else picture
+        is_array = isinstance(source, np.ndarray)
+        known = source.dtype == np.uint8 if is_array else isinstance(source, _PICTURES)
+        if not known and not hasattr(source, "read"):
+            kind = f"an array of {source.dtype}" if is_array else type(source).__name__
+            raise UserError(
+                "a picture is a file, the content of one, Pillow's image, or a uint8 array [H, W]"
+                f" or [H, W, 3], not {kind}"
+            )
         name = str(source) if isinstance(source, Path) else "the picture"
         image = read_picture(source, name, keep_grey=True, levels=self.levels)
         image = self.cut(image.convert("L" if self.channels == 1 else "RGB"))
@@ -113,8 +129,16 @@ class TextInput:
     context: int
 
     def __call__(self, text: str) -> Tensor:
-        """Return the last ``context`` tokens of a text, int64 ``[1, T]``."""
+        """Return the last ``context`` tokens of a text, int64 ``[1, T]``.
+
+        Raises:
+            UserError: if it is no text, or has no tokens.
+        """
+        if not isinstance(text, str):
+            raise UserError(f"give one text, not {type(text).__name__}: texts differ in length")
         (ids,) = self.tokenizer([text])["input_ids"]
+        if not len(ids):
+            raise UserError("the text has no tokens: give at least a character")
         return torch.tensor([list(map(int, ids))[-self.context :]], dtype=torch.int64)
 
     def text(self, tokens: Tensor) -> str:

@@ -12,8 +12,10 @@ from dlion.errors import UserError
 from dlion.suite.data.folders import (
     TEST_NAMES,
     LeftOut,
+    check_classes,
     files_below,
     find_parts,
+    in_brackets,
     picture_suffixes,
 )
 from dlion.suite.data.idx import find_idx, read_idx
@@ -93,14 +95,15 @@ def images(
                 " not hold: leave it out"
             )
     if parts is None:
-        lacking = "folders of classes" if files_below(root, picture_suffixes()) else "pictures"
-        raise UserError(f"dataset.path={path} holds no {lacking}: give {folder_with('images')}")
-    present = sorted(set(parts[0].labels))
-    if len(present) < 2:
+        lacking, left_out = "pictures", LeftOut()
+        if files_below(root, picture_suffixes(), left_out):
+            lacking, left_out = "folders of classes", LeftOut()
         raise UserError(
-            f"dataset.path={path} has the class {present[0] if present else None} only: give"
-            " pictures of two classes or more"
+            f"dataset.path={path} holds no {lacking}{in_brackets(left_out)}: give"
+            f" {folder_with('images')}"
         )
+    present = sorted(set(parts[0].labels))
+    check_classes([str(name) for name in present], root)
     names = parts[0].names  # the numbers of a ClassLabel stay
     numbers = {label: i for i, label in enumerate(range(len(names)) if names else present)}
     levels = levels or levels_of(_some(parts[0].pictures, len(parts[0].labels), _LOOKED_AT))

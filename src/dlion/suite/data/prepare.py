@@ -38,7 +38,7 @@ from dlion.suite.data.tokens import (
     read_facts,
     stored_tokens,
 )
-from dlion.suite.files import whole_folder, write_atomically
+from dlion.suite.files import naming_full_disk, whole_folder, write_atomically
 
 _BATCH = 1000  # documents
 _FEW = 20  # documents, of which whole ones would be too much or too little to test on
@@ -147,7 +147,9 @@ def prepare(
                 if not start:
                     _remove(folder)
                 raise
-            _append(tokenizer(texts)["input_ids"], tokenizer.eos_token_id, files, facts)
+            tokens = tokenizer(texts)["input_ids"]
+            with naming_full_disk(folder):
+                _append(tokens, tokenizer.eos_token_id, files, facts)
             _write_facts(folder, facts)
             progress.update(bar, completed=facts["documents"])
 
@@ -281,6 +283,8 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
         if split not in saved:
             raise UserError(f"--split={split}: there are {', '.join(saved)} only")
         return saved[split]
+    if split != "train":
+        raise UserError(f"--split={split} is for the hub and for save_to_disk: leave it out")
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
@@ -436,7 +440,7 @@ def main(arguments: list[str]) -> None:
         help="bytes, a folder, or a name of the hub; default: bytes for files, gpt2 for the hub",
     )
     parser.add_argument("--column", default="text", help="that holds the documents")
-    parser.add_argument("--split", default="train", help="of a data set of the hub")
+    parser.add_argument("--split", default="train", help="of the hub or of save_to_disk")
     parser.add_argument(
         "--separator",
         help="what stands between documents in text files (\\n: newline); default: a file is one",
@@ -458,7 +462,7 @@ def main(arguments: list[str]) -> None:
     tokenizer = options.tokenizer or (BYTES if Path(options.sources[0]).exists() else "gpt2")
     if options.column not in table.column_names:
         raise UserError(
-            f"--column={options.column}: there are {', '.join(table.column_names)} only"
+            f"--column={options.column} is not a column: choose {', '.join(table.column_names)}"
         )
     origin = [*map(_resolved, options.sources), "--split", options.split]
     origin += ["--column", options.column, "--tokenizer", _resolved(tokenizer)]

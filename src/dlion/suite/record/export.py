@@ -6,7 +6,9 @@ input.json says what the model's input is made by: mean and deviation, size, nam
 With --format state_dict it has model.pt instead, for torch.load and load_state_dict.
 """
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,11 @@ def _export_input(file: Path, folder: Path) -> None:
 def _save_state_dict(weights: list[Path], file: Path) -> None:
     import torch
 
-    torch.save({name: value for part in weights for name, value in _tensors(part).items()}, file)
+    tensors = {name: value for part in weights for name, value in _tensors(part).items()}
+    try:
+        torch.save(tensors, file)
+    except RuntimeError as error:  # it tells no more of a full disk
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from error
 
 
 def _tensors(file: Path, load: bool = True) -> dict[str, Any]:
