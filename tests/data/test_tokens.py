@@ -162,6 +162,8 @@ def test_wrong_input_is_one_clear_line(tmp_path, tokenizer, capsys):
         ([tmp_path / "empty.txt", *known], "empty.txt holds no text"),
         ([tmp_path / "tiny.txt", "-o", tmp_path / "tiny"], "too little: prepare more text"),
         ([tmp_path / "a.jsonl", tmp_path / "tiny.txt", *known], "give files of one kind"),
+        ([tmp_path / "a.jsonl", *known, "--split", "test"], "--split=test is for the hub"),
+        ([tmp_path / "a.jsonl", *known, "--held-out", "1e308"], "is not a whole number"),
         ([tmp_path / "a.jsonl", *known, "--column", "words"], "is not a column: choose text"),
         (
             [tmp_path / "a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path],

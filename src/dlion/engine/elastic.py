@@ -661,26 +661,30 @@ def _make_group(timeout: float) -> Any:
     """Return torchft's gloo group, with two repairs for torchft 0.2 and gloo.
 
     A worker that dies while others connect is waited for in vain, as long as for a message: here it
-    is twice the time that connecting took before. And abort() closes nothing as long as anyone has
-    the group, a thread that waits for a message say; peers would wait until ``timeout``.
+    is twice the time that connecting took before, and twice that if as many workers fail again. And
+    abort() closes nothing as long as anyone has the group, a thread that waits for a message say;
+    peers would wait until ``timeout``.
     """
     from torchft import ProcessGroupGloo
 
     class Group(ProcessGroupGloo):
-        meeting = _MEETING
+        usual = limit = _MEETING  # seconds
+        failed = 0  # workers that could not all connect
         sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
-            self.set_timeout(timedelta(seconds=self.meeting))
-            began, limit, others = time.monotonic(), self.meeting, _open_sockets()
+            _, _, _, workers, *_ = args
+            again = workers == self.failed
+            self.limit = min(timeout, 2 * self.limit) if again else self.usual
+            self.set_timeout(timedelta(seconds=self.limit))
+            self.failed, began, others = workers, time.monotonic(), _open_sockets()
             try:
                 super().configure(*args, **kwargs)
-                limit = _MEETING
-                gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
-                gloo._set_default_timeout(timedelta(seconds=timeout))
             finally:
-                self.meeting = min(timeout, max(limit, 2 * (time.monotonic() - began)))
                 self.sockets = _open_sockets() - others
+            self.failed, self.usual = 0, max(_MEETING, 2 * (time.monotonic() - began))
+            gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
+            gloo._set_default_timeout(timedelta(seconds=timeout))
 
         def abort(self, errored: bool = True) -> None:
             for descriptor, inode in self.sockets:

@@ -192,7 +192,8 @@ def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         value = _float(text)
-        if not (math.isfinite(value) and value == int(value) and least <= value <= most):
+        fits = least <= value <= most and abs(value) < 2**63
+        if not (fits and value == int(value)):
             raise argparse.ArgumentTypeError(f"{text} is not a whole number {_limits(least, most)}")
         return int(value)
 

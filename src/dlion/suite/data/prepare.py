@@ -283,6 +283,8 @@ def _load_documents(sources: list[str], split: str, separator: str | None) -> An
         if split not in saved:
             raise UserError(f"--split={split}: there are {', '.join(saved)} only")
         return saved[split]
+    if split != "train":
+        raise UserError(f"--split={split} is for the hub and for save_to_disk: leave it out")
     for source in sources:
         if not Path(source).is_file():
             raise UserError(f"{source} is not a file")
@@ -438,7 +440,7 @@ def main(arguments: list[str]) -> None:
         help="bytes, a folder, or a name of the hub; default: bytes for files, gpt2 for the hub",
     )
     parser.add_argument("--column", default="text", help="that holds the documents")
-    parser.add_argument("--split", default="train", help="of a data set of the hub")
+    parser.add_argument("--split", default="train", help="of the hub or of save_to_disk")
     parser.add_argument(
         "--separator",
         help="what stands between documents in text files (\\n: newline); default: a file is one",

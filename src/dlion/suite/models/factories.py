@@ -19,8 +19,20 @@ from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.models.residual import SmallResNet
 from dlion.suite.models.shapes import ImageShape, Shape, TextShape
 from dlion.suite.models.transformer import GPT, ViT
-from dlion.values import Count, Depth, Limits, Name, Positive, Probability, did_you_mean
+from dlion.values import (
+    Count,
+    Depth,
+    Limits,
+    Name,
+    Positive,
+    Probability,
+    Whole,
+    did_you_mean,
+    refusal,
+    show,
+)
 
+Layers = Annotated[int, Limits(ge=0, le=1000)]
 ResNet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
 
@@ -279,8 +291,9 @@ def causal_lm(
                 f" {type(config).__name__}"
             )
         is_count = key.startswith(("num_", "n_")) or key.endswith("_size")
-        if is_count and isinstance(value, int) and value < 0:
-            raise UserError(f"model.{key}={value} is not possible: give at least 0")
+        kind = Layers if "layer" in key else Whole
+        if is_count and isinstance(value, int) and (wrong := refusal(value, kind)):
+            raise UserError(f"model.{key}={show(value)} {wrong}")
     if text.vocabulary > config.vocab_size:
         raise UserError(
             f"{setting} knows {config.vocab_size} tokens, the data set has {text.vocabulary}:"
