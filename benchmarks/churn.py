@@ -13,7 +13,6 @@ import argparse
 import csv
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -29,8 +28,7 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as train.py does, before torch's import
 
-import torch
-from common import ROOT, Parser, run
+from common import ROOT, Parser, fork, run
 from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
 
@@ -39,12 +37,9 @@ from dlion.suite.arguments import number, whole
 from dlion.suite.config import resolve
 from dlion.suite.launch.check import check
 from dlion.suite.launch.elastic import Meeting, serving
-from dlion.suite.launch.environment import LOOPBACK
-from dlion.suite.machine import die_with
 from dlion.suite.record.provenance import commit
 from dlion.suite.record.runs import load_run
 from dlion.suite.training import Job
-from dlion.suite.training.signals import SIGNALS
 
 METHODS = ["g_adamw", "dlion_mavo", "dlion_avg", "lion_cub", "sign_muon_mavo", "diloco"]
 CASES = ["churn", "whole", "restart"]
@@ -96,7 +91,7 @@ def settings_of(args: argparse.Namespace, key: dict[str, Any], steps: int) -> li
 
 def make_job(settings: list[str], directory: Path) -> Job:
     """Check settings and load the data, as train.py does before it starts processes."""
-    overrides = [*settings, "elastic.lighthouse=here", f"output_dir={directory}"]
+    overrides = [*settings, f"output_dir={directory}"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("config", overrides=overrides, return_hydra_config=True)
     directory.mkdir()
@@ -115,11 +110,7 @@ class Crew:
 
     def start(self, seat: int, job: Job) -> None:
         self.returns.pop(seat, None)
-        process = multiprocessing.get_context("fork").Process(
-            target=_worker, args=(job, seat, os.getpid())
-        )
-        process.start()
-        self.processes[seat] = process
+        self.processes[seat] = fork(_worker, job, seat)
         later = self.rng.expovariate(self.deaths / 60) if self.deaths else float("inf")
         self.dies[seat] = time.monotonic() + later
 
@@ -153,22 +144,13 @@ class Crew:
                 process.join()
 
 
-def _worker(job: Job, seat: int, parent: int) -> None:
+def _worker(job: Job, seat: int) -> None:
     from dlion.suite.training.elastic import train_elastic
 
-    for signal_ in SIGNALS:
-        signal.signal(signal_, signal.SIG_DFL if signal_ == signal.SIGTERM else signal.SIG_IGN)
-    die_with(parent)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
-    os.environ |= {"RANK": str(seat), "DLION_LAUNCHED": "0", "GLOO_SOCKET_IFNAME": LOOPBACK}
-    torch.set_num_threads(1)
-    code = 1
-    try:
-        train_elastic(job)
-        code = 0
-    finally:
-        os._exit(code)
+    os.environ |= {"RANK": str(seat), "DLION_LAUNCHED": "0"}
+    train_elastic(job)
 
 
 def changing(
@@ -176,7 +158,7 @@ def changing(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train with workers that come and go; return what was measured, and curves over time."""
     with serving() as lighthouse:
-        settings = settings_of(args, key, args.steps)
+        settings = [*settings_of(args, key, args.steps), "elastic.lighthouse=here"]
         job = replace(make_job(settings, directory), lighthouse=lighthouse)
         crew = Crew(job, key["deaths"], key["away"], random.Random(key["seed"]))
         crew.train()

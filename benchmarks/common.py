@@ -4,25 +4,30 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlion.errors import RunFailed, Stopped, UserError
+from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.suite import arguments
 from dlion.suite.files import write_atomically
+from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.local import interruptible
 from dlion.suite.launch.network import check_possible
-from dlion.suite.machine import machine
+from dlion.suite.machine import die_with, machine
 from dlion.suite.record.provenance import commit
+from dlion.suite.training.signals import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "speed"
@@ -126,6 +131,31 @@ def run(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) ->
 def _leave(message: str, code: int) -> None:
     print(message, file=sys.stderr)
     sys.exit(code)
+
+
+def fork(work: Callable[..., None], *args: Any) -> BaseProcess:
+    """Run a function in a worker that meets others on loopback, and ends with this process."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_enter, args=(os.getpid(), work, *args)
+    )
+    process.start()
+    return process
+
+
+def _enter(parent: int, work: Callable[..., None], *args: Any) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+    die_with(parent)
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        work(*args)
+        code = 0
+    except TrainingFailed as error:
+        print(f"error: {error}", flush=True)
+    finally:
+        os._exit(code)
 
 
 def in_random_order(

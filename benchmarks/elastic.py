@@ -12,14 +12,12 @@ elastic.json.
 import argparse
 import itertools
 import json
-import multiprocessing
 import os
 import random
-import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as train.py does, befor
 
 import torch
 import torch.distributed as dist
-from common import ROOT, Parser, Points, in_random_order, ratios, run, spread
+from common import ROOT, Parser, Points, fork, in_random_order, ratios, run, spread
 
 import dlion
 from dlion.errors import RunFailed
 from dlion.methods import METHODS
 from dlion.suite.arguments import number, whole
 from dlion.suite.launch.elastic import serving
-from dlion.suite.launch.environment import LOOPBACK
-from dlion.suite.machine import die_with
 from dlion.suite.training.replicas import parameters_sha256
-from dlion.suite.training.signals import SIGNALS
 
 STRESS = [
     ("dlion_mavo", True),
@@ -66,31 +61,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=whole(2), default=7)
     parser.add_argument("--steps", type=whole(1), default=200, help="of a round")
     return parser.read(arguments, events=2, mean=0.5, cases=1, workers=[2], rounds=2, steps=20)
-
-
-def fork(work: Callable[..., None], *args: Any) -> BaseProcess:
-    """Run a function in a process that ends with this one."""
-    process = multiprocessing.get_context("fork").Process(
-        target=_enter, args=(os.getpid(), work, *args)
-    )
-    process.start()
-    return process
-
-
-def _enter(parent: int, work: Callable[..., None], *args: Any) -> None:
-    for number_ in SIGNALS:
-        signal.signal(number_, signal.SIG_DFL if number_ == signal.SIGTERM else signal.SIG_IGN)
-    die_with(parent)
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    torch.set_num_threads(1)
-    code = 1
-    try:
-        work(*args)
-        code = 0
-    except dlion.TrainingFailed as error:
-        print(f"error: {error}", flush=True)
-    finally:
-        os._exit(code)
 
 
 def make_model() -> torch.nn.Module:

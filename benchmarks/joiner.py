@@ -17,14 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from churn import TASKS
+from churn import TASKS, make_job
 from common import ROOT, Parser, run
-from hydra import compose, initialize_config_dir
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlion.suite.arguments import whole
-from dlion.suite.config import resolve
-from dlion.suite.launch.check import check
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.runner import work
 from dlion.suite.record.provenance import commit
@@ -52,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def train(key: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train with 8 virtual workers; return what was measured."""
-    overrides = [
+    settings = [
         *TASKS[key["task"]],
         f"optimizer={key['method']}",
         f"seed={key['seed']}",
@@ -61,13 +58,8 @@ def train(key: dict[str, Any], directory: Path) -> dict[str, Any]:
         "workers=8",
         "processes=1",
         "logger=none",
-        f"output_dir={directory}",
     ]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", overrides=overrides, return_hydra_config=True)
-    directory.mkdir()
-    job = check(resolve(config, config.hydra), directory, None)
-    run_processes(1, _work, job, key)
+    run_processes(1, _work, make_job(settings, directory), key)
     found = load_run(directory)
     assert found.summary is not None
     return {
@@ -78,14 +70,16 @@ def train(key: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def joins(key: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return who leaves after which step; equal for all methods and starts."""
+    """Return who leaves after which step, the same for all methods; of `kept` nobody."""
+    if key["start"] == "kept":
+        return []
     rng = random.Random(key["seed"])
     everyone = itertools.product(range(1, key["steps"] + 1), range(8))
     return [pair for pair in everyone if rng.random() < 1 / key["every"]]
 
 
 def _work(job: Job, key: dict[str, Any]) -> float | None:
-    leaving = set(joins(key)) if key["start"] != "kept" else set()
+    leaving = set(joins(key))
 
     def take_places(optimizer: Any, *_: Any) -> None:
         step = optimizer.param_groups[0]["steps"]

@@ -9,6 +9,11 @@ from accelerate.state import GradientState
 from dlion.frameworks import ours, silence
 
 
+def accumulates() -> bool:
+    """Whether the backward pass at hand only accumulates gradients, in accelerate or a Trainer."""
+    return not GradientState().sync_gradients
+
+
 def keep_workers(accelerator: Accelerator) -> None:
     """Let an Accelerator save and load every worker's state; call it after ``prepare()``.
 
@@ -21,7 +26,7 @@ def keep_workers(accelerator: Accelerator) -> None:
     """
     for optimizer in ours(accelerator._optimizers):
         optimizer.workers_apart = True
-        optimizer.accumulates = lambda: not GradientState().sync_gradients
+        optimizer.accumulates = accumulates
         silence(optimizer)
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:

@@ -4,12 +4,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.state import GradientState
 from transformers import TrainerCallback
 
-from dlion.engine.lockstep import gather
 from dlion.frameworks import ours, silence
+from dlion.frameworks.accelerate import accumulates
 
 
 class KeepWorkers(TrainerCallback):
@@ -41,7 +39,7 @@ class KeepWorkers(TrainerCallback):
         """Silence DistributedDataParallel; read the workers' state of a resumed run."""
         for one in ours([optimizer]):
             one.workers_apart = True
-            one.accumulates = lambda: not GradientState().sync_gradients
+            one.accumulates = accumulates
             silence(one)
             if not args.save_only_model and args.save_total_limit is not None:
                 self._limit, args.save_total_limit = args.save_total_limit, None
@@ -62,7 +60,7 @@ class KeepWorkers(TrainerCallback):
             folder = _folder(args, state)
             one.save_workers(folder)
             if self._limit is not None:
-                gather(torch.zeros(1), one.workers)  # all have written theirs
+                one.channel.barrier()  # all have written theirs
                 if args.should_save:
                     _rotate(folder, self._limit, state.best_model_checkpoint)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlion.errors import UserError
+from dlion.suite.files import naming_full_disk
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 _BEGINNINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"(\xb5/\xfd": "zstd"}
@@ -33,11 +34,15 @@ def unpack(file: Path, target: Path) -> None:
         UserError: if it is damaged.
     """
     try:
-        with _reader(file) as source, target.open("wb") as written:
+        with (
+            naming_full_disk(target),
+            _reader(file) as source,
+            target.open("wb") as written,
+        ):
             shutil.copyfileobj(source, written, 1 << 20)
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(target)) from error
+            raise
         raise UserError(f"{file} is compressed and damaged ({error}): copy it again") from error
 
 

@@ -114,15 +114,15 @@ def run_processes(
         others = multiprocessing.active_children()
         try:
             with _temporary_files_in(directory):  # in which torch puts errors, pickled
-                here = (os.getpid(), processes, directory, network, errors, apart, interface)
-                context = _start(processes, *here, work, args)
+                here = (os.getpid(), processes, directory, network, errors, apart, interface, work)
+                context = _start(processes, *here, args)
             errors.started()
             children += context.processes
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             if signals:  # the mask is this thread's: another may have taken one before
                 tell_children()
             if apart:
-                start_again = partial(_start_again, children, restarts, *here, work, again)
+                start_again = partial(_start_again, children, processes + restarts, (*here, again))
                 _wait_for_each(context.processes, directory, notice, start_again)
             else:
                 _wait(context, directory, notice, errors)
@@ -240,11 +240,11 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors
         raise RunFailed(reason, leaving=notice.first is not None) from None
 
 
-def _start_again(children: list[BaseProcess], restarts: int, *args: Any) -> BaseProcess | None:
-    """Start a process again, which ``children`` gets, unless there were so many already."""
-    *args, rank = args
-    _, processes, *_ = args
-    if len(children) == processes + restarts:
+def _start_again(
+    children: list[BaseProcess], most: int, args: tuple[Any, ...], rank: int
+) -> BaseProcess | None:
+    """Run ``_work(rank, *args)`` in one more of ``children``, unless there are ``most``."""
+    if len(children) == most:
         return None
     context = multiprocessing.get_context(_METHOD)
     process = context.Process(target=_work, args=(rank, *args))
