@@ -23,7 +23,7 @@ from dlion.suite.launch.environment import among_others, is_first
 from dlion.suite.launch.help import help_text, opened
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
 from dlion.suite.settings import check_effects, check_values
-from dlion.suite.terminal import end_now, in_one_line, raise_interrupts
+from dlion.suite.terminal import end_now, in_one_line, raise_interrupts, wait_to_be_ended
 
 _EXIT_CODES = {
     UserError: 2,
@@ -33,6 +33,9 @@ _EXIT_CODES = {
     Stopped: 75,
     KeyboardInterrupt: 130,
 }
+# torchrun ends all processes as soon as one has failed, so that the others wait for the first one's
+# sentence; seconds
+_FIRST_SPEAKS = 5
 
 
 def run(main: Callable[[], Any], conf: Path) -> None:
@@ -226,6 +229,8 @@ def _leave(error: BaseException, command: str | None = None) -> NoReturn:
         print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
     if code == 1 and among_others():
         end_now(code)
+    if code == 2 and not is_first():
+        wait_to_be_ended(_FIRST_SPEAKS)
     sys.exit(code)
 
 
