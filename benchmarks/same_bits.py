@@ -69,6 +69,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "demo": {"chunk": 16, "topk": 4},
     "sparseloco": {"local_steps": 1, "chunk": 100, "topk": 9},
     "diloco": {"local_steps": 1},
+    # the default of earlier commits, slow as it is
+    "g_muon": {"ns_precision": "bf16"},
+    "muon_adm": {"ns_precision": "bf16"},
+    "ef21_muon": {"ns_precision": "bf16"},
+    "sign_muon_mavo": {"ns_precision": "bf16"},
+    "sign_muon_avg": {"ns_precision": "bf16"},
 }
 
 

@@ -118,7 +118,7 @@ WRONG = {
     "optimizer=sparseloco optimizer.decay=2": "at least 0 and at most 1",
     "optimizer=dgc optimizer.density=0": "above 0 and at most 1",
     "optimizer=g_muon optimizer.adjust_lr=rms": "choose match_rms_adamw or original",
-    "optimizer=g_muon optimizer.ns_precision=fp16": "choose bf16 or float32",
+    "optimizer=g_muon optimizer.ns_precision=fp16": "choose auto, bf16 or float32",
     "optimizer=sign_muon_mavo optimizer.rest=adamw": "rest=adamw needs aggregation=avg",
     "optimizer=sign_muon_avg optimizer.rest=sgd": "choose lion or adamw",
     "optimizer=powersgd optimizer.rank=0": COUNT,

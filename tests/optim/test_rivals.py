@@ -29,7 +29,7 @@ def give_gradients(params: list[nn.Parameter], seed: int) -> None:
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_one_worker_is_torch_muon_to_the_bit(adjust):
     ours, theirs = matrices(), matrices()
-    optimizer = GMuon(ours, lr=1e-2, adjust_lr=adjust)
+    optimizer = GMuon(ours, lr=1e-2, adjust_lr=adjust, ns_precision="bf16")
     reference = torch.optim.Muon(theirs, lr=1e-2, adjust_lr_fn=adjust)
     for t in range(10):
         give_gradients(ours, t), give_gradients(theirs, t)

@@ -20,7 +20,7 @@ SHAPES = [(7,), (33, 20), (), (128,), (130,)]
 SIZES = [torch.Size(shape).numel() for shape in SHAPES]
 D = sum(SIZES)
 LR, WD, SEED, STEPS = 1e-2, 0.1, 5, 8
-QUINTIC = 5, torch.bfloat16, "quintic"
+QUINTIC = 5, torch.float32, "quintic"
 SPANS = [(sum(SIZES[:t]), sum(SIZES[: t + 1])) for t in range(len(SIZES))]
 
 # names in dlion.methods.simple, and what they may be in a class
@@ -377,19 +377,19 @@ ROWS = {
     "muon_adm": ({}, muon_adm, 0),
     "g_muon": ({}, g_muon("match_rms_adamw"), 0),
     "g_muon original": (
-        {"adjust_lr": "original", "ns_steps": 3, "ns_precision": "float32"},
-        g_muon("original", (3, torch.float32, "quintic")),
+        {"adjust_lr": "original", "ns_steps": 3, "ns_precision": "bf16"},
+        g_muon("original", (3, torch.bfloat16, "quintic")),
         0,
     ),
     "g_muon polar_express": (
         {"ns_coefficients": "polar_express", "ns_steps": 9},
-        g_muon("match_rms_adamw", (9, torch.bfloat16, "polar_express")),
+        g_muon("match_rms_adamw", (9, torch.float32, "polar_express")),
         0,
     ),
     "sign_muon_mavo": ({}, sign_muon(voted("previous"), "lion", False), 0),
     "sign_muon_mavo zero polar": (
-        {"ties": "zero", "local_polar": True, "ns_steps": 3, "ns_precision": "float32"},
-        sign_muon(voted("zero"), "lion", True, (3, torch.float32, "quintic")),
+        {"ties": "zero", "local_polar": True, "ns_steps": 3, "ns_precision": "bf16"},
+        sign_muon(voted("zero"), "lion", True, (3, torch.bfloat16, "quintic")),
         0,
     ),
     "sign_muon_mavo weighted": ({"weighted": True}, sign_muon(weighted, "lion", False), 0),

@@ -101,7 +101,7 @@ from tests.support.small_model import net
             "bucket_cap_mb=0 is not possible: give a number, above 0, auto or",
         ),
         (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
-        (lambda p: GMuon(p, ns_precision="fp16"), "choose bf16 or float32"),
+        (lambda p: GMuon(p, ns_precision="fp16"), "choose auto, bf16 or float32"),
         (lambda p: GMuon(p, adamw_names="["), "is no regular expression: unterminated"),
         (lambda p: SignMuon(p, rest="adamw"), "rest=adamw needs aggregation=avg"),
         (lambda p: SignMuon(p, adamw_names="["), "is no regular expression: unterminated"),

@@ -73,11 +73,14 @@ def test_a_grid_says_what_travels_along_each_dimension_and_changes_no_bit(tmp_pa
 
 @pytest.mark.slow
 def test_precisions_learn_alike(tmp_path):
-    settings = ["optimizer=dlion_mavo", "optimizer.lr=3e-3", "steps=40", "model=vit_tiny"]
-    summaries = [
-        trained(tmp_path / precision, *settings, f"precision={precision}")[0]
-        for precision in ("float32", "bf16_mixed", "bf16")
-    ]
+    settings = [*SETTINGS, "optimizer=dlion_mavo", "optimizer.lr=3e-3", "steps=40"]
+    summaries, said = [], []
+    for precision in ("float32", "bf16_mixed", "bf16"):
+        directory = tmp_path / precision
+        done = train(*settings, f"precision={precision}", f"output_dir={directory}", code=0)
+        summaries.append(record(directory)[0])
+        said += re.findall(r"^precision +(\w+)", done.stdout, re.M)
+    assert said == ["bf16_mixed", "bf16"]
     assert len({summary["parameters_sha256"] for summary in summaries}) == 3
     losses = [summary["test_loss"] for summary in summaries]
     assert max(losses) < 2.0 and max(losses) < 1.2 * min(losses)

@@ -55,7 +55,7 @@ class EF21Muon(BesideAdamW):
         value_bits: of an entry on the wire, as for :class:`DeMo`. What rounding leaves out is sent
             later.
         ns_steps: Newton-Schulz iterations.
-        ns_precision: bf16 or float32, of Newton-Schulz.
+        ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
             embeddings and heads by their usual names.
@@ -74,7 +74,7 @@ class EF21Muon(BesideAdamW):
         density: PositiveShare = 0.15,
         value_bits: ValueBits = 16,
         ns_steps: Depth = 5,
-        ns_precision: Precision = "bf16",
+        ns_precision: Precision = "auto",
         ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         **common: Unpack[Common],

@@ -54,7 +54,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         rise: as for :class:`DLionADM`.
         lookahead: as for :class:`DLionADM`.
         ns_steps: Newton-Schulz iterations.
-        ns_precision: bf16 or float32, of Newton-Schulz.
+        ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
             embeddings and heads by their usual names.
@@ -70,7 +70,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         rise: Annotated[int, Limits(ge=1, le=32)] = 3,
         lookahead: NotNegative = 0.5,
         ns_steps: Depth = 5,
-        ns_precision: Precision = "bf16",
+        ns_precision: Precision = "auto",
         ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         **common: Unpack[Common],

@@ -69,7 +69,7 @@ class SignMuon(MatricesApart, SignedDescent):
         local_polar: orthogonalise the answer before the step.
         rest: the optimizer of the rest: lion, or for avg adamw.
         ns_steps: Newton-Schulz iterations.
-        ns_precision: bf16 or float32, of Newton-Schulz.
+        ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
             embeddings and heads by their usual names.
@@ -97,7 +97,7 @@ class SignMuon(MatricesApart, SignedDescent):
         local_polar: bool = False,
         rest: Rest = "lion",
         ns_steps: Depth = 5,
-        ns_precision: Precision = "bf16",
+        ns_precision: Precision = "auto",
         ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
         ties: Ties = "previous",

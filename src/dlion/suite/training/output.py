@@ -17,6 +17,7 @@ from dlion.suite.record.runs import RunRecord, finite
 from dlion.suite.training.checkpoint import Progress, identity
 from dlion.suite.training.console import RunConsole
 from dlion.suite.training.job import Job
+from dlion.suite.training.precision import describe
 from dlion.suite.units import human_bytes, show_rate
 from dlion.timer import BESIDE, PHASES, Timer
 
@@ -195,6 +196,11 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         "data": job.data.describe(),
         "workers": _spread(job),
         "network": network,
+        **(
+            {}
+            if config.precision == "float32"
+            else {"precision": describe(config.precision, job.device)}
+        ),
         **({} if job.lighthouse is None else {"lighthouse": _invitation(job.lighthouse)}),
         "parameters": f"{parameters:,}",
         "a worker sends": sends,

@@ -1,5 +1,7 @@
 """The number formats of parameters and computation."""
 
+import time
+
 import torch
 from torch import nn
 
@@ -23,6 +25,24 @@ def in_precision(model: nn.Module, precision: str, device: str) -> nn.Module:
     elif precision == "bf16_mixed":
         model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
     return model.to(device)
+
+
+def describe(precision: str, device: str) -> str:
+    """Name a precision, and say if this CPU multiplies far more slowly in it than in float32."""
+    slower = _seconds(torch.bfloat16) / _seconds(torch.float32) if device == "cpu" else 1
+    if slower < 2:
+        return precision
+    return f"{precision}; products take {slower:.0f} times as long as in float32 on this CPU"
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Return the shortest of three products of two matrices of 128 rows and columns."""
+    matrix, found = torch.ones(128, 128, dtype=dtype), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        matrix @ matrix
+        found.append(time.perf_counter() - begun)
+    return min(found)
 
 
 def _constants(model: nn.Module) -> dict[str, torch.Tensor]:
