@@ -372,6 +372,32 @@ def test_a_process_that_fails_waits_for_nobody(tmp_path, where):
     assert waits.read_text() == ""
 
 
+WRONG = "optimizer.lr=-1"
+ONE_LINE = {
+    "all": (WRONG, WRONG, "error: optimizer.lr=-1 is not possible", [2, 2]),
+    "first": (WRONG, "", "error: optimizer.lr=-1 is not possible", [2, 1]),
+    "other": ("", WRONG, "error: optimizer.lr=-1 is not possible", [1, 2]),
+    "unlike": ("", "seed=1", "error: process 1 was started with another seed", [1, 1]),
+}
+
+
+@pytest.mark.parametrize("who", ONE_LINE)
+def test_of_several_processes_that_fail_one_tells_why(tmp_path, who):
+    """And it has told before another ends, upon which torchrun would end it."""
+    *typed, sentence, codes = ONE_LINE[who]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = ["dataset=digits", "model=linear", "logger=none", f"output_dir={tmp_path / 'run'}"]
+    runs = {}
+    for rank in (1, 0):
+        wrong = [typed[rank]] if typed[rank] else []
+        runs[rank] = start(*common, *wrong, env={"RANK": str(rank), **place})
+    ended = [runs[1].wait().returncode]
+    said = runs[0].stderr + runs[1].stderr
+    assert [runs[0].wait().returncode, *ended] == codes
+    assert said == runs[0].stderr + runs[1].stderr
+    assert re.fullmatch(f"{re.escape(sentence)}[^\n]*\n", said), said
+
+
 LEAVES = """
 import threading, time
 from dlion.errors import RunFailed

@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +20,11 @@ from dlion import __version__
 from dlion.errors import Finished, RunFailed, Stopped, UserError
 from dlion.suite.config import explain, resolve, unlisted_method
 from dlion.suite.launch.arguments import Arguments
-from dlion.suite.launch.environment import among_others, is_first
+from dlion.suite.launch.environment import among_others, detect, is_first
 from dlion.suite.launch.help import help_text, opened
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
 from dlion.suite.settings import check_effects, check_values
-from dlion.suite.terminal import end_now, in_one_line, raise_interrupts, wait_to_be_ended
+from dlion.suite.terminal import end_now, in_one_line, raise_interrupts
 
 _EXIT_CODES = {
     UserError: 2,
@@ -33,9 +34,6 @@ _EXIT_CODES = {
     Stopped: 75,
     KeyboardInterrupt: 130,
 }
-# torchrun ends all processes as soon as one has failed, so that the others wait for the first one's
-# sentence; seconds
-_FIRST_SPEAKS = 5
 
 
 def run(main: Callable[[], Any], conf: Path) -> None:
@@ -214,7 +212,7 @@ def _announce(settings: DictConfig, method: str | None) -> None:
 
 
 def _leave(error: BaseException, command: str | None = None) -> NoReturn:
-    """Print the error's sentence and exit with its code; of several processes the first prints.
+    """Print the error's sentence, once where several processes have it, and exit with its code.
 
     Args:
         error: why this process ends.
@@ -224,14 +222,30 @@ def _leave(error: BaseException, command: str | None = None) -> NoReturn:
     stopped = isinstance(error, Stopped)
     if stopped and error.signal == signal.SIGINT:
         code = _EXIT_CODES[KeyboardInterrupt]
-    if is_first() or code == 1:
-        hint = f"; to resume: {command}" if command else ""
-        print("" if stopped else "error: ", _sentence(error), hint, sep="", file=sys.stderr)
-    if code == 1 and among_others():
+    start, sentence = "" if stopped else "error: ", _sentence(error)
+    hint = f"; to resume: {command}" if command else ""
+    tell = partial(print, start, sentence, hint, sep="", file=sys.stderr, flush=True)
+    if code in (1, 2) and among_others():
+        _tell_once(tell, error, sentence)
         end_now(code)
-    if code == 2 and not is_first():
-        wait_to_be_ended(_FIRST_SPEAKS)
+    if is_first():
+        tell()
     sys.exit(code)
+
+
+def _tell_once(tell: Callable[[], None], error: BaseException, sentence: str) -> None:
+    """Call ``tell`` in one of the processes that torchrun or SLURM started and that fail alike."""
+    from dlion.suite.launch.local import lost_peer  # here, as it takes seconds
+    from dlion.suite.launch.meeting import OthersFailed, tell_once
+
+    try:
+        detect().export()
+    except UserError:  # nothing says where the others are
+        tell()
+        return
+    cause = error.__cause__ or error
+    lost = isinstance(error, OthersFailed) or (isinstance(cause, Exception) and lost_peer(cause))
+    tell_once(tell, sentence, lost)
 
 
 def _sentence(error: BaseException) -> str:

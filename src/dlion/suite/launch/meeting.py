@@ -8,10 +8,11 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,14 @@ _PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run
 _SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 _INTERFACE = "interface"  # of process 0, through which others have come; empty: not known
 _JOINED = "joined"  # the number of processes that have found process 0
+_FAILED, _LOST = "failed", "lost"  # the first process that failed, that lost another
+_LEFT = "left"  # the number of processes that have told why they failed
+_ENDING = 5.0  # seconds that a process which fails waits for others that do
+_board: dist.Store | None = None  # of the run, for all of its processes
+
+
+class OthersFailed(TrainingFailed):
+    """Another process has failed before the run began, and has told why."""
 
 
 @contextmanager
@@ -105,36 +114,125 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
     the port of its store. So a stranger at that port is recognised, be it silent or another run's
     process 0. (A TCPStore waits for a silent one for ever, and shares its keys with any run.)
     """
-    run, host = env.get("DLION_RUN", "run"), env["MASTER_ADDR"]
-    taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the first, by torchrun's agent
-    port = int(env["MASTER_PORT"])
-    first = min(port + taken, (1 << 16) - 1)
-    ports = range(first, min(first + _CHOICE, 1 << 16))
-    host = host.removeprefix("[").removesuffix("]")  # [::1], as in an address with a port
+    global _board
     if rank == 0:
-        guide, listener = _listen(host, ports), _listen(host, range(1))  # 0: any free port
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "::1" if host == "::1" else "127.0.0.1",  # others may know it by another name
-            port,
-            is_master=True,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # the store closes the socket
-        )
+        guide, answer, _board = _host(env, limit)
         with guide:
-            here = _answer(guide, _greeting(run) + b"%d\n" % port, store, processes, limit)
+            here = _answer(guide, answer, _board, processes, limit)
         name = _interface(here)
-        store.set(_INTERFACE, name)
+        _board.set(_INTERFACE, name)
     else:
-        port, here = _ask(host, ports, run, limit)
-        store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-        store.add(_JOINED, 1)
+        _board, here = _find(env, limit)
+        _board.add(_JOINED, 1)
+        if _board.check([_FAILED]):
+            raise OthersFailed("another process has failed before this run began")
         # beside process 0, which knows what leads to others
-        name = store.get(_INTERFACE).decode() if _is_loopback(here) else _interface(here)
+        name = _board.get(_INTERFACE).decode() if _is_loopback(here) else _interface(here)
     if name:  # gloo would take the address of this machine's own name: Debian's is 127.0.1.1
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    return dist.PrefixStore(run, store)
+    return dist.PrefixStore(_run(env), _board)
+
+
+def tell_once(tell: Callable[[], object], reason: str, lost: bool) -> None:
+    """Tell why this process fails, unless another of the run tells the same, and let them ask.
+
+    torchrun ends all processes as soon as one has: none may leave before it is told. Of those that
+    have met nobody, process 0 tells.
+
+    Args:
+        tell: tells it.
+        reason: that others may have as well.
+        lost: whether the reason is that others have ended: who has another one tells that.
+    """
+    env, limit = os.environ, timedelta(seconds=_ENDING)
+    rank, processes = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if _board is None and rank == 0:
+        tell()
+        _soon(_announce_failure, env, reason, processes, limit)
+        return
+    board = _board or _soon(lambda: _find(env, limit)[0])
+    first = _soon(_is_first, board, rank, reason, lost)
+    if first is not False:  # None: process 0 has gone
+        tell()
+    if first is not None:
+        _soon(_leave, board, rank, processes)
+
+
+def _announce_failure(
+    env: Mapping[str, str], reason: str, processes: int, limit: timedelta
+) -> None:
+    """Let the others know that process 0 has failed before the run began."""
+    guide, answer, board = _host(env, limit)
+    board.set(_FAILED, f"0 {reason}")
+    with guide:
+        _answer(guide, answer, board, processes, limit, _LEFT)
+
+
+def _is_first(board: dist.Store, rank: int, reason: str, lost: bool) -> bool:
+    """Whether no other process has failed with the same reason."""
+    if lost and board.check([_FAILED]):
+        return False
+    key, mine = (_LOST, f"{rank}") if lost else (_FAILED, f"{rank} {reason}")
+    first = board.compare_set(key, "", mine).decode()
+    return first == mine or (not lost and first.partition(" ")[2] != reason)
+
+
+def _leave(board: dist.Store, rank: int, processes: int) -> None:
+    """Note that this process may end; process 0, which hosts the board, lets the others ask."""
+    left = board.add(_LEFT, 1)
+    while rank == 0 and left < processes:
+        time.sleep(0.1)
+        left = board.add(_LEFT, 0)
+
+
+def _soon(action: Callable[..., Any], *args: Any) -> Any:
+    """Return ``action(*args)``; None if it fails, or takes longer than processes wait."""
+    results: list[Any] = []
+
+    def act() -> None:
+        with contextlib.suppress(Exception):
+            results.append(action(*args))
+
+    acting = Thread(target=act, daemon=True)
+    acting.start()
+    acting.join(_ENDING)
+    return results[0] if results else None
+
+
+def _host(env: Mapping[str, str], limit: timedelta) -> tuple[socket.socket, bytes, dist.Store]:
+    """Open the store of the run, and the socket at which process 0 answers where it is."""
+    host, ports = _place(env)
+    guide, listener = _listen(host, ports), _listen(host, range(1))  # 0: any free port
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "::1" if host == "::1" else "127.0.0.1",  # others may know it by another name
+        port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes the socket
+    )
+    return guide, _greeting(_run(env)) + b"%d\n" % port, store
+
+
+def _find(env: Mapping[str, str], limit: timedelta) -> tuple[dist.Store, str]:
+    """Return the store of the run, and this machine's address from which it was found."""
+    host, ports = _place(env)
+    port, here = _ask(host, ports, _run(env), limit)
+    return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False), here
+
+
+def _place(env: Mapping[str, str]) -> tuple[str, range]:
+    """Return the machine of process 0 and the ports at which it may answer."""
+    taken = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the first, by torchrun's agent
+    first = min(int(env["MASTER_PORT"]) + taken, (1 << 16) - 1)
+    # [::1], as in an address with a port
+    host = env["MASTER_ADDR"].removeprefix("[").removesuffix("]")
+    return host, range(first, min(first + _CHOICE, 1 << 16))
+
+
+def _run(env: Mapping[str, str]) -> str:
+    return env.get("DLION_RUN", "run")
 
 
 def _listen(host: str, ports: range) -> socket.socket:
@@ -158,9 +256,14 @@ def _listen(host: str, ports: range) -> socket.socket:
 
 
 def _answer(
-    guide: socket.socket, answer: bytes, store: dist.Store, processes: int, limit: timedelta
+    guide: socket.socket,
+    answer: bytes,
+    store: dist.Store,
+    processes: int,
+    limit: timedelta,
+    done: str = _JOINED,
 ) -> str:
-    """Send the answer to everyone who connects, until all processes have joined the store.
+    """Send the answer to everyone who connects, until all other processes are ``done``.
 
     Returns:
         The address of this machine at which processes of others have come, if there are any.
@@ -168,7 +271,9 @@ def _answer(
     guide.settimeout(0.1)
     here = ""
     deadline = time.monotonic() + limit.total_seconds()
-    while (joined := store.add(_JOINED, 0)) < processes - 1:
+    while (joined := store.add(done, 0)) < processes - 1:
+        if done == _JOINED and store.check([_FAILED]):
+            raise OthersFailed("another process has failed before this run began")
         if time.monotonic() > deadline:
             raise TrainingFailed(
                 f"{joined + 1} of {processes} processes were there after timeout="
