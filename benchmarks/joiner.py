@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from churn import TASKS, make_job
 from common import ROOT, Parser, run
+from hydra import compose, initialize_config_dir
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlion.suite.arguments import whole
+from dlion.suite.config import resolve
+from dlion.suite.launch.check import check
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.runner import work
 from dlion.suite.record.provenance import commit
@@ -29,6 +31,11 @@ from dlion.suite.record.runs import load_run
 from dlion.suite.training import Job
 
 METHODS = ["dlion_mavo", "dlion_avg", "lion_cub", "sign_muon_mavo"]
+TASKS = {
+    "digits": ["dataset=mnist5k"],
+    "text": ["experiment=board_text", "schedule.warmup_steps=20", "eval_limit=2000"],
+    "smoke": ["dataset=digits", "model=linear", "batch_size=8"],
+}
 STARTS = ["kept", "zero", "peer"]
 KEY = ["task", "steps", "every", "method", "seed", "start"]
 FIELDS = [*KEY, "test_loss", "train_loss", "joined", "commit"]
@@ -67,6 +74,15 @@ def train(key: dict[str, Any], directory: Path) -> dict[str, Any]:
         "train_loss": found.metrics[-1]["train_loss"],
         "joined": len(joins(key)),
     }
+
+
+def make_job(settings: list[str], directory: Path) -> Job:
+    """Check settings and load the data, as train.py does before it starts processes."""
+    overrides = [*settings, f"output_dir={directory}"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", overrides=overrides, return_hydra_config=True)
+    directory.mkdir()
+    return check(resolve(config, config.hydra), directory, None)
 
 
 def joins(key: dict[str, Any]) -> list[tuple[int, int]]:

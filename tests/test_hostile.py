@@ -77,6 +77,8 @@ OTHER_SETTINGS = [
     "precision",
     "faults.byzantine",
     "faults.drop",
+    "faults.deaths",
+    "faults.away",
     "faults.scale",
     "faults.attack",
 ]

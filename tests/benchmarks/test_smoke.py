@@ -28,7 +28,6 @@ LEAVES = {  # by the first word of a command that is a key, else by its script
     "time_to_accuracy": {"time_to_accuracy.json", "time_to_accuracy.png"},
     "--search": {"time_to_accuracy_search.json"},
     "soak": {"soak.json", "soak.png"},
-    "churn": {"runs.csv", "curves.jsonl", "churn.png"},
     "elastic": {"elastic.json"},
     "joiner": {"joiner.csv"},
     "rare_rows": {"rare_rows.json"},

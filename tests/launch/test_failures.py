@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.optim import DLion
+from dlion.suite.launch.deaths import Deaths
 from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.local import lost_peer, run_processes
 from dlion.suite.launch.meeting import process_group
@@ -148,6 +150,39 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(whole, tmp_path, f
     lines = run_faulty(tmp_path / "cut", *settings, fault=fault)
     assert lines == ["process 1 was killed by SIGKILL; restart 1 of 1"]
     assert record(tmp_path / "cut") == whole
+
+
+def test_processes_die_as_often_as_a_setting_says_and_all_restart(tmp_path):
+    settings = ["dataset=digits", "logger=none", "workers=2", "processes=2", "steps=120"]
+    settings += ["model._target_=tests.training.slow.model", "checkpoint_every=1"]
+    dying = ["faults.deaths=6", "faults.away=0.1", f"output_dir={tmp_path / 'run'}"]
+    run = start(*settings, *dying, env={"MARKER": str(tmp_path / "hurry")})
+    deadline = time.monotonic() + 60
+    while "was killed by SIGKILL; all restart when it returns" not in run.stderr:
+        assert time.monotonic() < deadline, run.stdout + run.stderr
+        time.sleep(0.05)
+    (tmp_path / "hurry").touch()
+    done = run.wait()
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in record(tmp_path / "run")[1]] == [*range(10, 121, 10)]
+
+
+def _be_there(folder: Path, begun) -> str:
+    """Wait until so many processes have begun; the first alone has the state of the run."""
+    rank = os.environ["RANK"]
+    (folder / f"{rank}-{os.getpid()}").touch()
+    begun[int(rank)] = rank == "0"
+    while len(list(folder.iterdir())) < 9:
+        time.sleep(0.01)
+    return rank
+
+
+def test_who_dies_while_others_continue_returns_but_for_the_last_with_the_state(tmp_path, capfd):
+    begun, deaths = RawArray("b", 3), Deaths(1000, 0.01, 0)
+    deaths.begun = begun
+    run_processes(3, _be_there, tmp_path, begun, apart=True, again=(tmp_path, begun), deaths=deaths)
+    assert len(list(tmp_path.glob("0-*"))) == 1
+    assert "process 1 was killed by SIGKILL; 2 here continue, and" in capfd.readouterr()[1]
 
 
 def test_torchrun_starts_again_from_the_checkpoint(whole, tmp_path):

@@ -31,6 +31,7 @@ from dlion.values import (
     Folder,
     Limits,
     Name,
+    NotNegative,
     Positive,
     PositiveShare,
     Probability,
@@ -59,7 +60,7 @@ _MOVED = re.compile(r"^dlion\.(?=(compare|data|launch|models|record|training)(\.
 
 @dataclass
 class Faults:
-    """Workers that are absent, and workers that send false gradients.
+    """Workers that are absent or die, and workers that send false gradients.
 
     Args:
         byzantine: number of Byzantine workers (the last ones), which do not send their gradient.
@@ -68,6 +69,10 @@ class Faults:
         scale: factor on what they send.
         stale_steps: steps for which a stale gradient is repeated.
         drop: probability that a worker is absent from a step.
+        deaths: how often each process here is killed, a minute, at random moments. With
+            elastic=true the others continue and it joins again; else all restart from the latest
+            checkpoint. These restarts are not counted by max_restarts.
+        away: seconds until it is started again.
     """
 
     byzantine: Whole
@@ -75,6 +80,8 @@ class Faults:
     scale: Positive
     stale_steps: Count
     drop: Probability
+    deaths: NotNegative
+    away: Annotated[float, Limits(ge=0, le=10**6)]
 
 
 @dataclass
@@ -213,7 +220,7 @@ class Settings:
         participation: share of the workers that take part in a step, drawn for each step.
         local_steps: steps of SGD of each worker between two exchanges; epochs count them.
         local_lr: the learning rate of local steps.
-        faults: absent or Byzantine workers.
+        faults: absent, dying or Byzantine workers.
         elastic: workers that come and go; then workers= is how many the run is planned for, which
             decides the steps of an epoch.
         init_from: weights to start from: a run's directory, a .safetensors file, or a folder of
@@ -282,7 +289,7 @@ class Settings:
     participation: PositiveShare = traits(bits=True, compared=1)
     local_steps: Count = traits(bits=True, compared=1)
     local_lr: Positive = traits(bits=True, compared=1)
-    faults: Faults = traits(bits=True, compared=1)
+    faults: Faults = traits(bits=True, without=("deaths", "away"), compared=1)
     elastic: Elastic
 
     init_from: Name | None = traits(compared=3)
@@ -316,6 +323,7 @@ NEEDS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         for key in ("min_workers", "timeout")
     },
     "epochs": ("steps", lambda steps: steps is None, "null"),
+    "faults.away": ("faults.deaths", lambda often: often > 0, "1"),
     "faults.attack": ("faults.byzantine", lambda count: count > 0, "1"),
     "faults.scale": ("faults.byzantine", lambda count: count > 0, "1"),
     "faults.stale_steps": ("faults.attack", lambda attack: attack == "stale", "stale"),

@@ -65,6 +65,11 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
     """
     check_settings(config)
     check_output(config, output_dir)
+    if config.faults.deaths and started is not None:
+        raise UserError(
+            f"faults.deaths={show(config.faults.deaths)} needs train.py to start its own processes,"
+            f" but {started.source} started them: leave it out"
+        )
     lighthouse = _lighthouse(config, started)
     device = _device(config.device)
     processes = _processes(config, device, started)
@@ -210,6 +215,11 @@ def check_settings(settings: DictConfig, data_is_here: bool = True) -> None:
         raise UserError(
             f"faults.byzantine={faults.byzantine} exceeds workers={workers}: type"
             f" faults.byzantine={workers} or less"
+        )
+    if faults.deaths and not changing and settings.checkpoint_every is None:
+        raise UserError(
+            f"faults.deaths={show(faults.deaths)} would restart all from the first step: type"
+            " elastic=true, or checkpoint_every=20"
         )
     if settings.box and not settings.optimizer.get("weight_decay"):
         raise UserError(

@@ -30,6 +30,7 @@ from torch.multiprocessing import ProcessContext, start_processes
 from torch.multiprocessing.spawn import ProcessException
 
 from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
+from dlion.suite.launch.deaths import Deaths
 from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.network import Network
 from dlion.suite.machine import die_with
@@ -61,6 +62,7 @@ def run_processes(
     interface: str | None = LOOPBACK,
     restarts: int = 0,
     again: tuple[Any, ...] = (),
+    deaths: Deaths | None = None,
 ) -> Any:
     """Run ``work(*args)`` in several processes.
 
@@ -77,6 +79,7 @@ def run_processes(
         apart: whether the others continue when a process ends: they are workers that come and go.
         restarts: with ``apart``, how often a process is started again that was killed or crashed.
         again: arguments of ``work`` in such a process.
+        deaths: kills processes; with ``apart`` those are started again besides.
 
     Returns:
         The result of process 0, or with ``apart`` of the first that has one, after a round trip
@@ -106,6 +109,7 @@ def run_processes(
             print("ending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
         tell_children()
 
+    deaths = deaths or Deaths(0, 0, 0)
     errors = _Errors(processes if watched else 0)
     folder = tempfile.TemporaryDirectory(prefix="dlion-processes-", ignore_cleanup_errors=True)
     with SignalNotice(pass_on) as notice, folder as name, errors:
@@ -122,10 +126,10 @@ def run_processes(
             if signals:  # the mask is this thread's: another may have taken one before
                 tell_children()
             if apart:
-                start_again = partial(_start_again, children, processes + restarts, (*here, again))
-                _wait_for_each(context.processes, directory, notice, start_again)
+                start_again = partial(_start_again, children, (*here, again))
+                _wait_for_each(context.processes, directory, notice, start_again, restarts, deaths)
             else:
-                _wait(context, directory, notice, errors)
+                _wait(context, directory, notice, errors, deaths)
         finally:
             for child in {*multiprocessing.active_children()} - {*others}:
                 child.kill()
@@ -212,7 +216,13 @@ class _Errors:
         return said and said[1].decode(errors="replace")
 
 
-def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors: _Errors) -> None:
+def _wait(
+    context: ProcessContext,
+    directory: Path,
+    notice: SignalNotice,
+    errors: _Errors,
+    deaths: Deaths,
+) -> None:
     """Wait until all processes have succeeded or one has failed.
 
     Raises:
@@ -222,7 +232,8 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors
     try:
         while not ended:
             with woken_by_signals() as woken:
-                connection.wait([*context.sentinels, *errors.readers, woken])
+                until = deaths.strike(dict(enumerate(context.processes)))
+                connection.wait([*context.sentinels, *errors.readers, woken], until)
             errors.pass_on()
             suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
             # after a failure the others cannot continue
@@ -240,12 +251,8 @@ def _wait(context: ProcessContext, directory: Path, notice: SignalNotice, errors
         raise RunFailed(reason, leaving=notice.first is not None) from None
 
 
-def _start_again(
-    children: list[BaseProcess], most: int, args: tuple[Any, ...], rank: int
-) -> BaseProcess | None:
-    """Run ``_work(rank, *args)`` in one more of ``children``, unless there are ``most``."""
-    if len(children) == most:
-        return None
+def _start_again(children: list[BaseProcess], args: tuple[Any, ...], rank: int) -> BaseProcess:
+    """Run ``_work(rank, *args)`` in one more of ``children``."""
     context = multiprocessing.get_context(_METHOD)
     process = context.Process(target=_work, args=(rank, *args))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it has its own handlers
@@ -259,20 +266,30 @@ def _wait_for_each(
     processes: Sequence[BaseProcess],
     directory: Path,
     notice: SignalNotice,
-    start_again: Callable[[int], BaseProcess | None],
+    start_again: Callable[[int], BaseProcess],
+    restarts: int,
+    deaths: Deaths,
 ) -> None:
     """Wait until all processes have ended; say of each that fails why, and how many are left."""
     left = dict(enumerate(processes))
     again: dict[int, BaseProcess] = {}
     while left:
         with woken_by_signals() as woken:
-            connection.wait([*(process.sentinel for process in left.values()), woken])
+            sentinels = [process.sentinel for process in left.values()]
+            connection.wait([*sentinels, woken], deaths.strike(left))
+        if notice.first is not None:
+            deaths.end()
+        for rank in deaths.returning():
+            if rank not in left:
+                del deaths.away[rank]
+                left[rank] = again[rank] = start_again(rank)
         for rank, process in [*left.items()]:
             process.join(0)
             if process.exitcode is None:
                 continue
             del left[rank]
             if process.exitcode == 0:  # the run has ended: who has not joined yet need not
+                deaths.end()
                 for late in again.values():
                     late.terminate()
             elif notice.first is None and left:
@@ -280,10 +297,12 @@ def _wait_for_each(
                 name = signal.Signals(number).name if number > 0 else None
                 reason = _reason(rank, name, [], _failures(len(processes), directory))
                 _outcome_file(directory, rank).unlink(missing_ok=True)
-                new = start_again(rank) if process.exitcode != _REFUSED else None
-                if new is not None:
-                    left[rank] = again[rank] = new
-                how = "it is started again" if new is not None else f"{len(left)} here continue"
+                how = f"{len(left)} here continue"
+                if rank in deaths.away:
+                    how = f"{how}, and it returns"
+                elif process.exitcode != _REFUSED and restarts:
+                    restarts, how = restarts - 1, "it is started again"
+                    left[rank] = again[rank] = start_again(rank)
                 print(f"{reason}; {how}", file=sys.stderr, flush=True)
 
 

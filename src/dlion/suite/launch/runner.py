@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from dlion.engine.elastic import importing_torchft
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
+from dlion.suite.launch.deaths import Deaths
 from dlion.suite.launch.elastic import Meeting, is_loopback, serving
 from dlion.suite.launch.environment import LOOPBACK, RankInfo, detect
 from dlion.suite.launch.local import (
@@ -100,33 +102,42 @@ def _start(job: Job, started: RankInfo | None) -> float | None:
 def _run_with_restarts(job: Job) -> float | None:
     """Run all processes; after a failure run them again from the latest checkpoint."""
     config, restarts = job.config, 0
+    deaths = Deaths(config.faults.deaths, config.faults.away, config.seed)
     while True:
         try:
-            return _run(job)
+            return _run(job, deaths)
         except RunFailed as error:
             run = load_run(job.output_dir)
             if run.summary is not None and run.summary.get("steps") == job.steps:
                 print(f"warning: after the last step, {error}", file=sys.stderr)
                 return result_of(run)
-            if restarts == config.max_restarts or error.leaving:
+            if error.leaving:
                 raise
-            restarts += 1
-            print(f"{error}; restart {restarts} of {config.max_restarts}", file=sys.stderr)
+            if back := max(deaths.away.values(), default=None):
+                deaths.away.clear()
+                print(f"{error}; all restart when it returns", file=sys.stderr)
+                time.sleep(max(0.0, back - time.monotonic()))
+            elif restarts == config.max_restarts:
+                raise
+            else:
+                restarts += 1
+                print(f"{error}; restart {restarts} of {config.max_restarts}", file=sys.stderr)
             job = replace(job, resume=latest_checkpoint(config, job.output_dir) or job.resume)
 
 
-def _run(job: Job) -> float | None:
+def _run(job: Job, deaths: Deaths) -> float | None:
     """Run all processes once, over the emulated network if the job has a rate."""
     processes = job.workers.processes
     if job.config.elastic.lighthouse is not None:
-        return _run_elastic(job)
+        return _run_elastic(job, deaths)
     if job.rate is None:
-        return run_processes(processes, work, job, watched=job.backend == "nccl")
+        watched = job.backend == "nccl"
+        return run_processes(processes, work, job, watched=watched, deaths=deaths)
     with interruptible(), Network(processes, job.rate) as network:
-        return run_processes(processes, work, job, network=network)
+        return run_processes(processes, work, job, network=network, deaths=deaths)
 
 
-def _run_elastic(job: Job) -> float | None:
+def _run_elastic(job: Job, deaths: Deaths) -> float | None:
     """Run the workers here of an elastic run, and its lighthouse if it is to be here."""
     here = job.lighthouse is None
     os.environ["DLION_LAUNCHED"] = "0" if here else f"1-{time.time_ns()}"
@@ -136,7 +147,8 @@ def _run_elastic(job: Job) -> float | None:
     with importing_torchft("elastic=true needs"):
         import torchft.coordination  # noqa: F401 - once, not in every process
     with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
-        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes))
+        deaths.begun = begun = RawArray("b", processes)
+        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begun=begun)
         return run_processes(
             processes,
             work_elastic,
@@ -145,6 +157,7 @@ def _run_elastic(job: Job) -> float | None:
             interface=LOOPBACK if is_loopback(lighthouse or "") else None,
             restarts=job.config.max_restarts,
             again=(replace(job, meeting=None, resume=None),),
+            deaths=deaths,
         )
 
 

@@ -297,6 +297,7 @@ class ElasticWorker:
     def _commit(self) -> None:
         """Let what was measured as this step began count; save and leave, if that is due."""
         before, done, config = self.boundary, self.done, self.config
+        self.job.begun[self.me.seat] = 1
         if self._pending is not None:
             self.totals, self._counted, sums = self._pending
             self.sums -= sums

@@ -31,6 +31,7 @@ class Job:
         resume: checkpoint to resume from; None: start at step 0.
         lighthouse: HOST:PORT of that of an elastic run; None: workers do not change.
         meeting: the processes of an elastic run wait here for one another before their first step.
+        begun: shared by these, in which each that has the state of the run writes 1.
     """
 
     config: DictConfig
@@ -45,6 +46,7 @@ class Job:
     resume: Checkpoint | None = None
     lighthouse: str | None = None
     meeting: Any = None
+    begun: Any = None
 
 
 def everyones_settings(job: Job) -> dict[str, Any]:
