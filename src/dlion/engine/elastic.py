@@ -45,7 +45,8 @@ _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _CONNECTING = 5.0  # seconds
-_MEETING = 2.0  # seconds, at least, in which workers have to connect to each other
+_MEETING = 2.0  # seconds in which a new worker has to connect to the others
+_AGAIN = 0.5  # seconds, at least, in which it has to do so again
 _ADDRESS = 256  # bytes, at most, of an address
 _SILENT = 2.0  # seconds without a heartbeat after which a worker counts as dead
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
@@ -658,12 +659,13 @@ def _listening_on(address: str) -> Iterator[None]:
 
 
 def _make_group(timeout: float) -> Any:
-    """Return torchft's gloo group, with two repairs for torchft 0.2 and gloo.
+    """Return torchft's gloo group, with three repairs for torchft 0.2, gloo and torch.
 
     A worker that dies while others connect is waited for in vain, as long as for a message: here it
-    is twice the time that connecting took before, and twice that if as many workers fail again. And
-    abort() closes nothing as long as anyone has the group, a thread that waits for a message say;
-    peers would wait until ``timeout``.
+    is four times as long as connecting took before, and twice that if as many workers fail again.
+    If the store is a dead worker's, torch asks for it again for two seconds, and writes a trace of
+    fifty lines. And abort() closes nothing as long as anyone has the group, a thread that waits for
+    a message say; peers would wait until ``timeout``.
     """
     from torchft import ProcessGroupGloo
 
@@ -673,16 +675,18 @@ def _make_group(timeout: float) -> Any:
         sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
-            _, _, _, workers, *_ = args
+            store, _, _, workers, *_ = args
             again = workers == self.failed
             self.limit = min(timeout, 2 * self.limit) if again else self.usual
             self.set_timeout(timedelta(seconds=self.limit))
             self.failed, began, others = workers, time.monotonic(), _open_sockets()
+            host, port = split_address(store.partition("/")[0], store)
+            socket.create_connection((host.strip("[]"), int(port)), self.limit).close()
             try:
                 super().configure(*args, **kwargs)
             finally:
                 self.sockets = _open_sockets() - others
-            self.failed, self.usual = 0, max(_MEETING, 2 * (time.monotonic() - began))
+            self.failed, self.usual = 0, max(_AGAIN, 4 * (time.monotonic() - began))
             gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
             gloo._set_default_timeout(timedelta(seconds=timeout))
 
@@ -696,12 +700,15 @@ def _make_group(timeout: float) -> Any:
 
 
 def _open_sockets() -> frozenset[tuple[int, int]]:
-    """Return descriptor and inode of the sockets of this process."""
+    """Return descriptor and inode of the sockets of this process that programs would inherit.
+
+    Gloo's are such, unlike those that Python, Rust and torch's store open, on other threads say.
+    """
     found = set()
     for link in Path("/dev/fd").iterdir():
         with suppress(OSError):  # that of iterdir itself
             status = os.fstat(int(link.name))
-            if stat.S_ISSOCK(status.st_mode):
+            if stat.S_ISSOCK(status.st_mode) and os.get_inheritable(int(link.name)):
                 found.add((int(link.name), status.st_ino))
     return frozenset(found)
 
