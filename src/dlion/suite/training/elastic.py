@@ -108,7 +108,7 @@ class ElasticWorker:
     """One worker of a run, from the moment it joins.
 
     Attributes:
-        sums: of its losses since the latest row, and their number.
+        losses: the sum of its losses, and their number.
         crew: the workers present, in the order of their numbers.
         known: the names of those at the latest commit.
         boundary: the step of the latest commit.
@@ -148,10 +148,10 @@ class ElasticWorker:
         self.control = Channel(Workers())
         self.output: Output | None = None
         self.results: dict[str, float] = {}
-        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.losses = torch.zeros(2, dtype=torch.float64)
         self.norm = 0.0
-        self._counted = torch.zeros(3, dtype=torch.int64)  # of these counts, in rows already
-        self._unreported = torch.zeros_like(self._counted)  # in a checkpoint: the rest
+        self._reported = torch.zeros_like(self._counts())  # in rows already
+        self._unreported = torch.zeros_like(self._reported)  # in a checkpoint: the rest
         self.checkpoints = Checkpoints(
             job.output_dir,
             identity(config),
@@ -270,7 +270,7 @@ class ElasticWorker:
         optimizer.step()
         if self.done > done:
             self.samples.taken(count)
-            self.sums += torch.tensor([loss, 1], dtype=torch.float64)
+            self.losses += torch.tensor([loss, 1], dtype=torch.float64)
         if meets and optimizer.committed:
             self._commit()
 
@@ -299,8 +299,7 @@ class ElasticWorker:
         before, done, config = self.boundary, self.done, self.config
         self.job.begun[self.me.seat] = 1
         if self._pending is not None:
-            self.totals, self._counted, sums = self._pending
-            self.sums -= sums
+            self.totals, self._reported = self._pending
             self._pending = None
         self._note_changes()
         self.boundary = done
@@ -327,11 +326,11 @@ class ElasticWorker:
     def _measure(self) -> dict[str, Any]:
         """Return the row of the step that begins, of all who are present."""
         done, totals, workers = self.done, self.totals, self.control.workers
-        counts, sums = self._counts(), self.sums.clone()
-        new = (counts - self._counted).tolist()
-        mine = [*sums.tolist(), self.norm, float(self.norm > 0), *map(float, new)]
-        everyone = self.control.gather(torch.tensor([mine], dtype=torch.float64))
-        loss, losses, norm, norms, sent, received, skipped = sum_in_order(everyone).tolist()
+        counts = self._counts()
+        norm_of_mine = torch.tensor([self.norm, self.norm > 0], dtype=torch.float64)
+        mine = torch.cat([counts - self._reported, norm_of_mine])
+        everyone = sum_in_order(self.control.gather(mine[None])).tolist()
+        loss, losses, sent, received, skipped, norm, norms = everyone
         totals = Totals(
             row=done,
             seconds=max(self.meter.seconds, totals.seconds),
@@ -341,7 +340,7 @@ class ElasticWorker:
             received_each=totals.received_each + received / workers.count,
             skipped=totals.skipped + int(skipped),
         )
-        self._pending = totals, counts, sums
+        self._pending = totals, counts
         row: dict[str, Any] = {
             "step": done,
             "epoch": self.samples.epochs,
@@ -363,10 +362,11 @@ class ElasticWorker:
         return row
 
     def _counts(self) -> Tensor:
-        """Return the bytes that this process sent and received, and its skipped gradients."""
+        """Return this worker's losses, bytes sent and received, and skipped gradients so far."""
         traffic = self.optimizer.channel.traffic
         sent = traffic.sent_bytes + self.manager._checkpoint_transport.sent_bytes
-        return torch.tensor([sent, traffic.received_bytes, self.optimizer.skipped])
+        numbers = [*self.losses.tolist(), sent, traffic.received_bytes, self.optimizer.skipped]
+        return torch.tensor(numbers, dtype=torch.float64)
 
     def _evaluate(self) -> dict[str, float]:
         """Measure the shared parameters; all present take a share of the test set."""
@@ -429,7 +429,7 @@ class ElasticWorker:
 
     def _own(self) -> dict[str, Tensor]:
         """Return all that belongs to this worker alone, as views by name."""
-        views = {"losses": self.sums, "counts": self._unreported, **self.virtual.state(0)}
+        views = {"counts": self._unreported, **self.virtual.state(0)}
         for bucket in self.optimizer.buckets:
             for name, rows in bucket.own.items():  # their padding depends on the workers
                 views[f"{bucket.index}.{name}"] = rows[0, : bucket.numel]
@@ -473,7 +473,7 @@ class ElasticWorker:
         file = checkpoint.directory / worker_file(self.me.seat)
         if file.exists():
             copy_state(load_file(file), self._own())
-            self._counted = -self._unreported
+            self._reported = self._counts() - self._unreported
 
     def _save(self) -> None:
         """Begin to write a checkpoint, if this worker shares a folder with the first."""
@@ -486,7 +486,7 @@ class ElasticWorker:
         if self.output is not None:
             self.output.sync()
         totals = self.totals
-        self._unreported.copy_(self._counts() - self._counted)
+        self._unreported.copy_(self._counts() - self._reported)
         self.checkpoints.save(
             Progress(
                 step=self.done,
