@@ -12,12 +12,13 @@ from dlion.errors import UserError
 from dlion.suite.record.runs import Run, RunRecord
 from dlion.suite.record.studies import PACKED, add_to_packed, find_runs, pack, read_packed
 
-PARTS = ("metrics", "summary", "config", "overrides", "status")
+PARTS = ("metrics", "events", "summary", "config", "overrides", "status")
 
 
 def write(directory, step: int = 1) -> None:
     record = RunRecord(directory)
     record.append({"step": step, "train_loss": 0.1 + 0.2, "test_loss": float("nan")})
+    record.append({"step": step, "event": "left", "worker": "host-7"})
     record.append({"step": step + 1, "sent_bytes": 2**60, "name": "Übung\u2028"})
     record.finish({"test_loss": 1e-300, "nested": {"list": [1, 1.0, None, True]}})
     (directory / ".hydra").mkdir()

@@ -2,7 +2,7 @@
 
 A packed file, ``runs.jsonl``, has one line per run, a JSON object with ``name``, ``overrides``
 (what was typed), ``config`` (with all that it looked up in itself filled in), ``summary`` and
-``metrics`` (the rows). Reading it executes nothing.
+``metrics`` (the rows, then events). Reading it executes nothing.
 """
 
 import itertools
@@ -100,7 +100,7 @@ def pack(run: Run, name: str) -> str:
         "overrides": run.overrides,
         "config": run.config,
         "summary": run.summary,
-        "metrics": run.metrics,
+        "metrics": [*run.metrics, *run.events],
     }
     return json.dumps(parts) + "\n"
 
@@ -203,7 +203,8 @@ def _unpack(file: Path, parts: Any) -> Run:
         raise ValueError("metrics are not a list of objects")
     return Run(
         directory=file / name,
-        metrics=metrics,
+        metrics=[row for row in metrics if "event" not in row],
+        events=[row for row in metrics if "event" in row],
         summary=_part(parts, "summary", dict, type(None)),
         config=_part(parts, "config", dict, type(None)),
         overrides=[str(override) for override in _part(parts, "overrides", list)],
