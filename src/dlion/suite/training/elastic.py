@@ -90,17 +90,16 @@ class Totals:
     Attributes:
         row: the step of that row.
         seconds: of training.
-        sent, received: bytes of all workers together, those included that have left.
-        sent_each, received_each: sums over rows of the mean of the workers present.
+        sent, received: sums over rows of the mean bytes of the workers present.
+        sent_by_all: bytes of all workers together, those included that have left.
         skipped: steps of workers in which a gradient was left out.
     """
 
     row: int = 0
     seconds: float = 0.0
-    sent: int = 0
-    received: int = 0
-    sent_each: float = 0.0
-    received_each: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+    sent_by_all: int = 0
     skipped: int = 0
 
 
@@ -334,10 +333,9 @@ class ElasticWorker:
         totals = Totals(
             row=done,
             seconds=max(self.meter.seconds, totals.seconds),
-            sent=totals.sent + int(sent),
-            received=totals.received + int(received),
-            sent_each=totals.sent_each + sent / workers.count,
-            received_each=totals.received_each + received / workers.count,
+            sent=totals.sent + sent / workers.count,
+            received=totals.received + received / workers.count,
+            sent_by_all=totals.sent_by_all + int(sent),
             skipped=totals.skipped + int(skipped),
         )
         self._pending = totals, counts
@@ -349,10 +347,10 @@ class ElasticWorker:
             "train_loss": loss / losses if losses else math.nan,
             "gradient_norm": norm / norms if norms else math.nan,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "sent_bytes": round(totals.sent_each),
-            "received_bytes": round(totals.received_each),
+            "sent_bytes": round(totals.sent),
+            "received_bytes": round(totals.received),
             "nic_bytes": None,
-            "sent_bytes_of_all": totals.sent,
+            "sent_bytes_of_all": totals.sent_by_all,
         }
         if self.config.nonfinite == "skip":
             row["skipped"] = totals.skipped
@@ -485,18 +483,8 @@ class ElasticWorker:
         self.checkpoints.first = self.me == self.crew[0]
         if self.output is not None:
             self.output.sync()
-        totals = self.totals
         self._unreported.copy_(self._counts() - self._reported)
-        self.checkpoints.save(
-            Progress(
-                step=self.done,
-                last_row=totals.row,
-                seconds=self.meter.seconds,
-                sent_bytes=totals.sent,
-                received_bytes=totals.received,
-                skipped=totals.skipped,
-            )
-        )
+        self.checkpoints.save(Progress(self.done, self.totals.row, self.meter.seconds))
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until this worker's part is written; what fails is said, and the run goes on."""
