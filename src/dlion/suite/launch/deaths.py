@@ -34,19 +34,24 @@ class Deaths:
             return None
         now = time.monotonic()
         for number, process in processes.items():
-            due = self._due.setdefault(process.pid, now + self._rng.expovariate(self._rate))
-            if number in self.away or now < due:
+            if process.pid not in self._due:
+                self._due[process.pid] = now + self._draw()
+            if number in self.away or now < self._due[process.pid]:
                 continue
-            self._due[process.pid] = now + self._rng.expovariate(self._rate)  # if it is spared
+            others = processes.keys() - self.away - {number}
+            if self.begun is not None and not any(self.begun[other] for other in others):
+                self._due[process.pid] = now + self._draw()
+                continue
             if self.begun is not None:
-                others = processes.keys() - self.away - {number}
-                if not any(self.begun[other] for other in others):
-                    continue
                 self.begun[number] = 0
             process.kill()
             self.away[number] = now + self._seconds
         here = [self._due[process.pid] for n, process in processes.items() if n not in self.away]
         return max(0.0, min(_OFTEN, min([*here, *self.away.values()], default=math.inf) - now))
+
+    def _draw(self) -> float:
+        """Return the seconds until a process dies."""
+        return self._rng.expovariate(self._rate)
 
     def returning(self) -> list[int]:
         """Return who is to be started again by now."""
