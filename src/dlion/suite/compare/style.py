@@ -64,6 +64,7 @@ _SETTINGS = {
     "dataset.alpha": "Dirichlet alpha (small: non-i.i.d. data)",
     "faults.byzantine": "Byzantine workers (who send wrong gradients) of {n}",
     "faults.drop": "share of the messages that are lost",
+    "faults.deaths": "deaths of each process, a minute",
     "model.modern": "GPT2++ blocks (model.modern)",
 }
 _VALUES = {
