@@ -306,6 +306,7 @@ WRONG = {
     "--config-dir own optimizer=list": "list.yaml, line 3 is not YAML (expected the node",
     "--config-dir own optimizer=tab": "tab.yaml, line 2 is not YAML (found character",
     "--config-dir own optimizer=twice": "twice.yaml, line 3 is not YAML (found duplicate key lr)",
+    "--config-dir own optimizer=items": "choose a file of conf/optimizer with lines KEY: VALUE",
     "--config-dir own optimizer=latin": "latin.yaml is not text in UTF-8 (byte 15): save it as",
     "-m seed=0,1 hydra.sweep.dir=s3://x": "give a folder of this machine",
     "--config-dir own experiment=order candidate=a,b": "is defined before 'search: board'",
@@ -376,6 +377,7 @@ def answers(request, tmp_path_factory):
     recipes.mkdir()
     for name, line in (("list", "lr: ["), ("tab", "\tlr: 1"), ("twice", "lr: 1\nlr: 2")):
         (optimizers / f"{name}.yaml").write_text(f"name: {name}\n{line}\n")
+    (optimizers / "items.yaml").write_text("- lr: 1\n")
     (optimizers / "latin.yaml").write_bytes(b"name: bad\nlr: \xff\n")
     (recipes / "trials.yaml").write_text(TRIALS)
     order = "defaults:\n  - override /model: linear\n  - /search: board\ncandidate: a\n"

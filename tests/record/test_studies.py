@@ -109,6 +109,14 @@ def test_a_damaged_line_is_named_in_one_sentence(study, line, reason):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_of_many_damaged_lines_the_first_is_named(study):
+    file, told = study / "study" / PACKED, []
+    good = len(find_runs([study]))
+    file.write_text(file.read_text() + 9 * "{}\n")
+    assert len(find_runs([study], left_out=lambda place, reason: told.append(reason))) == good
+    assert len(told) == 1 and "line 3 and 8 more are no packed runs (name is missing" in told[0]
+
+
 def test_a_file_that_is_no_text_is_named(study):
     (study / "study" / PACKED).write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"is not a file of packed runs .*, as it is not text"):

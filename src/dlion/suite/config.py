@@ -26,6 +26,7 @@ from dlion.suite.lookups import check_size
 from dlion.suite.settings import (
     Settings,
     check_complete,
+    check_table,
     component_of,
     root_cause,
     with_present_names,
@@ -93,6 +94,9 @@ def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
     words: Any = OmegaConf.to_container(hydra_node.overrides.task, resolve=False)
     typed = {override.lstrip("+~").partition("=")[0] for override in words}
     check_complete(settings.keys())
+    for group in _GROUPS:
+        if OmegaConf.is_list(node := settings._get_node(group)):
+            check_table(group, OmegaConf.to_container(node, resolve=False))
     _check_added(settings, words)
     method = hydra_node.runtime.choices.get("optimizer")
     if method is None:

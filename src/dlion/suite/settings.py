@@ -498,8 +498,7 @@ def sentences(target: Any) -> dict[str, str]:
 
 def _check_component(group: str, node: Any, component: Component) -> None:
     """Check the values of a group that chose a file of conf/."""
-    if not isinstance(node, dict):
-        raise UserError(f"{group}={show(node)} is not possible: choose a file of conf/{group}")
+    check_table(group, node)
     if "name" not in node:
         raise UserError(f"{group} has no name: write name: NAME in its file of conf/{group}")
     for key in _OF_HYDRA.keys() & node.keys():
@@ -519,6 +518,19 @@ def _check_component(group: str, node: Any, component: Component) -> None:
         _check_keys(group, values, component.own)
     else:
         raise UserError(f"{group} has no _target_: {_TARGET}")
+
+
+def check_table(group: str, node: Any) -> None:
+    """Refuse a group that is no table, as files of conf/ are.
+
+    Raises:
+        UserError: in that case.
+    """
+    if not isinstance(node, dict):
+        raise UserError(
+            f"{group}={show(node)} is not possible: choose a file of conf/{group} with lines"
+            " KEY: VALUE"
+        )
 
 
 def _check_keys(where: str, values: dict[str, Any], target: Any, shared: Any = None) -> None:

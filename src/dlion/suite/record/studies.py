@@ -166,6 +166,7 @@ def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:
             " directory of runs"
         ) from error
     runs: dict[str, Run] = {}
+    damaged = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
@@ -175,16 +176,21 @@ def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:
                 raise ValueError(f"a second run called {run.directory.name}")
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
-            sentence = (
-                f"{file}, line {number} is no packed run ({reason}): restore the file, or delete"
-                " that line"
-            )
             if left_out is None:
-                raise UserError(sentence) from error
-            left_out(file, sentence)
+                raise UserError(_no_packed_run(file, number, reason)) from error
+            damaged.append((number, reason))
         else:
             runs[run.directory.name] = run
+    if damaged and left_out is not None:
+        left_out(file, _no_packed_run(file, *damaged[0], len(damaged)))
     return list(runs.values())
+
+
+def _no_packed_run(file: Path, number: int, reason: str, lines: int = 1) -> str:
+    """Say which line of a packed file is damaged, the first of so many."""
+    which = "is no packed run" if lines == 1 else f"and {lines - 1} more are no packed runs"
+    these = "that line" if lines == 1 else "these lines"
+    return f"{file}, line {number} {which} ({reason}): restore the file, or delete {these}"
 
 
 def _unpack(file: Path, parts: Any) -> Run:
