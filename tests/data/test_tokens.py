@@ -266,6 +266,7 @@ def test_compressed_files_and_tables_hold_the_same_documents(tmp_path, tokenizer
         "e.jsonl.xz": lzma.compress(rows.encode()),
         "f.csv": table.getvalue().encode(),
         "g.tsv": ("text\n" + "".join(text + "\n" for text in texts)).encode(),
+        "h.csv": ("id;text\n" + "".join(f"1;{text}\n" for text in texts)).encode(),
     }
     prepared = set()
     Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")

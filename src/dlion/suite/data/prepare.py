@@ -350,10 +350,14 @@ def _as_text(files: list[Path], suffixes: Collection[str]) -> dict[str, Any]:
 
     if len(suffixes) > 1:
         raise UserError("give files of one kind, .csv or .tsv")
-    options = {"sep": "\t" if ".tsv" in suffixes else ",", "keep_default_na": False}
-    columns = pd.read_csv(files[0], nrows=0, **options).columns
-    features = Features({str(name): Value("string") for name in columns})
-    return {**options, "features": features}
+    usual = "\t" if ".tsv" in suffixes else ","
+    # spreadsheets write semicolons where the comma is in numbers
+    found = {
+        sep: pd.read_csv(files[0], nrows=0, sep=sep).columns for sep in (usual, ";", "\t", ",")
+    }
+    sep = next((sep for sep, columns in found.items() if len(columns) > 1), usual)
+    features = Features({str(name): Value("string") for name in found[sep]})
+    return {"sep": sep, "keep_default_na": False, "features": features}
 
 
 def _marked_encoding(content: bytes) -> str | None:
