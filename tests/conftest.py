@@ -12,6 +12,7 @@ import torch
 from dlion.methods import METHODS
 from dlion.suite.machine import cores
 from dlion.workers import Workers
+from tests.support.compositions import remember_compositions
 from tests.support.markers import (  # noqa: F401 - pytest finds them here
     pytest_collection_modifyitems,
     pytest_runtest_makereport,
@@ -19,6 +20,7 @@ from tests.support.markers import (  # noqa: F401 - pytest finds them here
 
 os.environ.setdefault("WANDB_MODE", "offline")
 torch.set_num_threads(1)
+remember_compositions()
 # a shell ignores the one in what ends in &, nohup the other, and children would ignore them too
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),
@@ -34,6 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_xdist_auto_num_workers() -> int:
     """Return a process more than there are cores, as some tests wait; each needs a gigabyte."""
     return min(cores(), 4) + 1
+
+
+def pytest_configure() -> None:
+    from tests.support.runs import start_fork_server
+
+    start_fork_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,9 +4,13 @@ Starting ``python train.py`` takes seconds, nearly all of them imports and compi
 loaded; a copy starts at once. It goes through the script or the module that was named, so its exit
 code, its output and its files are those of the command. The server has no threads, as a fork would
 not copy them. What torchrun starts is forked as well, from a server of its own.
+
+One server is there for all processes of a test session. It imports when it is first asked.
 """
 
 import atexit
+import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -21,11 +25,12 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+VARIABLE = "DLION_FORK_SERVER"  # says where it listens
 MESSAGE = 1 << 20  # bytes, at most, of a request
 IMPORTED = (  # what commands import sooner or later
     *("dlion.suite.launch.cli", "dlion.suite.launch.runner"),
@@ -51,7 +56,7 @@ class Fork:
         request = json.dumps({"arguments": arguments, "env": env, "cwd": str(cwd)}).encode()
         socket.send_fds(server, [request], [stdout, stderr, report])
         os.close(report)
-        self.pid = self._read_number(timeout=120)
+        self.pid = self._read_number(timeout=300)
         self._returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -84,56 +89,110 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def serve(requests: socket.socket) -> dict:
-    """Fork for each request; return it in the copy. All end when the asker does.
+def connect(path: str) -> socket.socket:
+    """Return an end for requests to the server that listens at a path."""
+    asker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    asker.connect(path)
+    return asker
 
-    A request is ``{"arguments": [...], "env": {...}, "cwd": "..."}`` with three descriptors:
-    standard output, standard error, and where to report the copy's process id and later its exit
-    status. A copy leads a process group of its own.
+
+class Server:
+    """Forks for all who ask.
+
+    Args:
+        owner: with whose end all ends; it may ask.
+        listener: where others come; their copies end when they do.
+        prepare: is called with the arguments of each command before the fork.
     """
-    selector = selectors.DefaultSelector()
-    selector.register(requests, selectors.EVENT_READ)
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is requests:
-                message, descriptors, *_ = socket.recv_fds(requests, MESSAGE, 3)
-                if not message:
-                    for other in selector.get_map().values():
-                        if other.data is not None:
-                            signal.pidfd_send_signal(other.fd, signal.SIGKILL)
-                    os._exit(0)
-                stdout, stderr, report = descriptors
-                pid = os.fork()
-                if pid == 0:
-                    os.dup2(stdout, 1)
-                    os.dup2(stderr, 2)
-                    _close_all(selector, requests, descriptors)
-                    return json.loads(message)
-                os.close(stdout)
-                os.close(stderr)
-                os.setpgid(pid, pid)
-                os.write(report, f"{pid}\n".encode())
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, report))
-            else:
-                pid, report = key.data
-                selector.unregister(key.fileobj)
-                os.close(key.fd)
-                _, status = os.waitpid(pid, 0)
-                os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
-                os.close(report)
 
+    def __init__(
+        self,
+        owner: socket.socket,
+        listener: socket.socket | None = None,
+        prepare: Callable[[list[str]], None] = lambda _: None,
+    ):
+        self._owner, self._listener, self._prepare = owner, listener, prepare
+        self._selector = selectors.DefaultSelector()
+        for place in filter(None, (owner, listener)):
+            self._selector.register(place, selectors.EVENT_READ)
+        self._copies: dict[int, tuple[int, int, socket.socket]] = {}  # pidfd: pid, report, asker
 
-def _close_all(
-    selector: selectors.BaseSelector, requests: socket.socket, descriptors: list[int]
-) -> None:
-    """Close, in a copy, what belongs to the server and to other copies."""
-    others = [key for key in selector.get_map().values() if key.fileobj is not requests]
-    selector.close()
-    requests.close()
-    for descriptor in (*descriptors, *(d for key in others for d in (key.fd, key.data[1]))):
+    def serve(self) -> dict:
+        """Fork for each request; return it in the copy.
+
+        A request is ``{"arguments": [...], "env": {...}, "cwd": "..."}`` with three descriptors:
+        standard output, standard error, and where to report the copy's process id and later its
+        exit status. A copy leads a process group of its own.
+        """
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd in self._copies:
+                    self._report(key.fd)
+                elif key.fileobj is self._listener:
+                    self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
+                elif not (received := socket.recv_fds(key.fileobj, MESSAGE, 3))[0]:
+                    self._leave(key.fileobj)
+                else:
+                    request = json.loads(received[0])
+                    self._prepare(request["arguments"])
+                    if self._fork(key.fileobj, received[1]):
+                        return request
+
+    def _fork(self, asker: socket.socket, descriptors: list[int]) -> bool:
+        """Return whether this is the copy."""
+        stdout, stderr, report = descriptors
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            for key in [*self._selector.get_map().values()]:
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+            self._selector.close()
+            reports = [report for _, report, _ in self._copies.values()]
+            for descriptor in (*descriptors, *self._copies, *reports):
+                os.close(descriptor)
+            return True
+        os.close(stdout)
+        os.close(stderr)
+        os.setpgid(pid, pid)
+        os.write(report, f"{pid}\n".encode())
+        descriptor = os.pidfd_open(pid)
+        self._copies[descriptor] = pid, report, asker
+        self._selector.register(descriptor, selectors.EVENT_READ)
+        return False
+
+    def _report(self, descriptor: int) -> None:
+        """Say how a copy has ended."""
+        pid, report, _ = self._copies.pop(descriptor)
+        self._selector.unregister(descriptor)
         os.close(descriptor)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):  # of an asker who has left
+            os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os.close(report)
+
+    def _leave(self, asker: socket.socket) -> None:
+        """End the copies of an asker who has left; all, if it is the owner."""
+        for descriptor, (_, _, whose) in self._copies.items():
+            if asker in (whose, self._owner):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        if asker is self._owner:
+            os._exit(0)
+        self._selector.unregister(asker)
+        asker.close()
 
 
+def prepare(arguments: list[str]) -> None:
+    """Do what this command and others will need."""
+    warm_up()
+    if "train.py" in arguments:
+        from tests.support.compositions import compose_files_of
+
+        compose_files_of(arguments)
+
+
+@functools.cache
 def warm_up() -> None:
     """Import and compile what commands need, without starting a thread."""
     import torch
@@ -150,9 +209,15 @@ def warm_up() -> None:
     from dlion.methods import METHODS
     from dlion.suite.launch.check import check
     from dlion.workers import Workers
+    from tests.support.compositions import remember_compositions
 
+    remember_compositions()
     Plugins.instance()  # looks through all of Hydra's plugins
     compose_once()
+    tables = importlib.import_module("dlion.suite.data.digits")
+    tables._table = functools.cache(tables._table)  # which takes a second
+    for load in (tables.mnist5k, tables.digits):
+        load()
     with torch.device("meta"):  # which imports much of torch's compiler
         torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
     for method in METHODS.values():  # loads compiled kernels
@@ -181,13 +246,14 @@ def compose_once() -> None:
 
 
 def main() -> None:
-    warm_up()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    owner = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
+    request = Server(owner, listener, prepare).serve()
     if request["arguments"][:2] == ["-m", "torch.distributed.run"]:
         asker, requests = pair()
         if os.fork() == 0:  # before torchrun has threads
             asker.close()
-            request = serve(requests)
+            request = Server(requests).serve()
         else:
             requests.close()
             fork_for_torchrun(asker)
@@ -224,7 +290,7 @@ def fork_for_torchrun(server: socket.socket) -> None:
 
 
 def run(first: str, *rest: str) -> None:
-    """Run a script, or a module behind ``-m``, as ``python`` does with these arguments."""
+    """Run a script, a module behind ``-m`` or code behind ``-c``, as ``python`` does."""
     if first == "-u":
         sys.stdout.reconfigure(write_through=True)
         first, *rest = rest
@@ -232,6 +298,9 @@ def run(first: str, *rest: str) -> None:
         sys.argv, sys.path[0] = list(rest), str(Path.cwd())
         sys.modules.pop(rest[0], None)  # which python would not have imported
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(rest[0], {"__name__": "__main__"})
     else:
         sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
         runpy.run_path(first, run_name="__main__")

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.conftest import ROOT
-from tests.support.fork_server import Fork, pair
+from tests.support.fork_server import VARIABLE, Fork, connect, pair
 
+# the beginning of a line for a shell, where ``python`` would be typed
+FORKED_PYTHON = shlex.quote(sys.executable)
+if sys.platform == "linux":
+    FORKED_PYTHON += f" -S {shlex.quote(str(ROOT / 'tests' / 'support' / 'forked_python.py'))}"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 # these are read when a command goes on; others may be read by what the server imports before
 _READ_LATE = re.compile(
@@ -36,27 +41,39 @@ class _Process(Protocol):
     def poll(self) -> int | None: ...
 
 
+def start_fork_server() -> None:
+    """Start the server of all processes of a test session, which ends with this one."""
+    if sys.platform != "linux" or VARIABLE in os.environ:
+        return
+    folder = tempfile.TemporaryDirectory()
+    os.environ[VARIABLE] = str(Path(folder.name) / "fork_server")
+    ours, theirs = pair()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.environ[VARIABLE])
+        listener.listen()
+        numbers = theirs.fileno(), listener.fileno()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server", *map(str, numbers)],
+            cwd=ROOT,
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_take_ctrl_c,
+        )
+    theirs.close()
+
+    def end() -> None:
+        ours.shutdown(socket.SHUT_RDWR)
+        server.wait(timeout=60)
+        folder.cleanup()
+
+    atexit.register(end)
+
+
 @functools.cache
 def _fork_server() -> socket.socket:
-    """Start the server, once in this process; it ends with it."""
-    ours, theirs = pair()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
-        cwd=ROOT,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=_take_ctrl_c,
-    )
-    theirs.close()
-    atexit.register(_end, server, ours)
-    return ours
-
-
-def _end(server: subprocess.Popen, requests: socket.socket) -> None:
-    """End the server, which does so when nobody can ask any more."""
-    requests.shutdown(socket.SHUT_RDWR)
-    server.wait(timeout=60)
+    """Return this process's end for requests to the server."""
+    return connect(os.environ[VARIABLE])
 
 
 def _take_ctrl_c() -> None:
