@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from dlion.methods import METHODS
 from tests.conftest import ROOT
 from tests.support.form import Form, form_of
 from tests.support.readmes import commands, words
-from tests.support.runs import train
+from tests.support.runs import FORKED_PYTHON, train
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 MARKED = re.compile(r"<!-- (test|prints|file: \S+) -->\n```\w+\n(.*?)^```", re.M | re.S)
@@ -75,7 +74,7 @@ def test_a_tutorial_works_word_for_word(tmp_path, page):
     programs = {"python": "", "dlion": "-m dlion", "torchrun": "-m torch.distributed.run"}
     for name, module in programs.items():
         script = tmp_path / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {FORKED_PYTHON} {module} "$@"\n')
         script.chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     printed = ""
