@@ -5,6 +5,7 @@ machine can. A command without a rule fails. Commands of benchmarks are run in t
 example's in test_example.py, what builds the site in test_docs.py.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -24,11 +25,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from dlion.__main__ import COMMANDS
+from dlion.suite.compare import plot
+from dlion.suite.compare.options import AXES, curves_of
 from dlion.suite.config import resolve
 from dlion.suite.data.prepare import Texts, prepare
 from dlion.suite.launch.check import check_settings
 from dlion.suite.settings import NEEDS
 from tests.conftest import ROOT
+from tests.support.compositions import is_choice
 from tests.support.readmes import Command, commands, pages, words
 from tests.support.runs import Run
 
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.slow
 
 CONF = ROOT / "conf"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SMALL_RESULTS = "results/cub_bits"
 OUT = "@OUT@"  # in a shrunken command: a file or a folder that it may write
 RECORDED = r"RUNS|RUN_DIR|outputs|runs(/.*)?"  # what pages call a folder of runs
 # what a page leaves to its reader
@@ -163,11 +168,17 @@ class Place:
     """
 
     def __init__(self, root: Path):
-        self.root, self.tried = root, set()
+        self.root, self.tried, self._seen = root, set(), set()
         for name in ("train.py", "conf", "examples"):
             (root / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "results", root / "results")  # some commands write there
         (root / "written").mkdir()
+
+    def is_new(self, *things: object) -> bool:
+        """Return whether nobody has asked about one of these before."""
+        fresh = {*things} - self._seen
+        self._seen |= fresh
+        return bool(fresh)
 
     def run(self, *command: str, processes: tuple[dict[str, str], ...] = ({},)) -> None:
         """Run ``python``'s arguments, in processes that differ in their variables."""
@@ -235,12 +246,22 @@ def write_data(root: Path) -> None:
 def train(place: Place, typed: list[str]) -> None:
     """Compose everything that is typed, and run two steps of the first run unless it is a recipe's.
 
-    Every recipe is run, shrunken, in tests/launch/test_recipes.py.
+    Nor is one run that has no setting and no choice which those before it have not. Every recipe is
+    run, shrunken, in tests/launch/test_recipes.py.
     """
     if "--help" in typed:
         place.run(*typed[1:])
-    elif (small := _small_training(place, typed[typed.index("train.py") + 1 :])) is not None:
+        return
+    config, small = _small_training(place, typed[typed.index("train.py") + 1 :])
+    keys = [word.partition("=")[0] for word in small]
+    traits = [word if is_choice(key) else key for word, key in zip(small, keys, strict=True)]
+    if small and place.is_new(*traits):
         place.run(*small)
+    else:
+        settings = resolve(config, config.hydra)
+        if "path" in settings.dataset:
+            settings.dataset.path = str(ROOT)  # what it holds is not looked at
+        check_settings(settings)
 
 
 def train_own(place: Place, typed: list[str]) -> None:
@@ -281,7 +302,10 @@ def train_under_srun(place: Place, typed: list[str]) -> None:
 
 
 def compare(place: Place, typed: list[str]) -> None:
-    """Read recorded runs where a page says RUNS, else what it names; write to another place."""
+    """Read recorded runs where a page says RUNS, else what it names; write to another place.
+
+    One figure of each kind is drawn; of the others the curves are made.
+    """
     arguments = []
     for word in itertools.takewhile(lambda word: word != ">", typed):
         files = sorted(place.root.glob(word)) if "*" in word else []
@@ -291,7 +315,21 @@ def compare(place: Place, typed: list[str]) -> None:
             arguments[index] = OUT + Path(word).suffix
         elif re.fullmatch(RECORDED, word):
             arguments[index] = place.runs()
-    place.run("-m", *arguments)
+        elif word == "results":  # a report of all takes long
+            arguments[index] = SMALL_RESULTS
+    if arguments[1] == "plot" and not place.is_new(_kind_of_figure(arguments)):
+        with contextlib.chdir(place.root):
+            options = plot.parse(arguments[2:])
+            curves_of(options, options.panels, options.x)
+    else:
+        place.run("-m", *arguments)
+
+
+def _kind_of_figure(arguments: list[str]) -> tuple[str, ...]:
+    """Return the options that are given, and which axis is asked for."""
+    given = [word for word in arguments if word.startswith("--")]
+    axes = [word for word in arguments if word in AXES]
+    return "figure", *sorted(given), *axes
 
 
 def write_tables(place: Place, typed: list[str]) -> None:
@@ -404,8 +442,8 @@ RULES: dict[str, Callable[[Place, list[str]], None]] = {
 # Training in its smallest form.
 
 
-def _small_training(place: Place, typed: list[str]) -> list[str] | None:
-    """Return the arguments of train.py's smallest form; None where all was to compose them.
+def _small_training(place: Place, typed: list[str]) -> tuple[DictConfig, list[str]]:
+    """Return what is composed, and the arguments of the smallest form; none: all was to compose it.
 
     Recipes are run in tests/launch/test_recipes.py, jobs of SLURM in test_slurm.py, slow networks
     in test_network.py.
@@ -422,11 +460,7 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         for value in values[1:]:
             _compose(first | {key: value})
     if "experiment" in first or first.get("hydra/launcher") == "slurm":
-        settings = resolve(config, config.hydra)
-        if "path" in settings.dataset:
-            settings.dataset.path = str(ROOT)  # what it holds is not looked at
-        check_settings(settings)
-        return None
+        return config, []
     small = first | FEW_STEPS | {"batch_size": str(max(2, config.accumulate))}
     small |= SMALL_DATA.get(config.dataset.name, {}) | SMALL_MODELS.get(config.model.name, {})
     if "path" in config.dataset:
@@ -437,12 +471,12 @@ def _small_training(place: Place, typed: list[str]) -> list[str] | None:
         small.pop(key, None)
     where = "hydra.sweep.dir" if several else "output_dir"
     flag = ["-m"] if "-m" in typed else []
-    return ["train.py", *flag, *_overrides(small), f"{where}={OUT}"]
+    return config, ["train.py", *flag, *_overrides(small), f"{where}={OUT}"]
 
 
 def _train_together(place: Place, typed: list[str], processes: list[dict[str, str]]) -> None:
-    small = _small_training(place, typed[typed.index("train.py") + 1 :])
-    assert small is not None
+    _, small = _small_training(place, typed[typed.index("train.py") + 1 :])
+    assert small
     shown = [word for word in small if not word.startswith("processes=")]
     place.run(*shown, processes=tuple(processes))
 

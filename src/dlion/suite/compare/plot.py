@@ -4,6 +4,7 @@ Prints a table and writes a picture. Runs that differ only by their seed become 
 band from the worst to the best. For an interactive report: dlion report.
 """
 
+import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -380,7 +381,8 @@ def print_table(curves: list[Curve], metric: str) -> None:
     )
 
 
-def main(arguments: list[str]) -> None:
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read and check the command line."""
     parser = make_parser("plot", __doc__, "outputs --x workers -o workers.pdf")
     add_curve_options(parser)
     parser.add_argument(
@@ -398,7 +400,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"
     )
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments)
     curves, metric = curves_of(options, options.panels, options.x)
     print_table(curves, metric)
     figure = Figure(metric, options.x, options.panels, options.best)
