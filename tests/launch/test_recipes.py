@@ -195,27 +195,31 @@ SIZES = {  # the papers', but for what their models are known to have
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_full_run_can_be_built(recipe):
-    built_models, built_methods = {}, set()
+    built_methods = set()
     # a fifth of a long search has every method and candidate
     step = 5 if recipe in ("unlike_data_tune", "unlike_text_tune") else 1
     for settings in full_runs(recipe, step):
         settings.dataset.path = str(ROOT)  # what it holds is not looked at
         check_settings(settings)
-        name, kind = settings.model.name, (settings.model.name, settings.optimizer.name)
-        with torch.device("meta"):
-            if name not in built_models:
-                model = built_models[name] = models.build(
-                    settings.model, stand_in(settings.dataset)
-                )
-                size = sum(parameter.numel() for parameter in model.parameters())
-                assert size == pytest.approx(SIZES[name], rel=0.03)
-            if kind not in built_methods:
+        kind = settings.model.name, settings.optimizer.name
+        if kind not in built_methods:
+            model = built(OmegaConf.to_yaml(settings.model), OmegaConf.to_yaml(settings.dataset))
+            with torch.device("meta"):
                 workers = Workers(local=settings.workers)
-                instantiate(
-                    settings.optimizer, built_models[name].named_parameters(), workers=workers
-                )
-                built_methods.add(kind)
+                instantiate(settings.optimizer, model.named_parameters(), workers=workers)
+            built_methods.add(kind)
     assert built_methods
+
+
+@functools.cache
+def built(model: str, dataset: str) -> torch.nn.Module:
+    """Return the model of these settings, without memory."""
+    settings = OmegaConf.create(model)
+    with torch.device("meta"):
+        found = models.build(settings, stand_in(OmegaConf.create(dataset)))
+    size = sum(parameter.numel() for parameter in found.parameters())
+    assert size == pytest.approx(SIZES[settings.name], rel=0.03)
+    return found
 
 
 def commands() -> list[str]:
