@@ -9,6 +9,8 @@ Left out, as no method has them: ``foreach``, ``fused``, ``capturable``, ``diffe
 ``maximize`` (negate the loss), several devices in one optimizer, and tests of single optimizers.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import functools
@@ -17,7 +19,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,24 +30,22 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.testing._internal.common_optimizers import (
-    ErrorOptimizerInput,
-    OptimizerInfo,
-    OptimizerInput,
-    get_error_inputs_for_all_optims,
-)
 
 from dlion.optim import METHODS
 from tests.support import methods
 from tests.support.methods import Tested
 
-# the import has forbidden to set flags of backends in this process, where other tests run
-vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+if TYPE_CHECKING:  # an import of five seconds, which the processes of other tests need not do
+    from torch.testing._internal.common_optimizers import (
+        ErrorOptimizerInput,
+        OptimizerInfo,
+        OptimizerInput,
+    )
 
-pytestmark = pytest.mark.slow  # a minute in all
+pytestmark = pytest.mark.slow  # half a minute in all
 
 ALL = [methods.tested(method) for method in METHODS]
-Check = Callable[[OptimizerInfo, dict[str, Any]], None]
+Check = Callable[["OptimizerInfo", dict[str, Any]], None]
 SCHEDULERS = {
     "step": lambda o: lr_scheduler.StepLR(o, gamma=0.99, step_size=2),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
@@ -61,6 +61,15 @@ SCHEDULERS = {
 
 def info(each: Tested) -> OptimizerInfo:
     """Return a method as torch's tests know optimizers."""
+    from torch.testing._internal.common_optimizers import (
+        ErrorOptimizerInput,
+        OptimizerInfo,
+        OptimizerInput,
+        get_error_inputs_for_all_optims,
+    )
+
+    # the import has forbidden to set flags of backends in this process, where other tests run
+    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
 
     def inputs(device: str = "cpu", dtype: torch.dtype | None = None) -> list[OptimizerInput]:
         given = {"default": {}, "decay": {"lr": torch.tensor(1e-3), "weight_decay": 0.1}}
@@ -95,7 +104,10 @@ def info(each: Tested) -> OptimizerInfo:
     )
 
 
-INFOS = {each.method: info(each) for each in ALL}
+@functools.cache
+def infos() -> dict[str, OptimizerInfo]:
+    return {each.method: info(each) for each in ALL}
+
 
 # where a check does not hold, and why
 _RESIDUAL = "a residual counts a missing gradient as zero: what it held back must still be sent"
@@ -119,7 +131,7 @@ def over_all_methods(check: Check) -> Callable[[], None]:
 
     def test() -> None:
         expected, failed = EXCEPTIONS.get(check.__name__, {}), {}
-        for method, each in INFOS.items():
+        for method, each in infos().items():
             for given in each.optim_inputs_func():
                 torch.manual_seed(0)
                 try:
@@ -149,7 +161,7 @@ class Problem:
     def params(self) -> list[Parameter]:
         return [self.weight, self.bias]
 
-    def copy(self) -> "Problem":
+    def copy(self) -> Problem:
         return copy.deepcopy(self)
 
     def loss(self) -> Tensor:
