@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ def remember_compositions() -> None:
     """
     load, known = ConfigLoaderImpl._load_configuration_impl, {}
 
+    @functools.wraps(load)
     def remembered(
         self: ConfigLoaderImpl,
         config_name: str | None,
