@@ -697,6 +697,22 @@ def uneven(skips: int, overlaps: bool) -> list[Any]:
     return []
 
 
+def made_alone() -> str:
+    join_process_group("gloo", 60)
+    message = ""
+    if dist.get_rank() == 0:
+        message = refused(lambda: DLion(net().parameters()))
+    dist.destroy_process_group()
+    return message
+
+
+def test_an_optimizer_that_one_process_alone_makes_says_so():
+    message = run_processes(2, made_alone)
+    assert (
+        message.startswith("the processes could not be compared") and "another has ended" in message
+    )
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_step_too_many_is_named_as_soon_as_the_others_have_left(overlaps):
     step, message = run_processes(2, uneven, 1, overlaps)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlion.engine.shards import local_part
 from dlion.errors import TrainingFailed
-from dlion.exchange import Channel
+from dlion.exchange import Channel, is_broken
 from dlion.transfer import download
 from dlion.wire import Headers
 from dlion.workers import Workers
@@ -89,8 +89,20 @@ def check_local_workers(workers: Workers) -> None:
 
 
 def gather(values: Tensor, workers: Workers) -> Tensor:
-    """Return values in main memory of all processes, ``[...]`` -> ``[P, ...]``."""
-    return Channel(replace(workers, local=1).with_cpu_group()).gather(values[None])
+    """Return values in main memory of all processes, ``[...]`` -> ``[P, ...]``.
+
+    Raises:
+        RuntimeError: if another process does not come.
+    """
+    try:
+        return Channel(replace(workers, local=1).with_cpu_group()).gather(values[None])
+    except RuntimeError as error:
+        if not is_broken(error):
+            raise
+        raise RuntimeError(
+            f"the processes could not be compared ({error}): another has ended, see its error, or"
+            " hangs, or makes another number of optimizers than this one"
+        ) from error
 
 
 def check_data(params: Sequence[Tensor], workers: Workers) -> None:
