@@ -291,6 +291,9 @@ def test_tables_of_any_names(tmp_path):
     assert (data.train_size, data.test_size, data.classes) == (18, 2, 3)
     table.rename_column("species", "label").to_parquet(tmp_path / "all.parquet")
     assert torch.equal(images(str(tmp_path)).train_x, data.train_x)
+    numbers = [float(i % 3) for i in range(len(table))]  # beside id, which has whole numbers
+    table.add_column("label", numbers).to_parquet(tmp_path / "all.parquet")
+    assert images(str(tmp_path)).classes == 3
     with pytest.raises(UserError, match=r"column id holds .*, not pictures"):
         images(str(tmp_path), image_column="id")
     write_classes(tmp_path / "folders")

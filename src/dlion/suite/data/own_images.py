@@ -254,8 +254,13 @@ def _column(
     names: Sequence[str],
     where: str,
 ) -> str:
-    """Return the column that was typed, or the only one that fits, by name if several do."""
-    found = [typed] if typed else [name for name, kind in features.items() if fits(kind)]
+    """Return the column that was typed, or the only one that fits, by name if several do.
+
+    One of a usual name may hold floats, which pandas makes of whole numbers.
+    """
+    floats = {name for name in names if "float" in str(getattr(features.get(name), "dtype", ""))}
+    fitting = [name for name, kind in features.items() if fits(kind) or name in floats]
+    found = [typed] if typed else fitting
     found = [name for name in found if name in names] or found
     if len(found) == 1 and found[0] in features:
         return found[0]
