@@ -25,7 +25,12 @@ def _nudged(self, closure=None, _step=GLion.step):
 GLion.step = _nudged
 """
 
-ENVIRONMENT = {"COLUMNS": "120", "DLION_KERNELS": "reference"}  # which are not compiled for a tree
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take those that are not compiled for a tree."""
+    monkeypatch.setenv("DLION_KERNELS", "reference")
+    monkeypatch.setenv("COLUMNS", "120")
 
 
 def git(directory: Path, *command: str) -> str:
@@ -51,7 +56,7 @@ def test_one_bit_of_one_step_of_one_method_is_found(checkout: Path):
     with (checkout / "src" / "dlion" / "methods" / "dense.py").open("a") as file:
         file.write(ONE_BIT)
     script = checkout / "benchmarks" / "same_bits.py"
-    done = python(script, "HEAD", "--smoke", "--only", "lion", env=ENVIRONMENT)
+    done = python(script, "HEAD", "--smoke", "--only", "lion")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 of 3 cases differ" in done.stdout
     assert "DIFFERENT" in done.stdout
@@ -61,7 +66,7 @@ def test_one_bit_of_one_step_of_one_method_is_found(checkout: Path):
 
 def test_another_checkout_that_is_the_same_is_found_equal():
     case = "graddrop density=1.0"
-    done = python("benchmarks/same_bits.py", "--tree", ROOT, "--only", case, env=ENVIRONMENT)
+    done = python("benchmarks/same_bits.py", "--tree", ROOT, "--only", case)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all 1 cases are equal" in done.stdout
 
