@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
+LONGEST = ("test_slurm.py", "test_readmes.py", "test_smoke.py")  # minutes, of the first waiting
 NOT_QUICK = ("slow", "netns", "slurm", "browser", "triton")
 
 
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             item.add_marker("quick")
     # the long files first, so that the short ones fill up what is left of the workers' time
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in long))
 
 
 @pytest.hookimpl(wrapper=True)
