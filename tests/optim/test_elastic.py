@@ -219,6 +219,20 @@ def test_a_worker_that_saw_another_step_committed_takes_the_state_of_its_peers(
 
 
 @pytest.mark.slow
+def test_a_worker_that_left_a_round_of_local_steps_takes_the_state_of_its_peers(
+    crew: Callable[..., Crew],
+) -> None:
+    """The others take the rest of the steps, exchange in vain, and count them."""
+    run = crew("diloco", '{"local_steps": 8}', 3)
+    for name in "bc":
+        run.start(name, STEPS, 0)
+    run.start("a", STEPS, 0, breaks="20")
+    for name in "abc":
+        assert run.processes[name].wait(120).returncode == 0
+    agree(*map(run.rows, "abc"))
+
+
+@pytest.mark.slow
 def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     crew: Callable[..., Crew],
 ) -> None:

@@ -198,14 +198,15 @@ class Elastic:
         optimizer.channel.move(optimizer.workers)
         before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
         try:
-            mine = torch.tensor([[self._id, self._lineage, len(self._ahead)]])
-            everyones, lineages, ahead = optimizer.channel.gather(mine).T.tolist()
+            steps = optimizer.param_groups[0]["steps"]
+            mine = torch.tensor([[self._id, self._lineage, steps, len(self._ahead)]])
+            everyones, *seen, ahead = optimizer.channel.gather(mine).T.tolist()
         except RuntimeError as error:  # somebody has left already
             self._give_up(error)
             return False
         finally:
             optimizer.channel.traffic = before  # it is not part of any step
-        if optimizer.param_groups[0]["steps"] == 0 and any(ahead):
+        if steps == 0 and any(ahead):
             self._give_up(RuntimeError("those who have begun the run are busy, or gone"))
             time.sleep(_RETRY)
             self._look_up()
@@ -217,9 +218,11 @@ class Elastic:
                     " hang, and start it from its last checkpoint"
                 )
             return False
-        (most, _), *others = Counter(lineages).most_common()
-        if others:  # some saw a step committed that the rest then took without them
-            if self._lineage != most:  # a peer's state comes with the next quorum
+        (most, _), *others = Counter(zip(*seen, strict=True)).most_common()
+        # some saw a step committed that the rest then took without them, or have left a round of
+        # local steps that the rest have taken to its end, in vain
+        if others:
+            if (self._lineage, steps) != most:  # a peer's state comes with the next quorum
                 self.resume(self.manager.current_step() - 1)
             self._give_up(RuntimeError("not all have seen the same steps"))
             return False
