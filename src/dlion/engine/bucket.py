@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.layout import Member, Slot, dealt, lay_out
+from dlion.engine.layout import Member, dealt, lay_out
 from dlion.engine.lockstep import check_in_step, hyperparameters
 from dlion.engine.shards import local_part
 from dlion.engine.whole import Whole
@@ -25,7 +25,7 @@ from dlion.wire import Header, Headers
 class Fragment(NamedTuple):
     """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
 
-    slot: Slot
+    index: int
     start: int
     stop: int
     view: Tensor
@@ -270,8 +270,8 @@ class Bucket:
 
         Of sharded ones, which stay where they are, it takes a copy.
         """
-        for index, slot in enumerate(self.slots):
-            tensor, view = local_part(slot.tensor), self._views[index]
+        for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
+            view = self._views[index]
             home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
                 view = self._views[index] = slot.standalone(slot.view(self.params))
@@ -291,17 +291,16 @@ class Bucket:
     def write_back(self) -> None:
         """Copy the buffer into sharded parameters; others are views of the buffer."""
         if self.sharded:
-            shards = [local_part(slot.tensor) for slot in self.slots]
-            torch._foreach_copy_(shards, self._views)
+            torch._foreach_copy_(self.tensors, self._views)
 
     def copy_gradients(self, rows: Tensor) -> None:
         """Copy the latest gradients into a message, float32 ``[n, slice]``; zero without one."""
         fragments = self._fragments.get(rows.data_ptr())
         if fragments is None:
             fragments = self._fragments[rows.data_ptr()] = list(self._cut(rows))
-        views, parts = [], []
-        for slot, start, stop, view in fragments:
-            grad = slot.gradient()
+        grads, views, parts = self.vectors(slice(None)), [], []
+        for index, start, stop, view in fragments:
+            grad = grads[index]
             if grad is None:
                 view.zero_()
             else:
@@ -309,6 +308,31 @@ class Bucket:
                 parts.append(grad if stop - start == grad.numel() else grad[start:stop])
         if parts:
             torch._foreach_copy_(views, parts)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters, as much of each as is here."""
+        tensors: list[Tensor] = [slot.tensor for slot in self.slots]
+        return [*map(local_part, tensors)] if self.sharded else tensors
+
+    def vectors(self, slots: slice) -> list[Tensor | None]:
+        """Return the latest gradients of some parameters as vectors, None without one.
+
+        They are in the parameters' memory order and without gaps: what autograd has expanded is
+        copied.
+        """
+        vectors: list[Tensor | None] = []
+        for slot in self.slots[slots]:
+            grad = slot.tensor.grad
+            if grad is not None:
+                if grad.is_sparse:
+                    text = "sparse gradients are not supported: use Embedding(sparse=False)"
+                    raise RuntimeError(text)
+                grad = local_part(grad) if self.sharded else grad
+                grad = grad if slot.order is None else grad.permute(slot.order)
+                grad = grad.flatten().contiguous()
+            vectors.append(grad)
+        return vectors
 
     @property
     def grads(self) -> Gradients:
@@ -320,7 +344,7 @@ class Bucket:
         key = slots.start, slots.stop
         if key not in self._places:
             self._places[key] = Places(self.places.spans[slots])
-        return Gradients([slot.gradient() for slot in self.slots[slots]], self._places[key])
+        return Gradients(self.vectors(slots), self._places[key])
 
     def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
@@ -455,11 +479,11 @@ class Bucket:
     def _cut(self, rows: Tensor) -> Iterator[Fragment]:
         """Yield the parameters' parts of ``rows``, ``[n, slice]``, a flat buffer in slices."""
         size = rows.shape[1]
-        for slot in self.slots:
+        for index, slot in enumerate(self.slots):
             at = slot.start
             while at < slot.stop:
                 row, column = divmod(at, size)
                 end = min(slot.stop, at + size - column)
                 view = rows[row, column : column + end - at]
-                yield Fragment(slot, at - slot.start, end - slot.start, view)
+                yield Fragment(index, at - slot.start, end - slot.start, view)
                 at = end

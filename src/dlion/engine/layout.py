@@ -41,16 +41,6 @@ class Slot(NamedTuple):
         """Return values in the parameter's shape as a vector, in the parameter's memory order."""
         return (values if self.order is None else values.permute(self.order)).flatten()
 
-    def gradient(self) -> Tensor | None:
-        """Return the gradient as a vector in the parameter's memory order, None without one.
-
-        It has no gaps in memory: what autograd has expanded is copied.
-        """
-        grad = self.tensor.grad
-        if grad is not None and grad.is_sparse:
-            raise RuntimeError("sparse gradients are not supported: use Embedding(sparse=False)")
-        return None if grad is None else self.flatten(local_part(grad)).contiguous()
-
     def view(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
         part, shape = flat[..., self.start : self.stop], self.shape

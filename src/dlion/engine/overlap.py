@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dlion.engine.bucket import Bucket, Slot
+from dlion.engine.bucket import Bucket
+from dlion.engine.layout import Slot
 from dlion.engine.lockstep import hyperparameters
 from dlion.engine.shards import local_part
 from dlion.exchange import run_together

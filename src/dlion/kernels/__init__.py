@@ -85,7 +85,7 @@ def encode_signs(
         gradients: of the parameters of the bucket.
         positive: whether 0, -0.0 and NaN, for which one bit has no room, are encoded as +1.
     """
-    module = choose(momentum, *gradients.present)
+    module = choose(momentum, *gradients.tensors)
     module.encode_signs(message, momentum, gradients, beta1, beta2, positive)
 
 
@@ -96,7 +96,7 @@ def measure(momentum: Tensor, gradients: Gradients, beta1: float, scale: str) ->
     entries that are not zero, or 1 without any. Sums are in float64. The result is NaN if any entry
     is NaN, and 0 if there are no entries.
     """
-    module = choose(momentum, *gradients.present)
+    module = choose(momentum, *gradients.tensors)
     return module.measure(momentum, gradients, beta1, scale)
 
 
@@ -119,7 +119,7 @@ def encode_levels(
         multipliers: of each parameter, float32 ``[T]``, on the device of the gradients.
         largest: at most 127.
     """
-    module = choose(momentum, *gradients.present)
+    module = choose(momentum, *gradients.tensors)
     module.encode_levels(message, momentum, gradients, beta1, beta2, multipliers, largest)
 
 
@@ -172,7 +172,7 @@ def encode_deltas(
         coder: the worker's, of all elements of the message.
         rise: levels gained, see :func:`decode_deltas`.
     """
-    module = choose(momentum, *gradients.present)
+    module = choose(momentum, *gradients.tensors)
     module.encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise)
 
 
@@ -368,15 +368,16 @@ def round_at_random(params: Tensor, values: Tensor, key: tuple[int, int]) -> Non
     choose(params, values).round_at_random(params, values, key)
 
 
-def choose(*vectors: Tensor, length: int = 0) -> ModuleType:
-    """Return the fastest module that takes the vectors.
+def choose(first: Tensor, *vectors: Tensor | None, length: int = 0) -> ModuleType:
+    """Return the fastest module that takes the vectors, as far as there are any.
 
     Compiled kernels decode whole words, so a ``length`` that is no multiple of 64 is not for them.
     """
-    for vector in vectors:
-        if vector.dtype not in (torch.float32, torch.bfloat16) or not vector.is_contiguous():
+    plain = torch.float32, torch.bfloat16
+    for vector in (first, *vectors):
+        if vector is not None and not (vector.dtype in plain and vector.is_contiguous()):
             return reference
-    return reference if length % 64 else _compiled(vectors[0].device.type)
+    return reference if length % 64 else _compiled(first.device.type)
 
 
 @cache

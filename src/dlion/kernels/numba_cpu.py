@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlion.kernels import rounding, steps
+from dlion.kernels.gradients import Gradients
 
 _BLOCK = 512  # words of a vote at a time: its planes stay in the first cache
 _SMALL = 1 << 17  # elements below which threads do not pay
@@ -67,24 +68,22 @@ def _compile(function: Callable) -> Callable:
 
 def encode_signs(message, momentum, gradients, beta1, beta2, positive):
     target, factors = message.numpy(), (float(beta1), float(beta2), positive)
-    for start, part, grad in gradients.parts(momentum):
-        args = (target, start // 64, part.numpy(), _array(grad), *factors)
-        _on_threads(_encode_signs, args, len(part))
+    for first, part, grad in _pieces(gradients, momentum):
+        _on_threads(_encode_signs, (target, first, part, grad, *factors), len(part))
 
 
 def measure(momentum, gradients, beta1, scale):
-    parts = gradients.parts(momentum)
-    scales = [_scale(part, grad, beta1, scale) for _, part, grad in parts]
+    pieces = _pieces(gradients, momentum)
+    scales = [_scale(part, grad, beta1, scale) for _, part, grad in pieces]
     return torch.tensor(scales, dtype=torch.float32)
 
 
-def _scale(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> float:
-    if not momentum.numel():
+def _scale(momentum: NDArray, grad: NDArray, beta1: float, scale: str) -> float:
+    if not len(momentum):
         return 0.0
     kind = ("l1", "max", "geometric").index(scale)
-    parts = np.empty((-(-momentum.numel() // (64 * _BLOCK)), 2))
-    args = (momentum.numpy(), _array(grad), float(beta1), kind, parts)
-    _on_threads(_measure, args, momentum.numel())
+    parts = np.empty((-(-len(momentum) // (64 * _BLOCK)), 2))
+    _on_threads(_measure, (momentum, grad, float(beta1), kind, parts), len(momentum))
     total, count = parts.sum(0)
     value = parts[:, 0].max() if scale == "max" else total / max(count, 1)
     return float(np.exp(value) if scale == "geometric" else value)
@@ -92,10 +91,10 @@ def _scale(momentum: Tensor, grad: Tensor, beta1: float, scale: str) -> float:
 
 def encode_levels(message, momentum, gradients, beta1, beta2, multipliers, largest):
     target, factors = message.numpy(), (float(beta1), float(beta2))
-    parts = zip(gradients.parts(momentum), multipliers.tolist(), strict=True)
-    for (start, part, grad), multiplier in parts:
-        args = (target, start // 64, part.numpy(), _array(grad), *factors)
-        _on_threads(_encode_levels, (*args, multiplier, float(largest)), len(part))
+    pieces = zip(_pieces(gradients, momentum), multipliers.tolist(), strict=True)
+    for (first, part, grad), multiplier in pieces:
+        args = (target, first, part, grad, *factors, multiplier, float(largest))
+        _on_threads(_encode_levels, args, len(part))
 
 
 def sum_planes(rows, largest, out):
@@ -115,9 +114,8 @@ def pack_votes(greater, equal, out):
 def encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise):
     target, state = message.numpy(), [*map(_array, coder)]
     factors = (float(beta1), float(beta2), rise)
-    for start, part, grad in gradients.parts(momentum):
-        args = (target, start // 64, part.numpy(), _array(grad), *state)
-        _on_threads(_encode_deltas, (*args, *factors), len(part))
+    for first, part, grad in _pieces(gradients, momentum):
+        _on_threads(_encode_deltas, (target, first, part, grad, *state, *factors), len(part))
 
 
 def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
@@ -199,6 +197,15 @@ def _array(tensor: Tensor) -> NDArray:
     """Return a tensor as an array; words are unsigned, and bfloat16 is given by its bits."""
     unsigned = _UNSIGNED.get(tensor.dtype)
     return (tensor if unsigned is None else tensor.view(unsigned)).numpy()
+
+
+def _pieces(gradients: Gradients, flat: Tensor) -> list[tuple[int, NDArray, NDArray]]:
+    """Return each parameter's first word, its part of a flat vector, and its gradient or zeros."""
+    values, pieces = flat.numpy(), []
+    for (start, stop), grad in zip(gradients.places.spans, gradients.tensors, strict=True):
+        part = values[start:stop]
+        pieces.append((start // 64, part, np.zeros_like(part) if grad is None else _array(grad)))
+    return pieces
 
 
 def _pairs(entries: Tensor) -> tuple[NDArray, NDArray]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
-from dlion.engine.shards import local_part
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
 from dlion.methods.updates import nesterov
@@ -271,7 +270,7 @@ class DiLoCo(LocalUpdate):
 
 def _versions(bucket: Bucket) -> list[int]:
     """Return each parameter's number of writes; this optimizer's own writes do not count."""
-    return [local_part(slot.tensor)._version for slot in bucket.slots]
+    return [tensor._version for tensor in bucket.tensors]
 
 
 _BITS = {**MEAN_WIRES, "sign": 1}
