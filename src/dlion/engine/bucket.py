@@ -117,7 +117,7 @@ class Bucket:
         run_led: runs the exchange, if only one process of a node does.
     """
 
-    run_led: Callable[["Bucket"], None] | None = None
+    run_led: Callable[["Bucket"], Stages] | None = None
     exchange: Any  # the kind that the method made
 
     def __init__(self, index: int, members: Sequence[Member], owners: int | None = None):
@@ -415,10 +415,7 @@ class Bucket:
 
     def stages(self) -> Stages:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
-        if self.run_led is None:
-            yield from self.exchange.stages(self.step)
-        else:
-            self.run_led(self)
+        return self.exchange.stages(self.step) if self.run_led is None else self.run_led(self)
 
     def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from dlion.engine.bucket import Bucket
 from dlion.engine.lockstep import check_equal
-from dlion.exchange import Channel, RoundedMean, Traffic
+from dlion.exchange import Channel, RoundedMean, Stages, Traffic
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers
 
@@ -113,11 +113,11 @@ class Node:
             slot.tensor.grad.copy_(slot.view(mean))
         return headers.flag
 
-    def run(self, bucket: Bucket) -> None:
+    def run(self, bucket: Bucket) -> Stages:
         """Run the exchange of a bucket on one process, and hand on the result."""
         exchange, leader = bucket.exchange, bucket.index % self._processes
         if leader == self._rank:
-            exchange.run(bucket.step)
+            yield from exchange.stages(bucket.step)
         else:
             exchange.expect()
         for part in (exchange.answer, exchange.headers):

@@ -11,7 +11,9 @@ answer does not depend on how workers are spread over processes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from itertools import chain
+from contextlib import suppress
+from functools import cached_property
+from itertools import chain, islice
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
@@ -32,20 +34,14 @@ def run_together(exchanges: Sequence[Stages]) -> None:
     """
     asked: dict[Stages, list[Tensor]] = {}
     for stages in exchanges:
-        _advance(stages, None, asked)
+        with suppress(StopIteration):
+            asked[stages] = next(stages)
     while asked:
-        known = iter(download(list(chain.from_iterable(asked.values()))))
+        known = iter(download([*chain.from_iterable(asked.values())]))
         waiting, asked = asked, {}
         for stages, tensors in waiting.items():
-            _advance(stages, [next(known) for _ in tensors], asked)
-
-
-def _advance(stages: Stages, known: list[Tensor] | None, asked: dict[Stages, list[Tensor]]) -> None:
-    """Run one stage, and keep the data of the next one."""
-    try:
-        asked[stages] = next(stages) if known is None else stages.send(known)
-    except StopIteration:
-        return
+            with suppress(StopIteration):
+                asked[stages] = stages.send([*islice(known, len(tensors))])
 
 
 def slice_size(numel: int, workers: int, group: int = 1) -> int:
@@ -148,6 +144,7 @@ class DirectSend(Exchange):
 
     Attributes:
         slice: parameters owned by one worker.
+        words: 64-bit words with a bit for each of them.
         up, down: the wires, for the senders of the latest messages.
         senders: how many workers sent the latest messages, at first n.
         bits: names of the ``state`` that is one bit for each parameter of a slice, packed.
@@ -167,6 +164,7 @@ class DirectSend(Exchange):
     ) -> None:
         self.senders = n = channel.workers.count
         self.slice = slice_size(numel, n, up.group)
+        self.words = self.slice // 64
         super().__init__(channel, n * self.slice, **buffers)
         self.up, self.down, self._down, self.grid = up, down(n), down, grid
         w, size = channel.workers, up.nbytes(self.slice)
@@ -175,21 +173,14 @@ class DirectSend(Exchange):
         self._messages, self._message_headers = self._outbox.split(
             [size, self.header_bytes], dim=-1
         )
-        self._views: dict[int, Tensor] = {}
         direct = w.processes > 1 and grid is None
         self._inbox = self._buffer(w.count, w.local, row) if direct else None
         self._make_answers()
 
-    @property
-    def words(self) -> int:
-        """64-bit words with a bit for each parameter of a slice."""
-        return self.slice // 64
-
-    def message(self, local: int) -> Tensor:
-        """The message of a local worker, to be written: ``[n, ...]``, in the view of its wire."""
-        if local not in self._views:
-            self._views[local] = self.up.view(self._messages[local])
-        return self._views[local]
+    @cached_property
+    def messages(self) -> list[Tensor]:
+        """The messages of local workers, to be written: ``[n, ...]``, in the view of their wire."""
+        return [*self.up.view(self._messages)]
 
     def encode(self, local: int, values: Any) -> Tensor | None:
         """Write the message of a local worker, ``[numel]`` values of the up wire.

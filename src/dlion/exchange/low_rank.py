@@ -106,8 +106,8 @@ class LowRankMean(Exchange):
 
         That is ``P^ Q_i^T`` of each matrix, and all of what is no matrix.
         """
-        second = self._second.message(local) if self.matrices else self._query[local]
-        return self._expand(second, self._first.message(local))
+        second = self._second.messages[local] if self.matrices else self._query[local]
+        return self._expand(second, self._first.messages[local])
 
     def run(self, step: int) -> None:
         self._first.run(step)

@@ -55,7 +55,7 @@ class DeltaModulated(DistributedOptimizer):
         if not exchange.begun:
             sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in parts]
             exchange.start(local, torch.cat(sizes))
-        message, coder = exchange.message(local), exchange.coder(local)
+        message, coder = exchange.messages[local], exchange.coder(local)
         for grads, beta1, beta2 in parts:
             kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
 

@@ -22,7 +22,7 @@ class MeanGradientOptimizer(DistributedOptimizer):
         return DenseMean(self.channel, bucket.numel, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        bucket.copy_gradients(bucket.exchange.message(local))
+        bucket.copy_gradients(bucket.exchange.messages[local])
 
 
 class GAdamW(MeanGradientOptimizer):

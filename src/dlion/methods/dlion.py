@@ -121,7 +121,7 @@ class SignedDescent(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         positive = self.zero_is_positive(local, bucket.step)
-        message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]
+        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
         for grads, betas in self.with_betas(bucket):
             kernels.encode_signs(message, momentum, grads, *betas, positive)
 

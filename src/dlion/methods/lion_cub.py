@@ -111,7 +111,7 @@ class LionCub(SignedDescent):
         if self.bits == 1:
             super().encode(bucket, local)
             return
-        message, momentum = bucket.exchange.message(local), bucket.own["momentum"][local]
+        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
         largest = self.largest
         for grads, (beta1, beta2) in self.with_betas(bucket):
             scales = kernels.measure(momentum, grads, beta1, self.scale)

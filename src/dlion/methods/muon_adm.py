@@ -135,7 +135,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         found, none = kernels.Gradients(parts, bucket.places), directions.zero_()
         if not exchange.begun:
             exchange.start(local, kernels.measure(none, found, 0.0, "l1"))
-        message, coder = exchange.message(local), exchange.coder(local)
+        message, coder = exchange.messages[local], exchange.coder(local)
         kernels.encode_deltas(message, none, found, coder, 0.0, 1.0, self.rise)
 
     def update(self, bucket: Bucket) -> None:

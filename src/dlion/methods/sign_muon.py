@@ -145,7 +145,7 @@ class SignMuon(MatricesApart, SignedDescent):
         positive = self.zero_is_positive(local, bucket.step)
         signs = kernels.Gradients(parts, bucket.places)
         kernels.encode_signs(
-            bucket.exchange.message(local), directions.zero_(), signs, 0.0, 1.0, positive
+            bucket.exchange.messages[local], directions.zero_(), signs, 0.0, 1.0, positive
         )
 
     def update(self, bucket: Bucket) -> None:
