@@ -299,8 +299,7 @@ class Elastic:
         buckets, error = optimizer.buckets, None
         try:
             wait(buckets)
-            for bucket in buckets:
-                optimizer.after_step(bucket)
+            optimizer.after_step()
             optimizer.channel.barrier()
         except TrainingFailed as failed:
             if not self._others_are_odd():

@@ -124,10 +124,8 @@ def check_data(params: Sequence[Tensor], workers: Workers) -> None:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    plain = [plain_values(group) for group in groups]
-    for values in plain:
-        values.pop("steps", None)
-    return repr([sorted(values.items()) for values in plain])
+    apart = {"steps": None}  # headers tell them by themselves
+    return repr([sorted((plain_values(group) | apart).items()) for group in groups])
 
 
 def check_in_step(

@@ -302,7 +302,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     def update(self, bucket: Bucket) -> None:
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
-    def after_step(self, bucket: Bucket) -> None:
+    def after_step(self) -> None:
         """Run the collective work after all updates, such as averaging momenta."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
@@ -588,7 +588,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if collected != set(local):
             missing = sorted(set(local) - collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        self._step.finish()
+        self._step.finish(self.exchanges)
         return loss
 
     def _check_ready(self) -> None:

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from dlion import kernels
@@ -18,12 +17,15 @@ class Rounder:
     Args:
         stochastic: round up or down at random, the same on all workers; else to the nearest.
         seed: of the draws.
+
+    Attributes:
+        moved: how many entries the updates of this step have moved, of each bucket looked at.
     """
 
     def __init__(self, stochastic: bool, seed: int) -> None:
         self._stochastic, self._seed = stochastic, seed
         self._looked = stochastic  # whether rounding is known to lose nothing, or too much
-        self._moved: list[Tensor] = []  # entries that an update moves, of each bucket
+        self.moved: list[Tensor] = []
         self._lost: list[Tensor] = []  # those of them that rounding puts back
 
     @contextmanager
@@ -34,7 +36,7 @@ class Rounder:
         """
         step, params = bucket.step, bucket.params
         looks = not self._looked and step & (step + 1) == 0
-        if params.dtype != torch.bfloat16 or not (self._stochastic or looks):
+        if not (self._stochastic or looks):
             yield
             return
         values = bucket.params = params.float()
@@ -48,16 +50,14 @@ class Rounder:
             return
         moved, rounded = values != params, values.to(params.dtype)
         moved = moved[: bucket.numel] & bucket.mask  # gaps between parameters do not count
-        self._moved.append(moved.sum())
+        self.moved.append(moved.sum())
         self._lost.append((moved & (rounded == params)[: bucket.numel]).sum())
         params.copy_(rounded)
 
-    def end_step(self) -> None:
+    def warn_of_losses(self) -> None:
         """Warn, once, if rounding has put back most of what the updates of this step moved."""
-        if not self._moved:
-            return
-        moved, lost = (int(sum(map(int, counts))) for counts in (self._moved, self._lost))
-        self._moved.clear(), self._lost.clear()
+        moved, lost = (int(sum(map(int, counts))) for counts in (self.moved, self._lost))
+        self.moved.clear(), self._lost.clear()
         if 2 * lost > moved:
             self._looked = True
             warnings.warn(

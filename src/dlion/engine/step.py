@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -140,27 +141,29 @@ class Step:
 
     # ------------------------------------------------------------------ messages -> parameters
 
-    def finish(self) -> None:
-        """Exchange the messages, apply the answers, and make ready for the next step."""
+    def finish(self, exchange: bool) -> None:
+        """Exchange the messages, apply the answers, and make ready for the next step.
+
+        Without an ``exchange`` workers have moved on their own, and there are no messages.
+        """
         if self.failed:
             raise RuntimeError(_HALF_WAY)
         self.failed = True  # until all answers are applied
-        method = self._method
-        exchanged = method.exchanges and self._exchange_and_update()
+        buckets = self._method.buckets
+        exchanged = exchange and self._exchange_and_update(buckets)
         self.failed = False
-        if exchanged or method.moves_alone:
-            self._conclude()
+        if exchanged or self._method.moves_alone:
+            self._conclude(buckets)
         self.forget()
-        method.end_step(exchanged)
+        self._method.end_step(exchanged)
 
-    def _exchange_and_update(self) -> bool:
+    def _exchange_and_update(self, buckets: Sequence[Bucket]) -> bool:
         """Let all messages leave, wait for the answers and apply them; return whether it did.
 
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
         later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
         """
-        method, overlap = self._method, self.overlap
-        buckets = method.buckets
+        overlap = self.overlap
         if overlap is not None:
             for bucket in buckets[overlap.sent :]:
                 overlap.send(bucket, self._late.pop(bucket, None))
@@ -176,8 +179,7 @@ class Step:
         for batch in zip(buckets) if on_cpu else [buckets]:
             self.wait(batch)
             self._apply(batch)
-        for bucket in buckets:
-            method.after_step(bucket)
+        self._method.after_step()
         return True
 
     def wait(self, buckets: Sequence[Bucket]) -> None:
@@ -206,23 +208,27 @@ class Step:
             bucket.adopt()
             flats = (bucket.params, *bucket.shared.values())
             kept = bucket.untouched(bucket.flight.present, flats)
-            with method.channel.timer.apply, kept, self._rounder(bucket):
+            rounded = self._rounder(bucket) if bucket.dtype == torch.bfloat16 else nullcontext()
+            with method.channel.timer.apply, kept, rounded:
                 method.update(bucket)
             bucket.write_back()
 
-    def _conclude(self) -> None:
+    def _conclude(self, buckets: Sequence[Bucket]) -> None:
         """Note the headers of this step, and count it."""
         method = self._method
         travelled = slow = method.flagged = False
-        for bucket in method.buckets:
+        for bucket in buckets:
             flight = bucket.flight
             travelled, slow = travelled or any(flight.present), slow or flight.slow
             method.flagged = method.flagged or flight.flag
             bucket.count_step()
-        self._rounder.end_step()
+        if self._rounder.moved:
+            self._rounder.warn_of_losses()
         if travelled:
             method.channel.adapt(slow)
-            method.files.compare(method.buckets[0].flight.saved)
+            saved = buckets[0].flight.saved
+            if any(saved):
+                method.files.compare(saved)
         method.skipped += len(self._skipping)
         self.taken = True
         for group in method.param_groups:

@@ -44,7 +44,7 @@ class SignedDescent(DistributedOptimizer):
     """
 
     own_state = ["momentum"]
-    _sync = MomentumSync(0)
+    _sync: MomentumSync | None = None  # of methods that average momenta
 
     def __init__(
         self,
@@ -167,9 +167,9 @@ class SignedDescent(DistributedOptimizer):
             sums = exchange.down.view(exchange.answer)
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
-    def after_step(self, bucket: Bucket) -> None:
-        if self._sync.is_due(bucket.step + 1):
-            self._sync.average(bucket, self.channel)
+    def after_step(self) -> None:
+        if self._sync is not None:
+            self._sync.after_step(self.buckets, self.channel)
 
     def prepare(self) -> None:
         rehearse(self)

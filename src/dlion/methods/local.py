@@ -134,15 +134,16 @@ class LocalUpdate(DistributedOptimizer):
 
     def end_step(self, exchanged: bool) -> None:
         # a round that not all could commit continues: what a worker has moved by is sent later
+        self._last = False
         if exchanged:
             self.begin_round()
-        self._last = False
-        self._host_next()
+        else:
+            self._host_next()
 
     def begin_round(self) -> None:
         for bucket in self.buckets:
             bucket.own["local"].copy_(bucket.shared["outer"])
-        self.host(None)  # also where nobody takes part in the next step
+        self.host(None)  # where all begin, whoever's turn is next
 
     def check_elastic(self) -> None:
         if isinstance(self._inner, OfTorch):

@@ -1,6 +1,7 @@
 """Averages the workers' momenta now and then."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 from dlion.engine.bucket import Bucket
@@ -51,6 +52,12 @@ class MomentumSync:
         self.pattern = check_pattern("sync_pattern", pattern)
         self._means: dict[Bucket, DirectSend] = {}
         self._workers: Workers | None = None
+
+    def after_step(self, buckets: Sequence[Bucket], channel: Channel) -> None:
+        """Average the momenta of buckets whose step it is."""
+        for bucket in buckets:
+            if self.is_due(bucket.step + 1):
+                self.average(bucket, channel)
 
     def is_due(self, step: int) -> bool:
         """Whether to average after ``step`` steps."""

@@ -34,7 +34,7 @@ def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: flo
 def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
     """``x <- (1 - lr wd) x - scale lr D`` with the signs D of an answer of one bit."""
     words, runs = bucket.exchange.answer.view(torch.int64), bucket.runs("lr", "weight_decay")
-    rates = [(scale * lr, decay / scale) for lr, decay in (run.values for run in runs)]
+    rates = [(scale * run.values[0], run.values[1] / scale) for run in runs]
     if len(runs) == 1:
         kernels.apply_signs(bucket.params, words, *rates[0])
         return

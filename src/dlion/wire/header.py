@@ -22,6 +22,7 @@ class Headers(NamedTuple):
         present: which parameters some sender has a gradient for.
         flag: whether any sender has its flag set.
         slow: whether any sender's links are slow.
+        agree: whether all senders are in one step, with one checksum and finite gradients.
     """
 
     steps: list[int]
@@ -31,12 +32,7 @@ class Headers(NamedTuple):
     present: list[bool]
     flag: bool
     slow: bool
-
-    @property
-    def agree(self) -> bool:
-        """Whether all senders are in one step, with one checksum and finite gradients."""
-        alike = len({*self.steps}) == len({*self.checksums}) == 1
-        return alike and self.broken[0] is None
+    agree: bool
 
 
 class Header:
@@ -89,4 +85,5 @@ class Header:
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 2).astype(bool)
         *present, flag, slow = flags.tolist()
-        return Headers(steps, broken, checksums, saved, present, flag, slow)
+        agree = len({*steps}) == len({*checksums}) == 1 and broken[0] is None
+        return Headers(steps, broken, checksums, saved, present, flag, slow, agree)
