@@ -452,6 +452,20 @@ def test_weights_handed_to_another_process_are_trained_on():
             assert ((param - old).abs() > 0.09).all()
 
 
+def test_a_model_of_another_dtype_is_refused_before_anything_moves():
+    model = net()
+    optimizer = DLion(model.parameters(), lr=0.1)
+    backward(model)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    model.to(torch.float64)
+    with pytest.raises(RuntimeError, match="create the optimizer after"):
+        optimizer.step()
+    model.to(torch.float32)
+    assert not any(state["momentum"].any() for state in optimizer.state.values())
+    optimizer.step()
+    assert not torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), before)
+
+
 def test_half_a_step_is_not_gone_on_with():
     model = net()
     optimizer = DLion(model.parameters(), lr=0.1, nonfinite="stop")

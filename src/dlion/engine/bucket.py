@@ -288,6 +288,15 @@ class Bucket:
                     slot.tensor.data = view
 
     @torch.no_grad()
+    def adopt_state(self, state: dict[Tensor, Any]) -> None:
+        """Take over values that others have put into ``state[param]`` in place of those shown."""
+        for param, name, view in self.published:
+            value = state[param].get(name, view)
+            if value is not view:
+                view.copy_(torch.as_tensor(value))
+            state[param][name] = view
+
+    @torch.no_grad()
     def write_back(self) -> None:
         """Copy the buffer into sharded parameters; others are views of the buffer."""
         if self.sharded:
@@ -417,7 +426,7 @@ class Bucket:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
         return self.exchange.stages(self.step) if self.run_led is None else self.run_led(self)
 
-    def make_header(self, present: list[bool], trained: int, flag: bool, saved: int = 0) -> Tensor:
+    def make_header(self, present: list[bool], trained: int, flag: bool, saved: int) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the
@@ -428,12 +437,14 @@ class Bucket:
         slow = self.exchange.channel.slow
         return self.header.encode(self.step, check, present, flag, slow, saved)
 
-    def write_header(self, local: int, header: Tensor) -> None:
-        """Let a header go with a local worker's message.
+    def write_header(
+        self, local: int, present: list[bool], trained: int, flag: bool, saved: int
+    ) -> None:
+        """Let a header go with a local worker's message, see :meth:`make_header`.
 
         Where ``norms`` are known, it says which gradient is not finite, in place of the step.
         """
-        header = upload(header, self.device)
+        header = upload(self.make_header(present, trained, flag, saved), self.device)
         norms = self.flight.norms.get(local)
         if norms is not None:
             self.header.mark(header, norms)

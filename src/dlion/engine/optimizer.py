@@ -588,7 +588,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if collected != set(local):
             missing = sorted(set(local) - collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        self._step.finish(self.exchanges)
+        self._step.finish(self.buckets, self.exchanges)
         return loss
 
     def _check_ready(self) -> None:
@@ -608,7 +608,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             )
         self.members.check_unedited(self.param_groups)
         for bucket in self.buckets:
-            saving.adopt(bucket, self.state)
+            bucket.adopt()
+            bucket.adopt_state(self.state)
 
     def join_hook(self, **kwargs: Any) -> uneven.Shadow:
         """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.

@@ -187,16 +187,6 @@ def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
 
 
 @torch.no_grad()
-def adopt(bucket: Bucket, state: dict[Tensor, Any]) -> None:
-    """Take over values that others have put into ``state[param]`` in place of published ones."""
-    for param, name, view in bucket.published:
-        value = state[param].get(name, view)
-        if value is not view:
-            view.copy_(torch.as_tensor(value))
-        state[param][name] = view
-
-
-@torch.no_grad()
 def distributed_state(
     state: dict[Tensor, Any],
     params: Sequence[torch.nn.Parameter],

@@ -14,7 +14,7 @@ from dlion.engine.shards import EXCHANGE, local_part
 def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Put the state of all buckets into torch's packed state, before others' hooks see it."""
     for bucket in optimizer.buckets:
-        saving.adopt(bucket, optimizer.state)
+        bucket.adopt_state(optimizer.state)
     found, params = _distributed(optimizer)[0], optimizer.params
     state = {
         key: {**value} if isinstance(key, int) else value

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from dlion.engine import nonfinite
 from dlion.engine.bucket import Bucket, InFlight
@@ -117,7 +116,8 @@ class Step:
         """Let the node average its gradients, and write the message about their mean."""
         method = self._method
         assert method.node is not None
-        header = self._header(bucket, bucket.present(), flag)
+        trained, saved = method.members.trained, method.files.here
+        header = bucket.make_header(bucket.present(), trained, flag, saved)
         self._write_message(bucket, local, method.node.average(bucket, header))
 
     def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
@@ -133,15 +133,11 @@ class Step:
         own = (rows[local] for rows in bucket.own.values())
         with method.channel.timer.encode, bucket.untouched(present, own):
             method.encode(bucket, local)
-        bucket.write_header(local, self._header(bucket, present, flag))
-
-    def _header(self, bucket: Bucket, present: list[bool], flag: bool) -> Tensor:
-        method = self._method
-        return bucket.make_header(present, method.members.trained, flag, method.files.here)
+        bucket.write_header(local, present, method.members.trained, flag, method.files.here)
 
     # ------------------------------------------------------------------ messages -> parameters
 
-    def finish(self, exchange: bool) -> None:
+    def finish(self, buckets: Sequence[Bucket], exchange: bool) -> None:
         """Exchange the messages, apply the answers, and make ready for the next step.
 
         Without an ``exchange`` workers have moved on their own, and there are no messages.
@@ -149,7 +145,6 @@ class Step:
         if self.failed:
             raise RuntimeError(_HALF_WAY)
         self.failed = True  # until all answers are applied
-        buckets = self._method.buckets
         exchanged = exchange and self._exchange_and_update(buckets)
         self.failed = False
         if exchanged or self._method.moves_alone:
@@ -205,7 +200,6 @@ class Step:
         """Update buckets with their answers."""
         method = self._method
         for bucket in buckets:
-            bucket.adopt()
             flats = (bucket.params, *bucket.shared.values())
             kept = bucket.untouched(bucket.flight.present, flats)
             rounded = self._rounder(bucket) if bucket.dtype == torch.bfloat16 else nullcontext()

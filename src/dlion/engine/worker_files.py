@@ -24,7 +24,7 @@ def _slots(optimizer: Any) -> list[tuple[int, Any, list[str]]]:
                 "the parameters are sharded, and each shard has its own state: save and load with"
                 " torch.distributed.checkpoint (get_state_dict, set_state_dict)"
             )
-        saving.adopt(bucket, optimizer.state)
+        bucket.adopt_state(optimizer.state)
         for slot in bucket.slots:
             own = optimizer.state[slot.tensor]
             names = [name for name in saving.own_names(bucket, own) if name != "worker"]
