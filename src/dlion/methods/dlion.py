@@ -146,10 +146,7 @@ class SignedDescent(DistributedOptimizer):
         majority = (position + step // 2) % n < n // 2 + 1
         return majority if step % 2 == 0 else not majority
 
-    def update(self, bucket: Bucket) -> None:
-        self.descend(bucket)
-
-    def descend(self, bucket: Bucket, scale: float = 1.0) -> None:
+    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
         """``x <- (1 - lr wd) x - scale lr D``, D unpacked in the same pass."""
         params, exchange = bucket.params, bucket.exchange
         if isinstance(exchange.down, Sign):

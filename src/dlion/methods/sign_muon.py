@@ -148,13 +148,13 @@ class SignMuon(MatricesApart, SignedDescent):
             bucket.exchange.messages[local], directions.zero_(), signs, 0.0, 1.0, positive
         )
 
-    def update(self, bucket: Bucket) -> None:
+    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
         if self._is_adamw(bucket):
             variance_descent(bucket, bucket.exchange.decode())
         elif not self.kind(bucket.groups[0]):
-            self.descend(bucket, LION_SHARE)
+            super().update(bucket, LION_SHARE)
         elif not self.local_polar:
-            self.descend(bucket, RMS)
+            super().update(bucket, RMS)
         else:
             polar = bucket_orthogonalise(bucket, bucket.exchange.decode(), self.newton_schulz)
             matrix_descent(bucket, polar, rms_scale)
