@@ -161,7 +161,12 @@ def all_cases() -> list[Case | TrainCase]:
             *({"weighted": True, "ties": ties} for ties in ("previous", "random")),
         ],
         "signum_mavo": [{"ties": "zero"}, {"ties": "alternate"}, {"weighted": True}],
-        "sign_muon_mavo": [{"local_polar": True}, {"ties": "zero"}, {"weighted": True}],
+        "sign_muon_mavo": [
+            {"local_polar": True},
+            {"ties": "zero"},
+            {"weighted": True},
+            {"momentum_sync": 2},
+        ],
         "sign_muon_avg": [{"rest": "lion", "local_polar": False}],
         "g_muon": [{"adjust_lr": "original", "ns_precision": "float32"}],
         "dion": [{"rank_fraction": 1 / 16, "adjust_lr": "original"}],
