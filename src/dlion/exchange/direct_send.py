@@ -179,7 +179,7 @@ class DirectSend(Exchange):
 
     @cached_property
     def messages(self) -> list[Tensor]:
-        """The messages of local workers, to be written: ``[n, ...]``, in the view of their wire."""
+        """The messages of local workers, ``[n, ...]``, in the view of their wire."""
         return [*self.up.view(self._messages)]
 
     def encode(self, local: int, values: Any) -> Tensor | None:
