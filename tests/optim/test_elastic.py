@@ -178,13 +178,24 @@ def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["{}", '{"overlap": true}'])
-def test_peers_do_not_wait_for_a_worker_that_has_given_up(
-    crew: Callable[..., Crew], options: str
+@pytest.mark.parametrize(
+    ("method", "options", "environment"),
+    [
+        ("dlion_mavo", "{}", {}),
+        ("dlion_mavo", '{"overlap": true}', {}),
+        # it saw another step committed than the rest
+        ("g_adamw", "{}", {"strays": "1"}),
+        # the rest take the round to its end, exchange in vain, and count its steps
+        ("diloco", '{"local_steps": 8}', {}),
+    ],
+)
+def test_a_worker_that_gives_up_takes_the_state_of_its_peers_who_do_not_wait(
+    crew: Callable[..., Crew], method: str, options: str, environment: dict[str, str]
 ) -> None:
-    run = crew("dlion_mavo", options, 3)
-    for name in "abc":
-        run.start(name, STEPS, 0, breaks="20" if name == "a" else "-1")
+    run = crew(method, options, 3)
+    for name in "bc":
+        run.start(name, STEPS, 0)
+    run.start("a", STEPS, 0, breaks="20", **environment)
     for name in "abc":
         assert run.processes[name].wait(120).returncode == 0  # a message's timeout is longer
     agree(*map(run.rows, "abc"))
@@ -203,33 +214,6 @@ def test_many_that_come_while_all_others_are_busy_do_not_begin_another_run(
     run.stop()
     assert all(min(run.rows(name)) > 0 for name in "bcd")
     agree(*map(run.rows, "abcd"))
-
-
-@pytest.mark.slow
-def test_a_worker_that_saw_another_step_committed_takes_the_state_of_its_peers(
-    crew: Callable[..., Crew],
-) -> None:
-    run = crew("g_adamw", "{}", 3)
-    for name in "bc":
-        run.start(name, STEPS, 0)
-    run.start("a", STEPS, 0, breaks="20", strays="1")
-    for name in "abc":
-        assert run.processes[name].wait(120).returncode == 0
-    agree(*map(run.rows, "abc"))
-
-
-@pytest.mark.slow
-def test_a_worker_that_left_a_round_of_local_steps_takes_the_state_of_its_peers(
-    crew: Callable[..., Crew],
-) -> None:
-    """The others take the rest of the steps, exchange in vain, and count them."""
-    run = crew("diloco", '{"local_steps": 8}', 3)
-    for name in "bc":
-        run.start(name, STEPS, 0)
-    run.start("a", STEPS, 0, breaks="20")
-    for name in "abc":
-        assert run.processes[name].wait(120).returncode == 0
-    agree(*map(run.rows, "abc"))
 
 
 @pytest.mark.slow
