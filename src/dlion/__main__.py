@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(
         prog="dlion",
         usage="dlion COMMAND [ARGUMENT ...]",
-        description=__doc__.splitlines()[0].replace("``", "`"),
+        description="show runs, prepare data and export models; train.py trains",
         epilog="\n".join(
             [
                 "commands:",

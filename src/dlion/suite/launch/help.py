@@ -3,6 +3,7 @@
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,9 +58,11 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     """Return the help on the words beside ``--help``: choices, keys, or nothing.
 
     Raises:
-        UserError: if the key is unknown.
+        UserError: if the key is unknown, or Python has left out the docstrings.
         HydraException: if the choice is unknown.
     """
+    if sys.flags.optimize > 1:
+        raise UserError("the help is made of docstrings, which python -OO leaves out: use python -O")
     words = [word for word in arguments.settings if "=" in word]
     keys = [word for word in arguments.settings if "=" not in word]
     with opened(conf, arguments.options.config_dir) as loader:
