@@ -20,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra.core.global_hydra import GlobalHydra
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dlion.errors import RunFailed, UserError
@@ -34,6 +32,7 @@ from dlion.suite.training.checkpoint import Checkpoint, find
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.data.formats import write_cifar
+from tests.support.properties import HealthCheck, example, given, settings, st
 from tests.support.runs import python, start, train
 
 pytestmark = pytest.mark.slow
@@ -54,7 +53,8 @@ FACTS = {
     "origin": "here",
 }
 fuzzed = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 refused = contextlib.suppress(UserError)  # anything else is a failure
 

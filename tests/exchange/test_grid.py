@@ -8,8 +8,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dlion.exchange import Channel, Costs, LevelMean, Shape, Topology, Vote, grid_shape
 from dlion.exchange.grid import bits_up
@@ -17,6 +15,7 @@ from dlion.optim import DLion
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
+from tests.support.properties import given, settings, st
 
 D = 1000
 TIES = ("zero", "plus", "alternate", "random", "previous")
@@ -67,7 +66,7 @@ def test_it_adds_any_levels_in_two_and_three_dimensions(levels, shape):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_the_grid_the_levels_and_who_takes_part(data):
     sizes = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
     shape = data.draw(sizes.filter(lambda sizes: math.prod(sizes) <= 30))

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dlion.wire import (
     BFloat16,
@@ -18,6 +16,7 @@ from dlion.wire import (
     TopK,
     packing,
 )
+from tests.support.properties import given, settings, st
 
 LENGTHS = st.integers(0, 300)
 
@@ -39,7 +38,6 @@ def test_sign_round_trip(length, seed):
 
 
 @given(LENGTHS, st.integers(2, 300), st.integers(0, 99))
-@settings(deadline=None)
 def test_level_round_trip(length, levels, seed):
     assert_round_trip(Level(levels), integers(0, levels, (2, length), seed).int())
 
@@ -70,7 +68,6 @@ def test_scaled_sign_round_trip(length, count, seed):
 
 
 @given(st.integers(0, 9), st.integers(1, 300), st.data())
-@settings(deadline=None)
 def test_entries_of_chunks_round_trip(chunks, chunk, data):
     k, bits = data.draw(st.integers(1, chunk)), data.draw(st.sampled_from([2, 16, 32]))
     wire, generator = TopK(chunk, k, bits), torch.Generator().manual_seed(chunk)
@@ -142,7 +139,7 @@ def test_sizes_beyond_two_to_the_31_are_exact(wire, bits):
 
 
 @given(st.integers(1, 40), st.integers(2, 300), st.integers(0, 99))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_sums_of_planes_equal_sums_of_integers(n, levels, seed):
     values = integers(0, levels, (n, 2, 100), seed).int()
     bits = (levels - 1).bit_length()

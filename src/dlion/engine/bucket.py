@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dlion.engine.header import Header, Headers, check_in_step, hyperparameters
 from dlion.engine.layout import Member, dealt, lay_out
-from dlion.engine.lockstep import check_in_step, hyperparameters
 from dlion.engine.shards import local_part
 from dlion.engine.whole import Whole
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
 from dlion.transfer import upload
-from dlion.wire import Header, Headers
 
 
 class Fragment(NamedTuple):
@@ -270,7 +269,8 @@ class Bucket:
 
         Of sharded ones, which stay where they are, it takes a copy.
         """
-        for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
+        for index, slot in enumerate(self.slots):
+            tensor = local_part(slot.tensor) if self.sharded else slot.tensor
             view = self._views[index]
             home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dlion.engine import saving
 from dlion.engine.bucket import Bucket
-from dlion.engine.lockstep import plain_values
+from dlion.engine.header import plain_values
 from dlion.engine.method import Method
 from dlion.engine.shards import local_part
 from dlion.errors import Stopped, TrainingFailed, UserError

@@ -1,7 +1,6 @@
-"""Checks of values that must be equal on all processes.
+"""Comparisons of processes before the first step, of hashes of what they were given.
 
-At construction the processes compare hashes of what they were given. In every step the header of a
-message says in which step its sender is, and a checksum of its hyperparameters.
+In later steps the header of every message is compared, see ``header.py``.
 """
 
 import hashlib
@@ -15,23 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlion.engine.header import plain_values
 from dlion.engine.shards import local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel, is_broken
 from dlion.transfer import download
-from dlion.wire import Headers
 from dlion.workers import Workers
-
-_PLAIN = (int, float, str, bool, list, tuple, type(None))
-
-
-def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return numbers, texts and lists among named values; objects are of one process alone."""
-    return {
-        name: value
-        for name, value in facts.items()
-        if isinstance(value, _PLAIN) and name not in ("params", "param_names")
-    }
 
 
 def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,57 +108,3 @@ def check_data(params: Sequence[Tensor], workers: Workers) -> None:
             " torch.utils.data.distributed.DistributedSampler say",
             stacklevel=2,
         )
-
-
-def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
-    """Return the hyperparameters of groups as text, equal where they are equal."""
-    apart = {"steps": None}  # headers tell them by themselves
-    return repr([sorted((plain_values(group) | apart).items()) for group in groups])
-
-
-def check_in_step(
-    headers: Headers,
-    senders: Sequence[int],
-    kind: str,
-    names: Sequence[str],
-    step: int,
-    groups: Sequence[dict[str, Any]],
-) -> None:
-    """Compare all senders, a ``kind`` of such numbers, with the first.
-
-    Args:
-        headers: those of the senders.
-        names: of the parameters that the messages are about.
-        step: of this process.
-        groups: of the parameters here, for the message.
-
-    Raises:
-        TrainingFailed: if one has a gradient that is not finite, is in another step, or has other
-            hyperparameters.
-    """
-    for sender, broken in zip(senders, headers.broken, strict=True):
-        if broken is not None:
-            raise not_finite(names[broken], f"{kind} {sender}", step)
-    first, *others = zip(senders, headers.steps, headers.checksums, strict=True)
-    for sender, their_step, their_checksum in others:
-        if their_step != first[1]:
-            raise TrainingFailed(
-                f"{kind} {sender} is in step {their_step + 1}, {kind} {first[0]} in step"
-                f" {first[1] + 1}: all processes must load the same state and call step() equally"
-                " often"
-            )
-        if their_checksum != first[2]:
-            rates = ", ".join(map(str, dict.fromkeys(group["lr"] for group in groups)))
-            raise TrainingFailed(
-                f"in step {first[1] + 1} {kind} {sender} has other hyperparameters or frozen"
-                f" parameters than {kind} {first[0]} (here: lr={rates}): all processes must"
-                " set the same, and call step() of the optimizer and of its schedules equally often"
-            )
-
-
-def not_finite(name: str, whose: str, step: int) -> TrainingFailed:
-    """Return the error for a gradient that is not finite."""
-    return TrainingFailed(
-        f"the gradient of {name} is not finite on {whose} in step {step + 1}: lower the learning"
-        " rate, or leave such gradients out with nonfinite=skip"
-    )

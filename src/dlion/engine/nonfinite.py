@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket
-from dlion.engine.lockstep import not_finite
+from dlion.engine.header import not_finite
 from dlion.transfer import download
 
 

@@ -26,13 +26,13 @@ from dlion.engine.checks import (
     checked,
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt
+from dlion.engine.header import plain_values
 from dlion.engine.layout import Member, Members
 from dlion.engine.lockstep import (
     check_data,
     check_equal,
     check_local_workers,
     facts_about,
-    plain_values,
 )
 from dlion.engine.node import DenseWire, Node
 from dlion.engine.overlap import Overlap
@@ -555,7 +555,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             raise RuntimeError(f"virtual worker {local} does not take part in this step")
         if local in self._step.collected:
             raise RuntimeError(f"virtual worker {local} was collected twice in one step")
-        self._step.collect(local)
+        if self.members.frozen and not self._step.collected:
+            self.include_unfrozen()
+        self._step.collect(self.buckets, local)
         super().zero_grad()
 
     @torch._disable_dynamo  # a graph break: what is compiled around it stays compiled
@@ -581,14 +583,15 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
-        if not local:
-            self.include_unfrozen()  # the others do so when they encode
-        elif collected == set(local[:-1]):
-            self._step.collect(local[-1])
+        if self.members.frozen and not collected:
+            self.include_unfrozen()
+        buckets = self.buckets
+        if local and collected == set(local[:-1]):
+            self._step.collect(buckets, local[-1])
         if collected != set(local):
             missing = sorted(set(local) - collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        self._step.finish(self.buckets, self.exchanges)
+        self._step.finish(buckets, self.exchanges)
         return loss
 
     def _check_ready(self) -> None:

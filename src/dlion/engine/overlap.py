@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlion.engine.bucket import Bucket
+from dlion.engine.header import hyperparameters
 from dlion.engine.layout import Slot
-from dlion.engine.lockstep import hyperparameters
 from dlion.engine.shards import local_part
 from dlion.exchange import run_together
 from dlion.transfer import keep_for_this_stream

@@ -58,11 +58,8 @@ class Step:
 
     # ------------------------------------------------------------------ gradients -> messages
 
-    def collect(self, local: int) -> None:
-        """Encode a local worker's messages of all buckets that have not left yet."""
-        if self._method.members.frozen and not self.collected:
-            self._method.include_unfrozen()
-        buckets = self._method.buckets
+    def collect(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Encode a local worker's messages about those of all buckets that have not left yet."""
         if self.overlap is not None:
             if self._method.node is not None:
                 self.overlap.finish()  # it writes the mean gradients
@@ -149,7 +146,7 @@ class Step:
         self.failed = False
         if exchanged or self._method.moves_alone:
             self._conclude(buckets)
-        self.forget()
+        self.forget(buckets)
         self._method.end_step(exchanged)
 
     def _exchange_and_update(self, buckets: Sequence[Bucket]) -> bool:
@@ -232,17 +229,17 @@ class Step:
         """Begin again, as other state was loaded."""
         if self.overlap is not None:
             self.overlap.finish()
-        self.forget()
+        self.forget(self._method.buckets)
         self.failed = False
 
-    def forget(self) -> None:
+    def forget(self, buckets: Sequence[Bucket]) -> None:
         """Make ready for the next step."""
         if self.overlap is not None:
             self.overlap.end_step()
         self._skipping.clear()
         self.collected.clear()
         self._late.clear()
-        for bucket in self._method.buckets:
+        for bucket in buckets:
             bucket.flight = InFlight()
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from dlion.engine.lockstep import gather, plain_values
+from dlion.engine.header import plain_values
+from dlion.engine.lockstep import gather
 from dlion.workers import Workers
 
 

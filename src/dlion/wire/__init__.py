@@ -12,13 +12,10 @@ from dlion.wire.formats import (
     TopK,
     Wire,
 )
-from dlion.wire.header import Header, Headers
 
 __all__ = [
     "BFloat16",
     "Float32",
-    "Header",
-    "Headers",
     "Level",
     "ScaledInt8",
     "ScaledSign",

@@ -62,7 +62,9 @@ def help_text(arguments: Arguments, conf: Path) -> str:
         HydraException: if the choice is unknown.
     """
     if sys.flags.optimize > 1:
-        raise UserError("the help is made of docstrings, which python -OO leaves out: use python -O")
+        raise UserError(
+            "the help is made of docstrings, which python -OO leaves out: use python -O"
+        )
     words = [word for word in arguments.settings if "=" in word]
     keys = [word for word in arguments.settings if "=" not in word]
     with opened(conf, arguments.options.config_dir) as loader:

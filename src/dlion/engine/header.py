@@ -1,14 +1,20 @@
-"""Header of every message: the step it belongs to, and a bit a parameter."""
+"""Header of every message: its step, a checksum of hyperparameters, and a bit a parameter.
 
-from typing import NamedTuple
+All processes compare the headers of all senders before they apply an answer.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dlion.errors import TrainingFailed
 from dlion.transfer import index_of
 
 _NUMBERS = 8  # bytes: the step and the checksum
+_PLAIN = (int, float, str, bool, list, tuple, type(None))
 
 
 class Headers(NamedTuple):
@@ -87,3 +93,66 @@ class Header:
         *present, flag, slow = flags.tolist()
         agree = len({*steps}) == len({*checksums}) == 1 and broken[0] is None
         return Headers(steps, broken, checksums, saved, present, flag, slow, agree)
+
+
+def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers, texts and lists among named values; objects are of one process alone."""
+    return {
+        name: value
+        for name, value in facts.items()
+        if isinstance(value, _PLAIN) and name not in ("params", "param_names")
+    }
+
+
+def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
+    """Return the hyperparameters of groups as text, equal where they are equal."""
+    apart = {"steps": None}  # headers tell them by themselves
+    return repr([sorted((plain_values(group) | apart).items()) for group in groups])
+
+
+def check_in_step(
+    headers: Headers,
+    senders: Sequence[int],
+    kind: str,
+    names: Sequence[str],
+    step: int,
+    groups: Sequence[dict[str, Any]],
+) -> None:
+    """Compare all senders, a ``kind`` of such numbers, with the first.
+
+    Args:
+        headers: those of the senders.
+        names: of the parameters that the messages are about.
+        step: of this process.
+        groups: of the parameters here, for the message.
+
+    Raises:
+        TrainingFailed: if one has a gradient that is not finite, is in another step, or has other
+            hyperparameters.
+    """
+    for sender, broken in zip(senders, headers.broken, strict=True):
+        if broken is not None:
+            raise not_finite(names[broken], f"{kind} {sender}", step)
+    first, *others = zip(senders, headers.steps, headers.checksums, strict=True)
+    for sender, their_step, their_checksum in others:
+        if their_step != first[1]:
+            raise TrainingFailed(
+                f"{kind} {sender} is in step {their_step + 1}, {kind} {first[0]} in step"
+                f" {first[1] + 1}: all processes must load the same state and call step() equally"
+                " often"
+            )
+        if their_checksum != first[2]:
+            rates = ", ".join(map(str, dict.fromkeys(group["lr"] for group in groups)))
+            raise TrainingFailed(
+                f"in step {first[1] + 1} {kind} {sender} has other hyperparameters or frozen"
+                f" parameters than {kind} {first[0]} (here: lr={rates}): all processes must"
+                " set the same, and call step() of the optimizer and of its schedules equally often"
+            )
+
+
+def not_finite(name: str, whose: str, step: int) -> TrainingFailed:
+    """Return the error for a gradient that is not finite."""
+    return TrainingFailed(
+        f"the gradient of {name} is not finite on {whose} in step {step + 1}: lower the learning"
+        " rate, or leave such gradients out with nonfinite=skip"
+    )

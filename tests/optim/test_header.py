@@ -1,10 +1,9 @@
 """What the header of a message says, and what all headers say together."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dlion.wire import Header
+from dlion.engine.header import Header
+from tests.support.properties import given, st
 
 
 @given(
