@@ -39,9 +39,9 @@ VARIANTS = {method: [] for method in METHODS} | {
     "g_adamw": ["participation=0.5", "local_steps=2"],
     "lion_cub": ["optimizer.momentum_sync=2", "local_steps=2"],
     "signum_mavo": ["optimizer.weighted=true"],
-    # each worker has its own BatchNorm statistics
-    "dlion_mavo": ["model._target_=tests.training.test_spread.net"],
 }
+# small, and each worker has its own BatchNorm statistics; other tests here resume a transformer
+NET = ["model._target_=tests.training.test_spread.net", "bucket_cap_mb=0.005"]
 
 
 def run(directory, *overrides: str, code: int = 0):
@@ -61,7 +61,7 @@ def jobs(directory: Path, *overrides: str) -> Iterator[Job]:
     """What train.py would do in ``directory/METHOD``, for each of them."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for method, settings in VARIANTS.items():
-            typed = [*SETTINGS, f"optimizer={method}", *settings]
+            typed = [*SETTINGS, *NET, f"optimizer={method}", *settings]
             typed += [override.format(method=method) for override in overrides]
             config = compose("config", typed, return_hydra_config=True)
             yield check(resolve(config, config.hydra), directory / method, detect())
@@ -76,11 +76,12 @@ def train_all(found: list[Job]) -> None:
 
 @pytest.fixture(scope="module")
 def every_method(tmp_path_factory):
-    """Runs of all methods in one process, and gone on with after step 5 in two."""
+    """Runs of all methods in one process, and gone on with after step 5 in two, with overlap."""
     whole, resumed = (tmp_path_factory.mktemp(name) for name in ("whole", "resumed"))
-    run_processes(1, train_all, list(jobs(whole, "processes=1", "checkpoint_every=5")))
+    alone = ["processes=1", "overlap=false", "checkpoint_every=5"]
+    run_processes(1, train_all, list(jobs(whole, *alone)))
     checkpoint = f"resume={whole}/{{method}}/checkpoint/step-00000005"
-    run_processes(2, train_all, list(jobs(resumed, "processes=2", checkpoint)))
+    run_processes(2, train_all, list(jobs(resumed, "processes=2", "overlap=true", checkpoint)))
     return whole, resumed
 
 
@@ -102,16 +103,16 @@ def test_every_spread_reads_every_checkpoint(whole, tmp_path):
 
 
 def test_a_run_whose_launcher_is_killed_goes_on(tmp_path):
-    settings = ["steps=60", "eval_every=30", "checkpoint_every=1", "processes=2"]
+    settings = ["steps=45", "eval_every=30", "checkpoint_every=1", "processes=2"]
     cut = tmp_path / "cut"
     run(tmp_path / "whole", *settings)
     for attempt in range(3):
         more = ["resume=auto"] if attempt else []
         killed = start(*SETTINGS, *settings, *more, f"output_dir={cut}")
-        wait_for_step(cut, 10 * (attempt + 1))
+        wait_for_step(cut, 5 * (attempt + 1))
         killed.kill()
         time.sleep(0.5)  # the kernel ends its workers
-    assert 30 <= latest_step(cut) < 60
+    assert 15 <= latest_step(cut) < 45
     run(cut, *settings, "resume=auto")
     assert record(cut) == record(tmp_path / "whole")
 
