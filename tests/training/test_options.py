@@ -96,7 +96,6 @@ def test_parameters_are_drawn_into_the_box(tmp_path, method):
         f"optimizer={method}",
         f"optimizer.lr={rate}",
         f"optimizer.weight_decay={decay}",
-        "model=vit_tiny",
         "schedule=constant",
         "steps=80",
         "eval_every=10",
@@ -178,6 +177,7 @@ def test_what_is_not_finite_moves_no_worker(tmp_path, monkeypatch, inner):
     assert all(values.isfinite().all() for state in states for values in state.values())
 
 
+@pytest.mark.slow
 def test_a_model_that_the_last_step_makes_infinite_is_not_finished(tmp_path):
     words = [*SETTINGS, "steps=1", "optimizer.lr=1e38", "optimizer.weight_decay=1e38"]
     failed = train(*words, f"output_dir={tmp_path / 'stopped'}", code=1)
