@@ -78,6 +78,7 @@ WRONG = {
     "resume=7": "resume=7 is not possible",
     "stop_after=0": COUNT,
     "max_restarts=-1": "at least 0",
+    "elastic=true elastic.timeout=1e30": "at least 1 and at most 1000000",
     "timeout=10s": "give a whole number, at least 1 and at most 1000000",
     "timeout=9999999999999999999999": "at most 1000000",
     "nonfinite=ignore": "nonfinite=ignore is unknown: choose stop, skip or null",
@@ -192,6 +193,7 @@ WRONG = {
     "elastic=true optimizer.exchange=auto": "for one number of workers",
     "elastic.lighthouse=nowhere": "elastic.lighthouse=nowhere is not an address: give HOST:PORT",
     "elastic.lighthouse=127.0.0.1:1": "no lighthouse there",
+    "elastic.lighthouse=127.0.0.1:95046": "elastic.lighthouse=127.0.0.1:95046 is not an address",
     "faults.deaths=1": "restart all from the first step: type elastic=true, or checkpoint_every=20",
     "resume=/nowhere": "resume=/nowhere holds no checkpoint",
     # what has no effect without another

@@ -1,9 +1,13 @@
 """Workers that come and go: real processes, a real lighthouse, SIGKILL."""
 
+import math
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -32,7 +36,11 @@ class Crew:
         options = other.get("options", options)
         command = ["-m", "tests.optim.elastic_worker", address, name, method, options]
         numbers = [str(number) for number in (steps, pause, least)]
-        env = {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "BREAKS": other.get("breaks", "-1")}
+        env = {
+            "GLOO_SOCKET_IFNAME": other.get("interface", "lo"),
+            "RUST_LOG": "error",
+            "BREAKS": other.get("breaks", "-1"),
+        }
         env |= {key.upper(): other[key] for key in ("store", "strays") if key in other}
         self.processes[name] = Run([*command, *numbers], env)
 
@@ -62,19 +70,22 @@ class Crew:
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
     monkeypatch.setenv("RUST_LOG", "error")
     crews: list[Crew] = []
-    lighthouse = coordination.LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=2000
-    )
-    address = "127.0.0.1:" + lighthouse.address().rpartition(":")[2]
+    lighthouses: list[Any] = []
 
-    def make(method: str, options: str, least: int = 1) -> Crew:
+    def make(method: str, options: str, least: int = 1, host: str = "127.0.0.1") -> Crew:
+        lighthouse = coordination.LighthouseServer(
+            bind=f"{host}:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=2000
+        )
+        lighthouses.append(lighthouse)
+        address = f"{host}:" + lighthouse.address().rpartition(":")[2]
         crews.append(Crew(address, method, options, least))
         return crews[-1]
 
     yield make
     for each in crews:
         each.stop()
-    lighthouse.shutdown()
+    for lighthouse in lighthouses:
+        lighthouse.shutdown()
 
 
 def agree(*runs: Rows) -> None:
@@ -216,6 +227,35 @@ def test_many_that_come_while_all_others_are_busy_do_not_begin_another_run(
     agree(*map(run.rows, "abcd"))
 
 
+def own_address() -> str:
+    """Return this machine's address in a network; empty if it is in none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # of no machine; nothing is sent
+        except OSError:
+            return ""
+        return probe.getsockname()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["[::1]", "localhost", "its own"])
+def test_workers_meet_at_the_address_that_the_lighthouse_is_reached_from(
+    crew: Callable[..., Crew], host: str
+) -> None:
+    address = own_address() if host == "its own" else host
+    if not address or (host == "[::1]" and not Path("/proc/net/if_inet6").exists()):
+        pytest.skip("this machine has no such address")
+    run = crew("dlion_mavo", "{}", host=address)
+    for name in "ab":
+        run.start(name, interface="")  # gloo would listen where this machine's name leads to
+    for name in "ab":
+        run.see(name, 2)
+    if host == "its own":
+        words = socket.inet_aton(address)[::-1].hex().upper()
+        assert listens_on(run.processes["a"].pid) == {words}, "there alone"
+    agree(*map(run.rows, "ab"))
+
+
 @pytest.mark.slow
 def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     crew: Callable[..., Crew],
@@ -269,8 +309,44 @@ def test_what_cannot_have_changing_workers_is_refused(
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [("127.0.0.1", "give HOST:PORT"), ("127.0.0.1:1", "no lighthouse at 127.0.0.1:1")],
+    [
+        ("127.0.0.1", "give HOST:PORT"),
+        ("127.0.0.1:65537", "give HOST:PORT"),
+        ("127.0.0.1:1", "lighthouse=127.0.0.1:1: no lighthouse there .*refused"),
+        ("[::1]:1", "no lighthouse there"),
+        (f"{'a' * 70}:1", "no lighthouse there"),
+    ],
 )
 def test_no_lighthouse_is_one_sentence(address: str, said: str) -> None:
     with pytest.raises(dlion.UserError, match=said):
         dlion.join(address)
+
+
+def test_another_service_is_not_taken_for_a_lighthouse() -> None:
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        thread = Thread(target=other.handle_request)
+        thread.start()
+        with pytest.raises(dlion.UserError, match="another service listens there"):
+            dlion.join(f"127.0.0.1:{other.server_port}")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"timeout": 1e30}, "timeout=1e\\+30 is not possible: give 0 to 1000000 seconds"),
+        ({"patience": math.nan}, "patience=nan is not possible"),
+        ({"min_workers": 0}, "min_workers=0 is not possible"),
+    ],
+)
+def test_values_that_nobody_can_wait_for_are_refused(options: dict, said: str) -> None:
+    with pytest.raises(dlion.UserError, match=said):
+        dlion.join("127.0.0.1:1", **options)
+
+
+def test_an_interface_that_is_not_there_is_refused(
+    crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    with pytest.raises(dlion.UserError, match=r"no interface nowhere0: choose from .*lo"):
+        dlion.join(crew("dlion_mavo", "{}").settings[0])

@@ -5,6 +5,7 @@ where it is another than before, the exchanges are made again for as many worker
 all of them have all answers; otherwise each of them puts back what encoding has moved.
 """
 
+import fcntl
 import hashlib
 import io
 import json
@@ -13,6 +14,7 @@ import os
 import re
 import socket
 import stat
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +47,10 @@ _DEALT = {"previous", "agreement"}
 _RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _CONNECTING = 5.0  # seconds
+_ANSWERING = 15.0  # seconds that a lighthouse on a busy machine may take
+_PAGE = 1 << 20  # bytes, at most, of its page
+_LONGEST = 10**6  # seconds
+_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 _MEETING = 2.0  # seconds in which a new worker has to connect to the others
 _AGAIN = 0.5  # seconds, at least, in which it has to do so again
 _ADDRESS = 256  # bytes, at most, of an address
@@ -150,7 +156,7 @@ class Elastic:
         connection = HTTPConnection(*address, timeout=_CONNECTING)
         try:
             connection.request("GET", "/status")
-            page = connection.getresponse().read(1 << 20).decode(errors="replace")
+            page = connection.getresponse().read(_PAGE).decode(errors="replace")
         except (OSError, HTTPException):
             return  # asking for a quorum tells more
         finally:
@@ -454,13 +460,29 @@ def check_dealt(bucket: Bucket, method: str) -> None:
         )
 
 
-def check_lighthouse(address: str, typed: str) -> None:
-    """Refuse an address where nobody listens; ``typed`` is what an error names."""
+def check_lighthouse(address: str, typed: str) -> str:
+    """Refuse an address where no lighthouse answers; ``typed`` is what an error names.
+
+    Whoever else listens there, torchft would ask thirty times a second, and wait.
+
+    Returns:
+        This machine's address, as the lighthouse sees it.
+    """
     host, port = split_address(address, typed)
+    connection = HTTPConnection(host, port, timeout=_ANSWERING)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"{typed}: no lighthouse there ({error}): {_START}") from error
+        connection.connect()
+        own = connection.sock.getsockname()[0]
+        connection.request("GET", "/status")
+        page = connection.getresponse().read(_PAGE)
+    except (OSError, UnicodeError, HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{typed}: no lighthouse there ({reason}): {_START}") from error
+    finally:
+        connection.close()
+    if b"quorum" not in page:
+        raise UserError(f"{typed}: another service listens there: {_START}")
+    return own
 
 
 def _settle(result: Future[None], work: Callable[[], None]) -> None:
@@ -567,8 +589,8 @@ def join(
         min_workers: with fewer, all wait.
         name: workers are numbered in the order of their names, then at random.
         address: of this machine, for the other workers; None: the one that it reaches the
-            lighthouse from. Gloo, which carries messages, listens on the interface that the
-            environment variable GLOO_SOCKET_IFNAME names.
+            lighthouse from. Gloo, which carries messages, listens on its interface, unless the
+            environment variable GLOO_SOCKET_IFNAME names another.
         timeout: seconds that a worker may hang before the others continue without it.
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
         group: of the processes that are one worker, over which FSDP2 shards the model. They live
@@ -579,17 +601,25 @@ def join(
     """
     with importing_torchft("elastic workers need"):
         from torchft import Manager
-    host, port = split_address(lighthouse.removeprefix("http://"), f"lighthouse={lighthouse}")
+    typed = f"lighthouse={lighthouse}"
+    host, port = split_address(lighthouse, typed)
     if min_workers < 1:
         raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
+    for which, seconds in (("timeout", timeout), ("patience", patience)):
+        if not 0 < seconds <= _LONGEST:
+            raise UserError(f"{which}={seconds} is not possible: give 0 to {_LONGEST} seconds")
     for logger in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # what matters is raised
     place = Workers() if group is None else Workers.current(group=group).with_cpu_group()
     try:
-        address = address or _own_address(host, int(port))
+        own = check_lighthouse(lighthouse, typed)
+        address = (address or own).strip("[]")
+        _choose_interface(address)
         store = _make_store(address, place)
     except OSError as error:
-        raise UserError(f"no lighthouse at {lighthouse} ({error}): {_START}") from error
+        raise UserError(
+            f"this machine cannot listen at {address} ({error}): give one of its own as address="
+        ) from error
     ring = _make_group(timeout)
     try:
         with _listening_on(address):
@@ -606,14 +636,14 @@ def join(
                 world_size=place.processes,
                 store_addr=store.host,
                 store_port=store.port,
-                lighthouse_addr=f"http://{host}:{port}",
+                lighthouse_addr=f"http://{_bracketed(host)}:{port}",
                 replica_id=name,
-                hostname=address,
+                hostname=_bracketed(address),
                 checkpoint_transport=cast(Any, GroupTransport(ring)),
             )
     except (RuntimeError, TimeoutError) as error:
-        raise UserError(f"no lighthouse at {lighthouse}: {_START}") from error
-    manager.lighthouse = host, int(port)  # pyrefly: ignore[missing-attribute]
+        raise UserError(f"{typed}: no lighthouse there: {_START}") from error
+    manager.lighthouse = host, port  # pyrefly: ignore[missing-attribute]
     manager.inside = place.group  # pyrefly: ignore[missing-attribute]
     ring.own_store = store  # it lives as long as the group
     return manager
@@ -625,7 +655,8 @@ def _make_store(address: str, place: Workers) -> dist.TCPStore:
     where = torch.zeros(_ADDRESS, dtype=torch.uint8)
     if place.rank == 0:
         # a store that listens on every interface would be one door more
-        listener = socket.create_server((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
         text = f"{address}:{listener.getsockname()[1]}".encode()
         listening = listener.detach()
         where = torch.frombuffer(bytearray(text.ljust(_ADDRESS)), dtype=torch.uint8)
@@ -647,11 +678,10 @@ def _listening_on(address: str) -> Iterator[None]:
     from torchft import manager
 
     server = manager.ManagerServer
-    here = f"[{address}]" if ":" in address else address
 
     def serve(**options: Any) -> Any:
         port = options.pop("bind").rpartition(":")[2]
-        return server(**options, bind=f"{here}:{port}")
+        return server(**options, bind=f"{_bracketed(address)}:{port}")
 
     manager.ManagerServer = cast(Any, serve)
     try:
@@ -683,7 +713,7 @@ def _make_group(timeout: float) -> Any:
             self.set_timeout(timedelta(seconds=self.limit))
             self.failed, began, others = workers, time.monotonic(), _open_sockets()
             host, port = split_address(store.partition("/")[0], store)
-            socket.create_connection((host.strip("[]"), int(port)), self.limit).close()
+            socket.create_connection((host, port), self.limit).close()
             try:
                 super().configure(*args, **kwargs)
             finally:
@@ -739,21 +769,51 @@ def importing_torchft(who: str) -> Iterator[None]:
         raise UserError(f"{who} {error.name}, which is not installed: {_INSTALL}") from error
 
 
-def split_address(address: str, typed: str) -> tuple[str, str]:
-    """Return host and port of ``HOST:PORT``; ``typed`` is the name in an error."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+def split_address(address: str, typed: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT`` or ``[HOST]:PORT``; an error names ``typed``."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16:
         raise UserError(f"{typed} is not an address: give HOST:PORT")
-    return host, port
+    return host, int(port)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 _INSTALL = "type pip install 'dlion[elastic]'"
 _START = "start one with `dlion lighthouse`, or correct the address"
 
 
-def _own_address(host: str, port: int) -> str:
-    """Return the address of this machine that packets to a host come from."""
-    family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(there)
-        return probe.getsockname()[0]
+def _choose_interface(address: str) -> None:
+    """Let gloo listen where this machine has an address, unless the environment names another.
+
+    Gloo would take the address of this machine's own name: Debian's is 127.0.1.1.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if wrong := [name for name in chosen.split(",") if name and name not in there]:
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={chosen}: this machine has no interface {wrong[0]}: choose from"
+            f" {', '.join(there)}"
+        )
+    if not chosen and (name := interface_of(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address; empty if there is none."""
+    for _, name in socket.if_nameindex():
+        with suppress(OSError), socket.socket() as asking:
+            request = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    with suppress(OSError):  # IPv6: Linux lists all
+        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if digits == wanted:
+                return name
+    return ""

@@ -52,10 +52,10 @@ def main(arguments: list[str]) -> None:
         help="workers without which no step begins; default: 1",
     )
     options = parser.parse_args(arguments)
-    host, _ = split_address(options.bind, f"--bind {options.bind}")
+    split_address(options.bind, f"--bind {options.bind}")
     lighthouse = start(options.bind, options.min_workers)
     port = lighthouse.address().rpartition(":")[2]
-    here = f"{host}:{port}"
+    here = f"{options.bind.rpartition(':')[0]}:{port}"
     print(f"lighthouse at {here}; workers join with dlion.join({here!r})", flush=True)
     try:
         signal.pause()

@@ -99,7 +99,7 @@ class Elastic:
 
     lighthouse: Annotated[str, Limits(min_length=1), Called("here, HOST:PORT")] | None
     min_workers: Count
-    timeout: Positive
+    timeout: Annotated[float, Limits(ge=1, le=10**6)]
 
 
 @dataclass

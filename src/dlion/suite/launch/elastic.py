@@ -1,6 +1,5 @@
 """The lighthouse of an elastic run, and what its processes share."""
 
-import ipaddress
 import multiprocessing
 import os
 import signal
@@ -9,7 +8,6 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from threading import BrokenBarrierError
 
-from dlion.engine.elastic import split_address
 from dlion.errors import RunFailed
 from dlion.suite.lighthouse import HOST, start
 from dlion.suite.machine import die_with
@@ -59,11 +57,3 @@ class Meeting:
         """Wait for the others, but not for one that has died."""
         with suppress(BrokenBarrierError):
             self._barrier.wait(self._patience)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is reached from this machine alone."""
-    host, _ = split_address(address, f"elastic.lighthouse={address}")
-    with suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return host == "localhost"

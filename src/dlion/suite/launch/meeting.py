@@ -1,12 +1,10 @@
 """Rendezvous of a run's processes, safe from others on the same machines."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlion.engine.elastic import interface_of
 from dlion.errors import Stopped, TrainingFailed
 from dlion.workers import gpu_of
 
 _CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
 _PATIENCE = 2.0  # seconds in which whoever listens at a port must say which run it belongs to
-_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 _INTERFACE = "interface"  # of process 0, through which others have come; empty: not known
 _JOINED = "joined"  # the number of processes that have found process 0
 _FAILED, _LOST = "failed", "lost"  # the first process that failed, that lost another
@@ -119,7 +117,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
         guide, answer, _board = _host(env, limit)
         with guide:
             here = _answer(guide, answer, _board, processes, limit)
-        name = _interface(here)
+        name = interface_of(here)
         _board.set(_INTERFACE, name)
     else:
         _board, here = _find(env, limit)
@@ -127,7 +125,7 @@ def _meet(env: Mapping[str, str], rank: int, processes: int, limit: timedelta) -
         if _board.check([_FAILED]):
             raise OthersFailed("another process has failed before this run began")
         # beside process 0, which knows what leads to others
-        name = _board.get(_INTERFACE).decode() if _is_loopback(here) else _interface(here)
+        name = _board.get(_INTERFACE).decode() if _is_loopback(here) else interface_of(here)
     if name:  # gloo would take the address of this machine's own name: Debian's is 127.0.1.1
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return dist.PrefixStore(_run(env), _board)
@@ -320,17 +318,6 @@ def _address(connected: socket.socket) -> str:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _interface(address: str) -> str:
-    """Return the name of the interface that has an IPv4 address; empty if there is none."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket() as asking:
-            request = struct.pack("256s", name.encode()[:15])
-            answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
 
 
 def _resolve(host: str, patience: float = 10) -> None:

@@ -19,8 +19,8 @@ from dlion.engine.elastic import importing_torchft
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
 from dlion.suite.launch.deaths import Deaths
-from dlion.suite.launch.elastic import Meeting, is_loopback, serving
-from dlion.suite.launch.environment import LOOPBACK, RankInfo, detect
+from dlion.suite.launch.elastic import Meeting, serving
+from dlion.suite.launch.environment import RankInfo, detect
 from dlion.suite.launch.local import (
     interruptible,
     lost_peer,
@@ -154,7 +154,7 @@ def _run_elastic(job: Job, deaths: Deaths) -> float | None:
             work_elastic,
             job,
             apart=True,
-            interface=LOOPBACK if is_loopback(lighthouse or "") else None,
+            interface=None,  # join() chooses it
             restarts=job.config.max_restarts,
             again=(replace(job, meeting=None, resume=None),),
             deaths=deaths,
