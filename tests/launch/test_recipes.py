@@ -442,9 +442,8 @@ def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder,
     settings = config.methods_by_workers[workers] if workers else config.methods
     over = [row for row in table[1:] if int(row[3]) == 8]  # a search that goes on has no line yet
     assert len(over) == len(settings)
-    for method, _, best, *_ in over:
-        search = OmegaConf.load(CONF / "search" / "board.yaml")
-        search.candidate = best
+    search = OmegaConf.load(CONF / "search" / "board.yaml")
+    for method, _, search.candidate, *_ in over:
         chosen = OmegaConf.to_container(search.methods[method], resolve=True)
         assert {key: settings[method][key] for key in chosen if key != "<<"} == {
             key: value for key, value in chosen.items() if key != "<<"
