@@ -64,13 +64,12 @@ OF_BUCKETS = {"ef_signsgd", "ef21_sign", "onebit_adam", "terngrad", "powersgd", 
 CLIPPED = "clip_norm"  # of the whole gradient, which is to be in one bucket
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @of_all
-def test_a_group_for_each_parameter_is_as_separate_buckets(method, cls, options, overlap):
+def test_a_group_for_each_parameter_is_as_separate_buckets(method, cls, options):
     scaled = options.get("wire") in ("sign", "int8") or "weighted" in options
     if method in OF_BUCKETS or CLIPPED in options or scaled:
         pytest.skip("its answers depend on the buckets")
-    together, params = make(cls, options, apart=False, overlap=overlap)
+    together, params = make(cls, options, apart=False, overlap=True)
     one_by_one, others = make(cls, options, apart=True)
     assert len(together.buckets) == (2 if issubclass(cls, MatricesApart) else 1)
     assert len(one_by_one.buckets) == len(SHAPES)
@@ -117,13 +116,12 @@ def test_groups_are_resumed_to_the_bit(method, cls, options):
     assert torch.equal(train(straight, params, 4, 4), train(resumed, others, 4, 4))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @of_all
-def test_groups_that_are_added_before_a_step_share_buckets(method, cls, options, overlap):
-    together, params = make(cls, options, apart=False, overlap=overlap)
+def test_groups_that_are_added_before_a_step_share_buckets(method, cls, options):
+    together, params = make(cls, options, apart=False)
     groups = [{"params": [p]} for p in weights()]
     others = [group["params"][0] for group in groups]
-    later = cls(groups[:1], workers=Workers.current(local=2), overlap=overlap, **options)
+    later = cls(groups[:1], workers=Workers.current(local=2), overlap=True, **options)
     with pytest.raises(TypeError, match="must be real"):
         wrong = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
         later.add_param_group({"params": [others[1], wrong]})
