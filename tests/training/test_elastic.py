@@ -129,6 +129,27 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
     assert not (tmp_path / "second").exists(), "a worker without the record leaves no folder"
 
 
+def test_a_worker_that_is_told_to_leave_does_not_end_those_who_have_come_back(
+    tmp_path: Path,
+) -> None:
+    hurry, here = tmp_path / "hurry", tmp_path / "run"
+    settings = [*SETTINGS, "model._target_=tests.training.slow.model", "steps=40", "workers=2"]
+    settings += ["elastic=true", "max_restarts=1", f"output_dir={here}"]
+    run = start(*settings, env={"MARKER": str(hurry)})
+    try:
+        first, second = sorted(run.workers())[1:]  # the lighthouse comes before
+        os.kill(second, signal.SIGKILL)
+        wait(run, lambda: events(here)[-1:] == ["joined"])
+        os.kill(first, signal.SIGTERM)
+        wait(run, lambda: events(here)[-1:] == ["left"])
+    finally:
+        hurry.touch()
+    done = run.wait()
+    assert done.returncode == 0, done.stderr
+    assert "process 0 has left, as SIGTERM asked; 1 here continue" in done.stderr
+    assert lines(here)[-1]["step"] == 40
+
+
 def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path) -> None:
     faulty = ["optimizer=diloco", "optimizer.local_steps=3", "check_replicas_every=1"]
     faulty += ["model._target_=tests.launch.faulty.model", f"output_dir={tmp_path}"]

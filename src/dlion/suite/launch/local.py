@@ -273,6 +273,7 @@ def _wait_for_each(
     """Wait until all processes have ended; say of each that fails why, and how many are left."""
     left = dict(enumerate(processes))
     again: dict[int, BaseProcess] = {}
+    ended = False
     while left:
         with woken_by_signals() as woken:
             sentinels = [process.sentinel for process in left.values()]
@@ -288,19 +289,23 @@ def _wait_for_each(
             if process.exitcode is None:
                 continue
             del left[rank]
-            if process.exitcode == 0:  # the run has ended: who has not joined yet need not
+            told = process.exitcode == 0 and _read_outcome(directory, rank).get("signal")
+            if process.exitcode == 0 and not told:
+                ended = True  # who has not joined yet need not
                 deaths.end()
                 for late in again.values():
                     late.terminate()
-            elif notice.first is None and left:
+            elif notice.first is None and left and not (ended and rank in again):
                 number = -process.exitcode
                 name = signal.Signals(number).name if number > 0 else None
                 reason = _reason(rank, name, [], _failures(len(processes), directory))
+                if told:  # alone, by earlyoom say
+                    reason = f"process {rank} has left, as {signal.Signals(told).name} asked"
                 _outcome_file(directory, rank).unlink(missing_ok=True)
                 how = f"{len(left)} here continue"
                 if rank in deaths.away:
                     how = f"{how}, and it returns"
-                elif process.exitcode != _REFUSED and restarts:
+                elif process.exitcode not in (0, _REFUSED) and restarts:
                     restarts, how = restarts - 1, "it is started again"
                     left[rank] = again[rank] = start_again(rank)
                 print(f"{reason}; {how}", file=sys.stderr, flush=True)
@@ -313,10 +318,7 @@ def _outcome(directory: Path, processes: int, notice: SignalNotice) -> dict[str,
         RunFailed: if all have failed.
         Stopped: if a signal has ended them before they began to train.
     """
-    found = []
-    for rank in range(processes):
-        with suppress(OSError, ValueError):  # it was killed, even while it wrote
-            found.append(json.loads(_outcome_file(directory, rank).read_text()))
+    found = [_read_outcome(directory, rank) for rank in range(processes)]
     for kind in ("result", "stopped_after"):
         for outcome in found:
             if kind in outcome:
@@ -331,22 +333,28 @@ def _outcome(directory: Path, processes: int, notice: SignalNotice) -> dict[str,
 def _outcome_file(directory: Path, rank: int) -> Path:
     """Return the file with the outcome of process ``rank``: JSON of one of three shapes.
 
-    They are ``{"result": what work returned}``, ``{"stopped_after": step}`` and ``{"failed": a
-    sentence, "lost_peer": whether it waited for another process in vain}``. A killed process leaves
-    no file.
+    They are ``{"result": what work returned}``, ``{"stopped_after": step, "signal": the number of
+    one that this process got, or null}`` and ``{"failed": a sentence, "lost_peer": whether it
+    waited for another process in vain}``. A killed process leaves no file.
     """
     return directory / f"outcome-{rank}.json"
 
 
+def _read_outcome(directory: Path, rank: int) -> dict[str, Any]:
+    """Return how process ``rank`` has ended; empty if it was killed, even while it wrote."""
+    with suppress(OSError, ValueError):
+        return json.loads(_outcome_file(directory, rank).read_text())
+    return {}
+
+
 def _failures(processes: int, directory: Path) -> dict[int, tuple[str, bool]]:
     """Return the sentence of each failed process, and whether it lost a peer."""
-    failures = {}
-    for rank in range(processes):
-        with suppress(OSError, ValueError):  # it was killed, even while it wrote
-            outcome = json.loads(_outcome_file(directory, rank).read_text())
-            if "failed" in outcome:
-                failures[rank] = (outcome["failed"], outcome["lost_peer"])
-    return failures
+    outcomes = {rank: _read_outcome(directory, rank) for rank in range(processes)}
+    return {
+        rank: (outcome["failed"], outcome["lost_peer"])
+        for rank, outcome in outcomes.items()
+        if "failed" in outcome
+    }
 
 
 def _reason(
@@ -428,7 +436,7 @@ def _work(
         result = _report_failure(work, *args)
         file.write_text(json.dumps({"result": result}))
     except Stopped as stop:
-        file.write_text(json.dumps({"stopped_after": stop.step}))
+        file.write_text(json.dumps({"stopped_after": stop.step, "signal": stop.signal}))
     except Exception as error:
         failure = {"failed": sentence_of(error), "lost_peer": lost_peer(error)}
         file.write_text(json.dumps(failure))
