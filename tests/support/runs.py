@@ -26,7 +26,7 @@ if sys.platform == "linux":
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 # these are read when a command goes on; others may be read by what the server imports before
 _READ_LATE = re.compile(
-    "FAULT|MARKER|SLURM_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|COLUMNS"
+    "FAULT|MARKER|HOST_NAME|SLURM_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|COLUMNS"
     "|RUST_LOG|CUDA_VISIBLE_DEVICES|MYSQL_UNIX_PORT|GLOO_SOCKET_IFNAME|PYTHONPATH"
 )
 

@@ -150,6 +150,29 @@ def test_a_worker_that_is_told_to_leave_does_not_end_those_who_have_come_back(
     assert lines(here)[-1]["step"] == 40
 
 
+@pytest.mark.parametrize("other", ["m", "m" * 64])
+def test_machines_may_have_one_name_or_long_ones(tmp_path: Path, other: str) -> None:
+    hurry, here = tmp_path / "hurry", tmp_path / "run"
+    env = {"MARKER": str(hurry), "HOST_NAME": "m"}
+    common = [*SETTINGS, "model._target_=tests.training.container.model", "steps=40"]
+    common += ["checkpoint_every=5", "workers=1"]
+    run = start(*common, "elastic=true", f"output_dir={here}", env=env)
+    try:
+        run.workers()
+        address = re.search(r"elastic\.lighthouse=(\S+)", run.stdout)
+        assert address is not None
+        joins = [*common, f"elastic.lighthouse={address[1]}", f"output_dir={tmp_path / 'second'}"]
+        second = start(*joins, env=env | {"HOST_NAME": other})
+        wait(run, lambda: "joined" in events(here))
+    finally:
+        hurry.touch()
+    done, with_others = run.wait(), second.wait()
+    assert done.returncode == with_others.returncode == 0, done.stderr + with_others.stderr
+    assert "warning" not in done.stderr + with_others.stderr, "each has a folder of its own"
+    assert "finished: step 40" in with_others.stdout
+    assert not (tmp_path / "second").exists()
+
+
 def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path) -> None:
     faulty = ["optimizer=diloco", "optimizer.local_steps=3", "check_replicas_every=1"]
     faulty += ["model._target_=tests.launch.faulty.model", f"output_dir={tmp_path}"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -140,7 +141,8 @@ def _run(job: Job, deaths: Deaths) -> float | None:
 def _run_elastic(job: Job, deaths: Deaths) -> float | None:
     """Run the workers here of an elastic run, and its lighthouse if it is to be here."""
     here = job.lighthouse is None
-    os.environ["DLION_LAUNCHED"] = "0" if here else f"1-{time.time_ns()}"
+    # of no other command: containers may have one name and the same process ids
+    os.environ["DLION_LAUNCHED"] = f"{int(not here)}-{time.time_ns()}-{secrets.token_hex(4)}"
     processes = job.workers.processes
     if job.resume is not None:
         _say_whose_state_is_lost(job.resume, processes)

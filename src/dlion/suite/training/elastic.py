@@ -47,7 +47,7 @@ from dlion.suite.training.weights import save_model
 from dlion.workers import Workers
 
 _WRITING = 10.0  # seconds to wait for another worker's part of a checkpoint
-_NAME = 128  # bytes, at most, of what a worker says of itself
+_NAME = 1024  # bytes, at most, of what a worker says of itself
 
 
 def train_elastic(job: Job) -> float | None:
@@ -109,7 +109,7 @@ class ElasticWorker:
     Attributes:
         losses: the sum of its losses, and their number.
         crew: the workers present, in the order of their numbers.
-        known: the names of those at the latest commit.
+        known: launch and name of those at the latest commit.
         boundary: the step of the latest commit.
         output: of the run, where this worker records it.
     """
@@ -119,9 +119,9 @@ class ElasticWorker:
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
         self.model = model = make_model(job)
         host, seat = socket.gethostname(), int(os.environ["RANK"])
-        self.me = Member(f"{host}-{os.getpid()}", f"{host}-{os.getppid()}", seat)
+        self.me = Member(f"{host}-{os.getpid()}", os.environ["DLION_LAUNCHED"], seat)
         self.crew: list[Member] = []
-        self.known: list[str] = []
+        self.known: list[list[str]] = []
         self.boundary = 0
         self.totals, self._pending = Totals(), None
         self.samples = Dealing(self._sharding, job.data.train_size, config.batch_size, config.seed)
@@ -130,7 +130,7 @@ class ElasticWorker:
         manager = join(
             job.lighthouse or "",
             config.elastic.min_workers,
-            name=f"{os.environ['DLION_LAUNCHED']}-{host}-{os.getppid()}-{seat:05}",
+            name=f"{self.me.launch}-{host}-{seat:05}",
             timeout=config.elastic.timeout,
             patience=config.timeout,
         )
@@ -239,12 +239,12 @@ class ElasticWorker:
 
     def _note_changes(self) -> None:
         """Record who has joined and left since the commit before."""
-        names = [member.name for member in self.crew]
+        names = [[member.launch, member.name] for member in self.crew]
         if self.control.workers.rank == 0 and self.known:
             changes = {"left": [name for name in self.known if name not in names]}
             changes["joined"] = [name for name in names if name not in self.known]
             for event, workers in changes.items():
-                for worker in workers:
+                for _, worker in workers:
                     row = {"step": self.done, "event": event, "worker": worker}
                     row |= {"workers": len(names), "seconds": self.meter.seconds}
                     text = f"step {self.done}: {worker} has {event}, {len(names)} workers"
