@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dlion.suite.data import Dealing, Sharding
+from tests.data.formats import write_classes
 from tests.support.runs import Run, assert_all_gone, record, start, train
 
 pytest.importorskip("torchft")
@@ -171,6 +172,29 @@ def test_machines_may_have_one_name_or_long_ones(tmp_path: Path, other: str) -> 
     assert "warning" not in done.stderr + with_others.stderr, "each has a folder of its own"
     assert "finished: step 40" in with_others.stdout
     assert not (tmp_path / "second").exists()
+
+
+def test_a_worker_that_joins_from_a_checkpoint_or_with_other_data_is_compared_too(
+    tmp_path: Path,
+) -> None:
+    pictures = tmp_path / "pictures"
+    write_classes(pictures, ("train", "test"))
+    common = ["dataset=images", f"dataset.path={pictures}", "model=linear", "logger=none"]
+    common += ["workers=1", "batch_size=2", "steps=100000"]
+    before, here = tmp_path / "before", tmp_path / "run"
+    train(*common, "seed=1", "elastic=true", "stop_after=1", f"output_dir={before}", code=75)
+    run = start(*common, "elastic=true", f"output_dir={here}")
+    run.workers()
+    address = re.search(r"elastic\.lighthouse=(\S+)", run.stdout)
+    assert address is not None
+    joins = [*common, f"elastic.lighthouse={address[1]}"]
+    resumed = train(*joins, "seed=1", f"resume={before}", f"output_dir={tmp_path / 'a'}", code=1)
+    assert "another seed than the run that it joins" in resumed.stderr
+    (pictures / "train" / "cats" / "0.PNG").unlink()
+    fewer = train(*joins, f"output_dir={tmp_path / 'b'}", code=1)
+    assert "another number of samples than the run that it joins" in fewer.stderr
+    run.send_signal(signal.SIGINT)
+    assert run.wait().returncode == 130
 
 
 def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ class ElasticWorker:
             needs_all=False,
         )
         self.meter = Meter(0.0, count_bytes=False)
+        self._restoring = False  # from a checkpoint, whose run may have had another log_every, say
         self.begun = job.resume.progress.step if job.resume is not None else 0
         if job.resume is not None:
             self._resume(job.resume)
@@ -450,7 +451,7 @@ class ElasticWorker:
     def _load(self, state: dict[str, Any]) -> None:
         """Start from the state of a worker that is there."""
         names = differing(self.settings, json.loads(state["settings"]))
-        if names and self.job.resume is None:
+        if names and not self._restoring:
             raise TrainingFailed(
                 f"this worker was started with another {', '.join(names)} than the run that it"
                 " joins: give all the same settings"
@@ -466,7 +467,9 @@ class ElasticWorker:
         """Start from a checkpoint; without a file of this worker's, its own state is zero."""
         from safetensors.torch import load_file
 
+        self._restoring = True
         self.elastic.restore(load_file(checkpoint.directory / COMMON)["joined"])
+        self._restoring = False
         self.known = []
         file = checkpoint.directory / worker_file(self.me.seat)
         if file.exists():

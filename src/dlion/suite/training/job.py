@@ -53,4 +53,6 @@ def everyones_settings(job: Job) -> dict[str, Any]:
     """Return the settings that all processes of a run need the same values of."""
     whens = {name: job.config[name] for name, traits in TRAITS.items() if traits.traffic}
     whens["optimizer.exchange"] = job.config.optimizer.get("exchange")
-    return {**identity(job.config), "steps": job.steps, **whens, "dlion version": __version__}
+    samples = {"number of samples": [job.data.train_size, job.data.test_size]}
+    others = {"steps": job.steps, **whens, **samples, "dlion version": __version__}
+    return {**identity(job.config), **others}
