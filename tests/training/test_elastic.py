@@ -197,6 +197,22 @@ def test_a_worker_that_joins_from_a_checkpoint_or_with_other_data_is_compared_to
     assert run.wait().returncode == 130
 
 
+def test_a_checkpoint_does_not_wait_for_the_dead_and_is_whole_when_they_come_back(
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "run"
+    settings = ["model._target_=tests.training.dying.model", "elastic=true", "max_restarts=1"]
+    settings += ["checkpoint_every=6", "keep_checkpoints=9", f"output_dir={here}"]
+    done = train(*SMALL, *settings, "steps=24", code=0, env={"MARKER": str(tmp_path / "died")})
+    assert "process 1 was killed by SIGKILL; it is started again" in done.stderr
+    assert "warning" not in done.stderr
+    assert events(here).count("left") == 1, "the one that waits is not left behind"
+    kept = sorted(path.name for path in (here / "checkpoint").iterdir())
+    assert kept == [f"step-{step:08}" for step in (6, 12, 18, 24)]
+    files = json.loads((here / "checkpoint" / "step-00000012" / "state.json").read_text())["files"]
+    assert files.keys() == {"common.safetensors", *(f"worker-0000{i}.safetensors" for i in (0, 2))}
+
+
 def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path) -> None:
     faulty = ["optimizer=diloco", "optimizer.local_steps=3", "check_replicas_every=1"]
     faulty += ["model._target_=tests.launch.faulty.model", f"output_dir={tmp_path}"]

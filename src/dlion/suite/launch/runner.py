@@ -51,7 +51,13 @@ from dlion.suite.record.runs import (
     record_failure,
 )
 from dlion.suite.training import Job, train
-from dlion.suite.training.checkpoint import Checkpoint, find, identity, worker_file
+from dlion.suite.training.checkpoint import (
+    Checkpoint,
+    find,
+    forget_parts,
+    identity,
+    worker_file,
+)
 from dlion.suite.training.job import everyones_settings
 from dlion.suite.training.measure import measure
 from dlion.workers import Workers
@@ -146,6 +152,7 @@ def _run_elastic(job: Job, deaths: Deaths) -> float | None:
     processes = job.workers.processes
     if job.resume is not None:
         _say_whose_state_is_lost(job.resume, processes)
+    forget_parts(job.output_dir)
     with importing_torchft("elastic=true needs"):
         import torchft.coordination  # noqa: F401 - once, not in every process
     with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:

@@ -20,10 +20,11 @@ share the folder.
 import contextlib
 import hashlib
 import json
+import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -129,11 +130,13 @@ class Checkpoints:
         worker_state: returns the state of a local worker, as views by name.
         keep: how many checkpoints to keep, the latest ones.
         timeout: seconds that process 0 waits for the files of the other processes.
-        needs_all: whether it fails if one does not come; otherwise the checkpoint lacks it.
+        needs_all: whether it fails if one does not come; otherwise the checkpoint lacks it, and
+            workers may come while others write: :func:`forget_parts` is for who starts them.
 
     Attributes:
         hosted: the workers whose files this process writes.
         everyone: those whose files process 0 waits for.
+        gone: those of them that have left since.
         first: whether this process is process 0.
     """
 
@@ -156,14 +159,13 @@ class Checkpoints:
         workers = control.workers
         self.hosted: Sequence[int] = workers.ids
         self.everyone: Sequence[int] = range(workers.count)
+        self.gone: Collection[int] = ()
         self.first = workers.rank == 0
         self.common_state, self.worker_state = common_state, worker_state
         self.keep, self.timeout, self.needs_all = keep, timeout, needs_all
         self._written: Future[None] | None = None
-        if self.first:
-            for part in self.directory.glob("step-*.part"):  # by a process that died
-                if _step_of(part.with_suffix("")) is not None:
-                    _remove(part)
+        if self.first and needs_all:
+            forget_parts(directory)
         control.barrier()
 
     def save(self, progress: Progress) -> None:
@@ -221,6 +223,8 @@ class Checkpoints:
         for name in (COMMON, *everyones):
             receipt = part / f"{name}.json"
             while not receipt.exists():
+                if name in map(worker_file, self.gone):
+                    break
                 if time.monotonic() > deadline:
                     if not self.needs_all:
                         break
@@ -245,6 +249,7 @@ class Checkpoints:
         part.rename(final)
         sync(self.directory)
         sync(self.directory.parent)
+        forget_parts(self.directory.parent, progress.step)
         # later ones were of no use when this run went on, and must not count in place of good ones
         done = [path for path in _directories(self.directory) if _step_of(path) <= progress.step]
         for old in done[self.keep :]:
@@ -257,6 +262,14 @@ class Checkpoints:
         for i, worker in enumerate(self.hosted):
             copy_state(load_file(checkpoint.directory / worker_file(worker)), self.worker_state(i))
         return checkpoint.progress
+
+
+def forget_parts(directory: Path, before: float = math.inf) -> None:
+    """Remove what processes that died have left of a run's checkpoints, of steps before one."""
+    for part in (directory / FOLDER).glob("step-*.part"):
+        step = _step_of(part.with_suffix(""))
+        if step is not None and step < before:
+            _remove(part)
 
 
 def find(

@@ -121,6 +121,7 @@ class ElasticWorker:
         host, seat = socket.gethostname(), int(os.environ["RANK"])
         self.me = Member(f"{host}-{os.getpid()}", os.environ["DLION_LAUNCHED"], seat)
         self.crew: list[Member] = []
+        self._saving: set[Member] = set()  # whose parts the latest checkpoint has
         self.known: list[list[str]] = []
         self.boundary = 0
         self.totals, self._pending = Totals(), None
@@ -236,6 +237,7 @@ class ElasticWorker:
         said = json.dumps(asdict(self.me)).encode().ljust(_NAME)
         everyone = self.control.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8)[None])
         self.crew = [Member(**json.loads(bytes(row.tolist()))) for row in everyone]
+        self.checkpoints.gone = [member.seat for member in self._saving - {*self.crew}]
         self.virtual.workers = workers
 
     def _note_changes(self) -> None:
@@ -481,8 +483,10 @@ class ElasticWorker:
         if not self.crew or self.me.launch != self.crew[0].launch:
             return
         self._wait_for_checkpoint()
-        here = sorted(member.seat for member in self.crew if member.launch == self.me.launch)
+        self._saving = {member for member in self.crew if member.launch == self.me.launch}
+        here = sorted(member.seat for member in self._saving)
         self.checkpoints.hosted, self.checkpoints.everyone = [self.me.seat], here
+        self.checkpoints.gone = ()
         self.checkpoints.first = self.me == self.crew[0]
         if self.output is not None:
             self.output.sync()
