@@ -72,9 +72,11 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
     crews: list[Crew] = []
     lighthouses: list[Any] = []
 
-    def make(method: str, options: str, least: int = 1, host: str = "127.0.0.1") -> Crew:
+    def make(
+        method: str, options: str, least: int = 1, host: str = "127.0.0.1", together: int = 1
+    ) -> Crew:
         lighthouse = coordination.LighthouseServer(
-            bind=f"{host}:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=2000
+            bind=f"{host}:0", min_replicas=together, join_timeout_ms=2000, heartbeat_timeout_ms=2000
         )
         lighthouses.append(lighthouse)
         address = f"{host}:" + lighthouse.address().rpartition(":")[2]
@@ -225,6 +227,17 @@ def test_many_that_come_while_all_others_are_busy_do_not_begin_another_run(
     run.stop()
     assert all(min(run.rows(name)) > 0 for name in "bcd")
     agree(*map(run.rows, "abcd"))
+
+
+def test_too_few_workers_for_the_lighthouse_are_not_taken_for_its_silence(
+    crew: Callable[..., Crew],
+) -> None:
+    address, *_ = crew("dlion_mavo", "{}", together=2).settings
+    manager = dlion.join(address, patience=4)
+    optimizer = dlion.DLion(model().parameters(), lr=1e-3, manager=manager)
+    with pytest.raises(dlion.TrainingFailed, match=r"fewer workers than .*--min-workers=2"):
+        optimizer.zero_grad()
+    manager.shutdown(wait=False)
 
 
 def own_address() -> str:

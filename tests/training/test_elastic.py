@@ -78,6 +78,9 @@ def test_a_run_resumes_with_as_many_workers_or_others(plain: Path, tmp_path: Pat
     assert summary["parameters_sha256"] == before["parameters_sha256"]
     for key in ("step", "train_loss", "sent_bytes"):
         assert [row[key] for row in there] == pytest.approx([row[key] for row in rows])
+    fixed = [*SMALL, "resume=auto", "processes=1", f"output_dir={tmp_path / 'b'}"]
+    refused = train(*fixed, code=2)
+    assert "its workers come and go: type elastic=true" in refused.stderr
     more = train(*resume, "processes=4", f"output_dir={tmp_path / 'b'}", code=0)
     assert "the own state of 3 of these 4 workers: the others begin with" in more.stderr
     assert [row["step"] for row in lines(tmp_path / "b")] == [5, 6, 10, 12]

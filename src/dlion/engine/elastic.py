@@ -150,17 +150,11 @@ class Elastic:
         Many that come while all others are busy would be most of those who ask. torchft 0.2 tells
         steps on its page alone.
         """
-        address = getattr(self.manager, "lighthouse", None)
-        if address is None or self._optimizer.param_groups[0]["steps"]:
+        if self._optimizer.param_groups[0]["steps"]:
             return
-        connection = HTTPConnection(*address, timeout=_CONNECTING)
-        try:
-            connection.request("GET", "/status")
-            page = connection.getresponse().read(_PAGE).decode(errors="replace")
-        except (OSError, HTTPException):
+        page = _page(self.manager)
+        if page is None:
             return  # asking for a quorum tells more
-        finally:
-            connection.close()
         steps = re.findall(r"<b>(\S+)</b>\s*<br/>\s*Step: (\d+)", page)
         seen = re.findall(r"(\S+): seen ([\d.]+)s ago", page)
         alive = {name for name, seconds in seen if float(seconds) < _SILENT}
@@ -182,7 +176,16 @@ class Elastic:
                     # torchft 0.2 would raise the same error again in every later start_quorum()
                     self.manager._quorum_future = None
                     limit = self.manager._quorum_timeout
-                    raise _lost(f"has not answered within {limit} ({error})") from error
+                    page = _page(self.manager) or ""
+                    least = re.search(r"only have \d+ part\w+, need min_replicas (\d+)", page)
+                    if least and int(least[1]) > 1:
+                        raise TrainingFailed(
+                            f"fewer workers than the lighthouse's --min-workers={least[1]} came"
+                            f" within {limit}: start more"
+                        ) from error
+                    said = re.search('message: "(.*?)"', str(error))
+                    reason = said[1] if said else error
+                    raise _lost(f"has not answered within {limit} ({reason})") from error
             self._look_up()
             looks = looks + 1 if _is_refused(self.manager) else 0
             if looks * _LOOK >= _REFUSED:
@@ -490,6 +493,21 @@ def _settle(result: Future[None], work: Callable[[], None]) -> None:
         result.set_result(work())
     except Exception as error:
         result.set_exception(error)
+
+
+def _page(manager: Any) -> str | None:
+    """Return the page of the lighthouse; None: it does not answer, or is not known."""
+    address = getattr(manager, "lighthouse", None)
+    if address is None:  # it was not made here
+        return None
+    connection = HTTPConnection(*address, timeout=_CONNECTING)
+    try:
+        connection.request("GET", "/status")
+        return connection.getresponse().read(_PAGE).decode(errors="replace")
+    except (OSError, HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
 def _is_refused(manager: Any) -> bool:

@@ -331,6 +331,12 @@ def _read(directory: Path, run: dict[str, Any], hashed: bool) -> Checkpoint:
     saved_run, files, checkpoint = _read_state(directory)
     if saved_run != run:
         different = sorted(key for key in run if saved_run.get(key) != run[key])
+        if "workers" in different and CHANGING in (run["workers"], saved_run.get("workers")):
+            come = saved_run.get("workers") == CHANGING
+            raise ValueError(
+                f"its workers {'come and go' if come else 'do not change'}: type"
+                f" elastic={'true' if come else 'false'}"
+            )
         raise ValueError(f"it is of another run, with another {', '.join(different) or 'setting'}")
     if run["workers"] == CHANGING:
         expected = {COMMON, *filter(_WORKER.fullmatch, files)}
