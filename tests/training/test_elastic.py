@@ -28,7 +28,7 @@ STEPS = 200
 def lines(directory: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that are whole."""
     file = directory / "metrics.jsonl"
-    text = file.read_text() if file.exists() else "\n"
+    text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
@@ -84,6 +84,27 @@ def test_a_run_resumes_with_as_many_workers_or_others(plain: Path, tmp_path: Pat
     more = train(*resume, "processes=4", f"output_dir={tmp_path / 'b'}", code=0)
     assert "the own state of 3 of these 4 workers: the others begin with" in more.stderr
     assert [row["step"] for row in lines(tmp_path / "b")] == [5, 6, 10, 12]
+
+
+def test_a_run_goes_on_when_its_lighthouse_is_started_again(tmp_path: Path) -> None:
+    command = ["-m", "dlion", "lighthouse", "--bind"]
+    lighthouse = Run([*command, "127.0.0.1:0"])
+    address = wait(lighthouse, lambda: re.search(r"lighthouse at (\S+);", lighthouse.stdout))[1]
+    words = [*SETTINGS, "processes=2", "steps=1000000", f"elastic.lighthouse={address}"]
+    run = start(*words, f"output_dir={tmp_path / 'run'}")
+    try:
+        wait(run, lambda: len(lines(tmp_path / "run")) > 3)
+        lighthouse.kill()
+        time.sleep(1)  # both workers have asked it in vain
+        lighthouse = Run([*command, address])
+        before = len(lines(tmp_path / "run"))
+        wait(run, lambda: len(lines(tmp_path / "run")) > before + 3)
+        run.send_signal(signal.SIGINT)
+        assert run.wait().returncode == 130
+    finally:
+        run.kill()
+        lighthouse.kill()
+    assert not events(tmp_path / "run"), "nobody has left"
 
 
 def test_workers_die_join_and_leave(tmp_path: Path) -> None:

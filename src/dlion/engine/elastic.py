@@ -5,11 +5,11 @@ where it is another than before, the exchanges are made again for as many worker
 all of them have all answers; otherwise each of them puts back what encoding has moved.
 """
 
-import fcntl
 import hashlib
 import io
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -649,6 +649,7 @@ def join(
                 use_async_quorum=False,
                 timeout=timedelta(seconds=timeout),
                 quorum_timeout=timedelta(seconds=patience),
+                quorum_retries=math.ceil(patience / _RETRY),  # of a lighthouse that began again
                 connect_timeout=timedelta(seconds=_CONNECTING),
                 rank=place.rank,
                 world_size=place.processes,
@@ -822,6 +823,8 @@ def _choose_interface(address: str) -> None:
 
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an address; empty if there is none."""
+    import fcntl  # `import dlion` works where it is missing
+
     for _, name in socket.if_nameindex():
         with suppress(OSError), socket.socket() as asking:
             request = struct.pack("256s", name.encode()[:15])
