@@ -269,8 +269,7 @@ class Bucket:
 
         Of sharded ones, which stay where they are, it takes a copy.
         """
-        for index, slot in enumerate(self.slots):
-            tensor = local_part(slot.tensor) if self.sharded else slot.tensor
+        for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
             view = self._views[index]
             home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say

@@ -471,19 +471,12 @@ def check_lighthouse(address: str, typed: str) -> str:
     Returns:
         This machine's address, as the lighthouse sees it.
     """
-    host, port = split_address(address, typed)
-    connection = HTTPConnection(host, port, timeout=_ANSWERING)
     try:
-        connection.connect()
-        own = connection.sock.getsockname()[0]
-        connection.request("GET", "/status")
-        page = connection.getresponse().read(_PAGE)
+        page, own = _read_page(split_address(address, typed), _ANSWERING)
     except (OSError, UnicodeError, HTTPException) as error:
         reason = str(error) or type(error).__name__
         raise UserError(f"{typed}: no lighthouse there ({reason}): {_START}") from error
-    finally:
-        connection.close()
-    if b"quorum" not in page:
+    if "quorum" not in page:
         raise UserError(f"{typed}: another service listens there: {_START}")
     return own
 
@@ -500,12 +493,20 @@ def _page(manager: Any) -> str | None:
     address = getattr(manager, "lighthouse", None)
     if address is None:  # it was not made here
         return None
-    connection = HTTPConnection(*address, timeout=_CONNECTING)
     try:
-        connection.request("GET", "/status")
-        return connection.getresponse().read(_PAGE).decode(errors="replace")
+        return _read_page(address, _CONNECTING)[0]
     except (OSError, HTTPException):
         return None
+
+
+def _read_page(address: tuple[str, int], limit: float) -> tuple[str, str]:
+    """Return the page of a lighthouse, and this machine's address, as the lighthouse sees it."""
+    connection = HTTPConnection(*address, timeout=limit)
+    try:
+        connection.connect()
+        own = connection.sock.getsockname()[0]
+        connection.request("GET", "/status")
+        return connection.getresponse().read(_PAGE).decode(errors="replace"), own
     finally:
         connection.close()
 

@@ -555,9 +555,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             raise RuntimeError(f"virtual worker {local} does not take part in this step")
         if local in self._step.collected:
             raise RuntimeError(f"virtual worker {local} was collected twice in one step")
-        if self.members.frozen and not self._step.collected:
-            self.include_unfrozen()
-        self._step.collect(self.buckets, local)
+        self._step.collect(self._buckets_of_step(), local)
         super().zero_grad()
 
     @torch._disable_dynamo  # a graph break: what is compiled around it stays compiled
@@ -583,9 +581,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
-        if self.members.frozen and not collected:
-            self.include_unfrozen()
-        buckets = self.buckets
+        buckets = self._buckets_of_step()
         if local and collected == set(local[:-1]):
             self._step.collect(buckets, local[-1])
         if collected != set(local):
@@ -593,6 +589,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
         self._step.finish(buckets, self.exchanges)
         return loss
+
+    def _buckets_of_step(self) -> list[Bucket]:
+        """Return the buckets, with what was unfrozen before the first worker is collected."""
+        if self.members.frozen and not self._step.collected:
+            self.include_unfrozen()
+        return self.buckets
 
     def _check_ready(self) -> None:
         """Refuse a step that would go wrong, and take over what others have put into the state."""
