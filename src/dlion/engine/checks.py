@@ -4,7 +4,7 @@ import gc
 import inspect
 import os
 import re
-import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -103,13 +103,10 @@ def check_bare(params: Sequence[Tensor]) -> None:
         )
 
 
-def check_whole(optimizer: Any) -> None:
-    """Refuse an optimizer of torch's ZeroRedundancyOptimizer, which splits the parameters."""
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if zero is None:
-        return
-    owners = gc.get_referrers(zero.ZeroRedundancyOptimizer)  # its instances are among them
-    if any(getattr(owner, "optim", None) is optimizer for owner in owners):
+def check_whole() -> None:
+    """Refuse to be made by torch's ZeroRedundancyOptimizer, which splits the parameters."""
+    zero = "torch.distributed.optim.zero_redundancy_optimizer"
+    if any(frame.f_globals.get("__name__") == zero for frame, _ in traceback.walk_stack(None)):
         raise RuntimeError(
             "ZeroRedundancyOptimizer gives each process other parameters, while workers exchange"
             " messages about the same ones: make the optimizer of all parameters on every process"

@@ -225,6 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             dist.is_initialized() or workers or process_group or mesh or manager
         )
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
+        check_whole()
         check_gpus(given, _device_of(params))
         check_local_workers(given)
         self._peers = given
@@ -600,7 +601,6 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Refuse a step that would go wrong, and take over what others have put into the state."""
         if not self._step.taken:
             check_bare(self.params)
-            check_whole(self)
             if self.node is None and self._peers.processes > 1 and self._peers.local == 1:
                 check_data(self.params, self._peers)
             if self._met_nobody:
