@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -33,9 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "DLION_FORK_SERVER"  # says where it listens
 MESSAGE = 1 << 20  # bytes, at most, of a request
 IMPORTED = (  # what commands import sooner or later
-    *("dlion.suite.launch.cli", "dlion.suite.launch.runner"),
+    *("dlion.suite.launch.cli", "dlion.suite.launch.runner", "matplotlib.pyplot"),
     *("dlion.suite.compare.plot", "dlion.suite.compare.publish", "dlion.suite.compare.report"),
     *("datasets", "mlxtend.data", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
+    *("accelerate", "lightning", "torch.distributed.fsdp", "torchft", "wandb.sdk.launch"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
 )
 
@@ -202,7 +204,8 @@ def warm_up() -> None:
 
     declare_missing_operators()
     for name in IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # a test of what is not installed is skipped
+            importlib.import_module(name)
     from hydra import compose, initialize_config_dir
     from hydra.core.plugins import Plugins
 
@@ -229,6 +232,8 @@ def warm_up() -> None:
     ):
         overrides = ["dataset=digits", f"output_dir={directory}"]
         check(compose("config", overrides=overrides), Path(directory), None)
+    for each in [*weakref.finalize._registry]:  # torch forgets a thousand operators at its end
+        each.atexit = False
     gc.freeze()  # what is shared with the copies is not looked through again
 
 
@@ -280,6 +285,7 @@ def main() -> None:
 def fork_for_torchrun(server: socket.socket) -> None:
     """Let torchrun in this process start copies, which a server makes, instead of new Pythons."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def popen(self: SubprocessHandler, args: Sequence[str], env: dict[str, str]) -> Fork:
         out, err = (file.fileno() if file else None for file in (self._stdout, self._stderr))
@@ -287,6 +293,7 @@ def fork_for_torchrun(server: socket.socket) -> None:
         return Fork(server, args[1:], env, Path.cwd(), out or 1, err or 2)
 
     SubprocessHandler._popen = popen
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # looks through all that is imported
 
 
 def run(first: str, *rest: str) -> None:
