@@ -7,6 +7,7 @@ hosts such a server and forks beside it: now and then a child inherits a held lo
 starts.)
 """
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -127,7 +128,8 @@ def run_processes(
                 tell_children()
             if apart:
                 start_again = partial(_start_again, children, (*here, again))
-                _wait_for_each(context.processes, directory, notice, start_again, restarts, deaths)
+                comers = (context.processes, directory, notice, start_again, restarts, deaths)
+                _Comers(*comers).wait()
             else:
                 _wait(context, directory, notice, errors, deaths)
         finally:
@@ -262,53 +264,74 @@ def _start_again(children: list[BaseProcess], args: tuple[Any, ...], rank: int) 
     return process
 
 
-def _wait_for_each(
-    processes: Sequence[BaseProcess],
-    directory: Path,
-    notice: SignalNotice,
-    start_again: Callable[[int], BaseProcess],
-    restarts: int,
-    deaths: Deaths,
-) -> None:
-    """Wait until all processes have ended; say of each that fails why, and how many are left."""
-    left = dict(enumerate(processes))
-    again: dict[int, BaseProcess] = {}
-    ended = False
-    while left:
-        with woken_by_signals() as woken:
-            sentinels = [process.sentinel for process in left.values()]
-            connection.wait([*sentinels, woken], deaths.strike(left))
-        if notice.first is not None:
-            deaths.end()
-        for rank in deaths.returning():
-            if rank not in left:
-                del deaths.away[rank]
-                left[rank] = again[rank] = start_again(rank)
-        for rank, process in [*left.items()]:
-            process.join(0)
-            if process.exitcode is None:
-                continue
-            del left[rank]
-            told = process.exitcode == 0 and _read_outcome(directory, rank).get("signal")
-            if process.exitcode == 0 and not told:
-                ended = True  # who has not joined yet need not
+class _Comers:
+    """Waits for processes that come and go; says why each failed, and how many are left."""
+
+    def __init__(
+        self,
+        processes: Sequence[BaseProcess],
+        directory: Path,
+        notice: SignalNotice,
+        start_again: Callable[[int], BaseProcess],
+        restarts: int,
+        deaths: Deaths,
+    ):
+        self._count, self._directory, self._notice = len(processes), directory, notice
+        self._start_again, self._restarts, self._deaths = start_again, restarts, deaths
+        self._left = dict(enumerate(processes))
+        self._late: dict[int, BaseProcess] = {}  # those that were started again
+        self._finished = False  # whether one has reached the last step: who has not joined need not
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        left, deaths = self._left, self._deaths
+        while left:
+            with woken_by_signals() as woken:
+                sentinels = [process.sentinel for process in left.values()]
+                connection.wait([*sentinels, woken], deaths.strike(left))
+            if self._notice.first is not None:
                 deaths.end()
-                for late in again.values():
-                    late.terminate()
-            elif notice.first is None and left and not (ended and rank in again):
-                number = -process.exitcode
-                name = signal.Signals(number).name if number > 0 else None
-                reason = _reason(rank, name, [], _failures(len(processes), directory))
-                if told:  # alone, by earlyoom say
-                    reason = f"process {rank} has left, as {signal.Signals(told).name} asked"
-                _outcome_file(directory, rank).unlink(missing_ok=True)
-                how = f"{len(left)} here continue"
-                if rank in deaths.away:
-                    how = f"{how}, and it returns"
-                elif process.exitcode not in (0, _REFUSED) and restarts:
-                    restarts, how = restarts - 1, "it is started again"
-                    left[rank] = again[rank] = start_again(rank)
-                print(f"{reason}; {how}", file=sys.stderr, flush=True)
+            for rank in deaths.returning():
+                if rank not in left:
+                    del deaths.away[rank]
+                    self._bring_back(rank)
+            for rank, process in [*left.items()]:
+                process.join(0)
+                if process.exitcode is not None:
+                    del left[rank]
+                    self._note_end(rank, process.exitcode)
+
+    def _bring_back(self, rank: int) -> None:
+        self._left[rank] = self._late[rank] = self._start_again(rank)
+
+    def _note_end(self, rank: int, exit_code: int) -> None:
+        told = exit_code == 0 and _read_outcome(self._directory, rank).get("signal")
+        if exit_code == 0 and not told:
+            self._finished = True
+            self._deaths.end()
+            for process in self._late.values():
+                process.terminate()
+            return
+        awaited = not (self._finished and rank in self._late)
+        if self._notice.first is None and self._left and awaited:
+            if told:  # alone, by earlyoom say
+                why = f"process {rank} has left, as {signal.Signals(told).name} asked"
+            else:
+                name = signal.Signals(-exit_code).name if exit_code < 0 else None
+                why = _reason(rank, name, [], _failures(self._count, self._directory))
+            _outcome_file(self._directory, rank).unlink(missing_ok=True)
+            print(f"{why}; {self._go_on(rank, exit_code)}", file=sys.stderr, flush=True)
+
+    def _go_on(self, rank: int, exit_code: int) -> str:
+        """Start one that has ended again, if it may be; return what is said of it."""
+        continuing = f"{len(self._left)} here continue"
+        if rank in self._deaths.away:
+            return f"{continuing}, and it returns"
+        if exit_code in (0, _REFUSED) or not self._restarts:
+            return continuing
+        self._restarts -= 1
+        self._bring_back(rank)
+        return "it is started again"
 
 
 def _outcome(directory: Path, processes: int, notice: SignalNotice) -> dict[str, Any]:
@@ -419,6 +442,7 @@ def _work(
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     die_with(parent)
+    gc.freeze()  # what the launcher has imported is not looked through again, nor copied
     errors.enter(rank)
     tempfile.tempdir = None  # what is temporary here goes where it always does
     os.environ |= {
