@@ -195,6 +195,7 @@ WRONG = {
     "elastic.lighthouse=127.0.0.1:1": "no lighthouse there",
     "elastic.lighthouse=127.0.0.1:95046": "elastic.lighthouse=127.0.0.1:95046 is not an address",
     "faults.deaths=1": "restart all from the first step: type elastic=true, or checkpoint_every=20",
+    "elastic=true faults.deaths=1": "and there is one: type workers=2 or more",
     "resume=/nowhere": "resume=/nowhere holds no checkpoint",
     # what has no effect without another
     "dataset.alpha=0.1": "with dataset.sharding=partition: type dataset.sharding=dirichlet",

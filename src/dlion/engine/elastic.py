@@ -457,9 +457,9 @@ def check_dealt(bucket: Bucket, method: str) -> None:
     lost = sorted(bucket.exchange.state.keys() - _DEALT)
     if lost:
         raise ValueError(
-            f"{method} with these settings does not work with manager=: its exchange keeps"
-            f" {', '.join(lost)}, which is not transferred when workers change: choose dlion_mavo,"
-            " lion_cub or another method without a memory in its exchange"
+            f"{method} with these settings does not work with workers that come and go (manager=):"
+            f" its exchange keeps {', '.join(lost)}, which is not transferred when workers change:"
+            " choose dlion_mavo, lion_cub or another method without a memory in its exchange"
         )
 
 

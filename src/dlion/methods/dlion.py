@@ -115,8 +115,8 @@ class SignedDescent(DistributedOptimizer):
     def check_elastic(self) -> None:
         if self.exchange not in ("direct", "grid"):
             raise ValueError(
-                f"exchange={self.exchange} is for one number of workers: with manager= give direct"
-                " or grid"
+                f"exchange={self.exchange} is for one number of workers: where they come and go"
+                " (manager=) give direct or grid"
             )
 
     def encode(self, bucket: Bucket, local: int) -> None:

@@ -148,7 +148,8 @@ class LocalUpdate(DistributedOptimizer):
     def check_elastic(self) -> None:
         if isinstance(self._inner, OfTorch):
             raise ValueError(
-                "an inner optimizer of your own does not work with manager=: choose"
+                "an inner optimizer of your own does not work with workers that come and go"
+                " (manager=): choose"
                 f" {', '.join(INNER)}"
             )
 

@@ -70,8 +70,9 @@ class Faults:
         stale_steps: steps for which a stale gradient is repeated.
         drop: probability that a worker is absent from a step.
         deaths: how often each process here is killed, a minute, at random moments. With
-            elastic=true the others continue and it joins again; else all restart from the latest
-            checkpoint. These restarts are not counted by max_restarts.
+            elastic=true the others continue and it joins again, and the last one here that has
+            the run's state is spared; else all restart from the latest checkpoint. These restarts
+            are not counted by max_restarts.
         away: seconds until it is started again.
     """
 

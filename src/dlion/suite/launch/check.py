@@ -73,6 +73,12 @@ def check(config: DictConfig, output_dir: Path, started: RankInfo | None) -> Job
     lighthouse = _lighthouse(config, started)
     device = _device(config.device)
     processes = _processes(config, device, started)
+    if config.faults.deaths and config.elastic.lighthouse is not None and processes == 1:
+        more = "workers" if config.elastic.lighthouse == "here" else "processes"
+        raise UserError(
+            f"faults.deaths={show(config.faults.deaths)} spares the last process here that has the"
+            f" state of the run, and there is one: type {more}=2 or more"
+        )
     by_gloo = device == "cpu" or config.elastic.lighthouse is not None
     backend = config.backend or ("gloo" if by_gloo else "nccl")
     if backend == "nccl":
