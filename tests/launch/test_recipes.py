@@ -45,11 +45,12 @@ BOARD = sorted(name for name in FILES if name.startswith("board_"))  # of one si
 TINY = ["model.dim=16", "model.heads=2", "model.depth=1", "model.mlp_dim=16"]
 # what makes a run small, by its data set and by its model
 CUTS = {
-    "cifar10": ["dataset.path={cifar10}"],
+    "cifar10": ["dataset.path={cifar10}", "dataset.test_limit=8"],
     "cifar100": ["dataset.path={cifar100}", "dataset.test_limit=8"],
     "choices": ["dataset.path={tasks}", "dataset.context=64", "batch_size=8"],
     "imagenet": ["dataset.path={imagenet}", "dataset.image_size=32", "dataset.loaders=1"],
     "prepared_text": ["dataset.path={tokens}", "dataset.context=16"],
+    "stdlib_text": ["dataset.max_bytes=200000"],
     "causal_lm": ["model.path={llama}"],
     "gpt2": ["model.n_embd=32", "model.n_layer=1", "model.n_head=2"],
     "gpt2pp_350m": TINY,

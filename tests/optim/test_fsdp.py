@@ -220,6 +220,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[dict[str, Any]]:
+    import torch._inductor.pattern_matcher  # noqa: F401 - by which all compile: once, not in each
+
     return run_processes(4, in_each_process)
 
 

