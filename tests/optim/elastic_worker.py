@@ -56,6 +56,7 @@ def main(
     )
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
+    cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
     while True:
         optimizer.zero_grad()
         step = optimizer.param_groups[0]["steps"]
@@ -72,6 +73,9 @@ def main(
                     net[0].weight += 1
             optimizer.elastic.attempt(fail)
             continue
+        if step == cuts:
+            cuts = -1
+            optimizer.buckets[0].exchange.run = lambda step: fail()  # the next quorum has another
         loss(net, step, optimizer.workers.rank).backward()
         optimizer.step()
         time.sleep(float(pause))

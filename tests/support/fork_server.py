@@ -37,7 +37,7 @@ IMPORTED = (  # what commands import sooner or later
     *("dlion.suite.launch.cli", "dlion.suite.launch.runner", "matplotlib.pyplot"),
     *("dlion.suite.compare.plot", "dlion.suite.compare.publish", "dlion.suite.compare.report"),
     *("datasets", "mlxtend.data", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
-    *("accelerate", "lightning", "torch.distributed.fsdp", "torchft", "wandb.sdk.launch"),
+    *("accelerate", "lightning", "torch.distributed.fsdp", "wandb.sdk.launch"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
 )
 
