@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import ROOT
 
 # torch's wheels for CUDA pin Triton: 2.11 takes 3.6.0, 2.12 and 2.13 take 3.7.1; then the newest
-# Each compiles for some of A100, H100 and RTX PRO 6000 Blackwell, the installed one for H100, too.
+# Each compiles for A100 or RTX PRO 6000 Blackwell, and the installed one for H100 too.
 VERSIONS = {"3.6.0": (120,), "3.7.1": (120,), "3.9.0": (80,)}
 # The assembler that 3.6.0 has for Blackwell fuses packed products and sums (mul.rn.f32x2,
 # add.rn.f32x2), although it is told not to: results differ from the reference by a rounding.
