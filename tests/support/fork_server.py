@@ -204,8 +204,7 @@ def warm_up() -> None:
 
     declare_missing_operators()
     for name in IMPORTED:
-        with contextlib.suppress(ImportError):  # a test of what is not installed is skipped
-            importlib.import_module(name)
+        importlib.import_module(name)
     from hydra import compose, initialize_config_dir
     from hydra.core.plugins import Plugins
 

@@ -85,7 +85,7 @@ class Overlap:
         self._executor: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: dict[Bucket, Future[torch.cuda.Event | None]] = {}
-        self._broke_off = False  # whether an exchange is under way, or has failed in this step
+        self._unfinished = False  # whether an exchange of this step has begun and not ended well
 
     # ---- hooks
 
@@ -249,14 +249,14 @@ class Overlap:
         return done
 
     def _exchange(self, bucket: Bucket, work: Work | None) -> None:
-        if self._broke_off:  # peers would take this message for the one that they still wait for
+        if self._unfinished:  # peers would take this message for the one that they still wait for
             raise RuntimeError("the exchange of an earlier bucket has failed")
-        self._broke_off = True
+        self._unfinished = True
         if work is not None:
             work()
             self._note_gradients(bucket)
         run_together([bucket.stages()])
-        self._broke_off = False
+        self._unfinished = False
 
     def wait(self, buckets: Sequence[Bucket]) -> None:
         """Return when the exchanges of buckets that were sent are over; raise what they raised."""
@@ -274,7 +274,7 @@ class Overlap:
     def end_step(self) -> None:
         """Forget the step at hand, when nothing is under way."""
         self._running.clear()
-        self.sent, self.in_backward, self._broke_off = 0, False, False
+        self.sent, self.in_backward, self._unfinished = 0, False, False
         for bucket in self._passes:
             self._passes[bucket] = _Pass()
 
