@@ -4,40 +4,47 @@ import csv
 import io
 import os
 import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.launch import slurm
-from tests.support.runs import python, record, train
+from tests.support.runs import FORKED_PYTHON, Run, python, record, train
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 if slurm.reason_to_skip():
     pytestmark.append(pytest.mark.skip(reason=slurm.reason_to_skip()))
 SWEEP = [
     *("-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"),
-    *("workers=4", "eval_every=5", "logger=none"),
+    *("workers=4", "logger=none"),
 ]
 
 
 @pytest.fixture(scope="module")
-def environment():
+def environment(tmp_path_factory):
+    """Variables for a cluster whose jobs are copies of the fork server (their Python is a script)."""
+    executable = tmp_path_factory.mktemp("python") / "python"
+    executable.write_text(f'#!/bin/sh\nexec {FORKED_PYTHON} "$@"\n')
+    executable.chmod(0o755)
     with slurm.cluster(nodes=2, cpus=4) as env:
+        slurms = {name: env[name] for name in env.keys() - os.environ.keys()}
         # the nodes' names mean nothing to this machine's resolver
-        yield env | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        yield slurms | local | {"EXECUTABLE": str(executable)}
 
 
-def start(environment, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "train.py", *SWEEP, *overrides]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+def start(environment, *overrides: str) -> Run:
+    return Run(["train.py", *SWEEP, *overrides], environment)
+
+
+def slurms(environment, *command: str) -> str:
+    """Run a program of SLURM, and return what it prints."""
+    env = os.environ | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def collect(directory, env) -> list[dict[str, str]]:
-    slurm_env = {name: env[name] for name in env.keys() - os.environ.keys()}
-    done = python("-m", "dlion", "collect", directory, env=slurm_env)
+    done = python("-m", "dlion", "collect", directory, env=env)
     assert done.returncode == 0, done.stderr
     return list(csv.DictReader(io.StringIO(done.stdout)))
 
@@ -54,9 +61,7 @@ def wait_for_statuses(directory, env, expected: list[str]) -> list[dict[str, str
 
 def states(environment) -> list[str]:
     """State and number of nodes of every job."""
-    command = ["sacct", "-XPno", "State,NNodes"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    return slurms(environment, "sacct", "-XPno", "State,NNodes").split()
 
 
 def wait_for_rows(directory, run: str = "*") -> None:
@@ -69,14 +74,13 @@ def wait_for_rows(directory, run: str = "*") -> None:
 
 def arrays(environment) -> list[str]:
     """The job arrays in the queue."""
-    command = ["squeue", "--noheader", "--format=%F"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return sorted(done.stdout.split(), key=int)
+    return sorted(slurms(environment, "squeue", "--noheader", "--format=%F").split(), key=int)
 
 
 def test_a_sweep_whose_jobs_are_requeued_is_finished_and_collected(environment, tmp_path):
     """They go on from their checkpoints, and end with the bits of runs on this machine."""
-    settings, methods = ["dataset=digits", "steps=200", "eval_every=20"], ["dlion_mavo", "g_lion"]
+    settings = ["dataset=digits", "model=linear", "steps=400", "eval_every=50"]
+    methods = ["dlion_mavo", "g_lion"]
     folder = tmp_path / "sweep"
     sweep = start(
         environment, *settings, f"optimizer={','.join(methods)}", f"hydra.sweep.dir={folder}"
@@ -88,9 +92,9 @@ def test_a_sweep_whose_jobs_are_requeued_is_finished_and_collected(environment, 
     for index, (method, preempt) in enumerate(zip(methods, preemptions, strict=True)):
         wait_for_rows(folder, f"*{method}*")
         job = f"{arrays(environment)[-1]}_{index}"
-        subprocess.run([*preempt, job], env=environment, check=True)
-    _, errors = sweep.communicate(timeout=240)
-    assert sweep.returncode == 0, errors
+        slurms(environment, *preempt, job)
+    done = sweep.wait(240)
+    assert done.returncode == 0, done.stderr
     rows = collect(folder, environment)
     assert [(row["optimizer"], row["status"]) for row in rows] == [
         (method, "finished") for method in methods
@@ -113,21 +117,19 @@ def test_a_sweep_whose_jobs_are_requeued_is_finished_and_collected(environment, 
 
 def test_cancelled_jobs_are_reported_even_if_they_never_began(environment, tmp_path):
     sweep = start(
-        environment, "steps=1000000", "seed=0,1,2", "hydra.launcher.array_parallelism=1",
+        environment, "steps=1000000", "eval_every=5", "seed=0,1,2", "hydra.launcher.array_parallelism=1",
         f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
     wait_for_rows(tmp_path)
     array = arrays(environment)[0]
-    subprocess.run(["scancel", f"{array}_1"], env=environment, check=True)
+    slurms(environment, "scancel", f"{array}_1")
     rows = wait_for_statuses(tmp_path, environment, ["running", "cancelled", "pending"])
     assert [row["status"] for row in rows] == ["running", "cancelled", "pending"]
     assert rows[0]["optimizer"] == "dlion_mavo" and int(rows[0]["step"]) > 0
     assert ["seed=0" in rows[0]["overrides"], "seed=2" in rows[2]["overrides"]] == [True, True]
-    subprocess.run(
-        ["scancel", "--user", os.environ.get("USER", "root")], env=environment, check=True
-    )
-    _, errors = sweep.communicate(timeout=120)
-    assert sweep.returncode == 1
-    assert "cancelled" in errors and "Traceback" not in errors
+    slurms(environment, "scancel", "--user", os.environ.get("USER", "root"))
+    done = sweep.wait(120)
+    assert done.returncode == 1
+    assert "cancelled" in done.stderr and "Traceback" not in done.stderr
     rows = wait_for_statuses(tmp_path, environment, 3 * ["cancelled"])
     assert [row["status"] for row in rows] == 3 * ["cancelled"]

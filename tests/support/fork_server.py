@@ -124,7 +124,8 @@ class Server:
 
         A request is ``{"arguments": [...], "env": {...}, "cwd": "..."}`` with three descriptors:
         standard output, standard error, and where to report the copy's process id and later its
-        exit status. A copy leads a process group of its own.
+        exit status. A copy leads a process group of its own. A variable ``EXECUTABLE`` says what it
+        takes for Python's: what it starts with that may be a copy too.
         """
         while True:
             for key, _ in self._selector.select():
@@ -265,6 +266,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.executable = os.environ.get("EXECUTABLE", sys.executable)
     os.chdir(request["cwd"])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
