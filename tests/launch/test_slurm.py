@@ -22,7 +22,7 @@ SWEEP = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Variables for a cluster whose jobs are copies of the fork server (their Python is a script)."""
+    """Variables for a cluster, whose jobs are copies of the fork server."""
     executable = tmp_path_factory.mktemp("python") / "python"
     executable.write_text(f'#!/bin/sh\nexec {FORKED_PYTHON} "$@"\n')
     executable.chmod(0o755)
@@ -117,8 +117,8 @@ def test_a_sweep_whose_jobs_are_requeued_is_finished_and_collected(environment, 
 
 def test_cancelled_jobs_are_reported_even_if_they_never_began(environment, tmp_path):
     sweep = start(
-        environment, "steps=1000000", "eval_every=5", "seed=0,1,2", "hydra.launcher.array_parallelism=1",
-        f"hydra.sweep.dir={tmp_path}",
+        environment, "steps=1000000", "eval_every=5", "seed=0,1,2",
+        "hydra.launcher.array_parallelism=1", f"hydra.sweep.dir={tmp_path}",
     )  # fmt: skip
     wait_for_rows(tmp_path)
     array = arrays(environment)[0]
