@@ -1,14 +1,12 @@
 """Which kernels a GPU gets: Triton's, if the machine can build what launches them."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dlion import kernels
+from tests.support.runs import python
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,44 +15,42 @@ pytestmark = [
 ]
 
 CHOOSE = """
-import sysconfig, sys, torch
+import os, sysconfig, sys, torch
 from torch._subclasses import FakeTensorMode
 from dlion import kernels
 
+folder, *compiler = sys.argv[1:]
+os.environ["PATH"] = folder
+os.environ.pop("CC", None)
+os.environ.update({"CC": name for name in compiler})
 real = sysconfig.get_path
-sysconfig.get_path = lambda name, *more: sys.argv[1] if name == "include" else real(name, *more)
+sysconfig.get_path = lambda name, *more: folder if name == "include" else real(name, *more)
 with FakeTensorMode():  # which has CUDA tensors where there is no GPU
     vector = torch.empty(64, device="cuda")
 print(*(kernels.choose(vector).__name__ for _ in range(2)))
 """
 
 
-def chosen(folder: Path, *files: str, **env: str) -> tuple[str, str]:
+def chosen(folder: Path, *files: str, compiler: str | None = None) -> tuple[str, str]:
     """Return which module CUDA tensors get, twice, and what is printed about it.
 
     Args:
         folder: where programs and headers are looked for.
         files: those that are there.
-        env: further variables.
+        compiler: what a variable names.
     """
     for name in files:
         (folder / name).touch(mode=0o755)
-    clean = {name: value for name, value in os.environ.items() if name != "CC"}
-    done = subprocess.run(
-        [sys.executable, "-c", CHOOSE, folder],
-        env=clean | env | {"PATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", CHOOSE, folder, *filter(None, [compiler]))
+    assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     assert first == second
     return first.rpartition(".")[2], done.stderr
 
 
-@pytest.mark.parametrize(("compiler", "env"), [("clang", {}), ("mine", {"CC": "mine"})])
-def test_triton_runs_where_it_finds_a_compiler(tmp_path, compiler, env):
-    module, errors = chosen(tmp_path, "Python.h", compiler, **env)
+@pytest.mark.parametrize(("program", "named"), [("clang", None), ("mine", "mine")])
+def test_triton_runs_where_it_finds_a_compiler(tmp_path, program, named):
+    module, errors = chosen(tmp_path, "Python.h", program, compiler=named)
     assert module == "triton_cuda" and "RuntimeWarning" not in errors
 
 
@@ -63,7 +59,7 @@ def test_without_a_compiler_the_reference_runs_after_one_warning(tmp_path):
     assert module == "reference"
     assert errors.count("RuntimeWarning: kernels run in plain torch, which is much slower") == 1
     assert "Triton needs a C compiler: install gcc or clang, or let CC name one" in errors
-    assert chosen(tmp_path, "gcc", CC="missing")[0] == "reference"
+    assert chosen(tmp_path, "gcc", compiler="missing")[0] == "reference"
 
 
 def test_so_it_does_without_the_headers_of_python(tmp_path):

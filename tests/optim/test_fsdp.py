@@ -169,7 +169,7 @@ def in_each_process() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for replicas, shards in ((2, 2), (4, 1), (1, 4)):
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        for name, how in HOW.items() if replicas > 1 else [("plain", {})]:
+        for name, how in HOW.items() if (replicas, shards) == (2, 2) else [("plain", {})]:
             model = sharded(mesh, **how.get("policy", {}))
             storages = [param.to_local().data_ptr() for param in model.parameters()]
             settings = {k: v for k, v in how.items() if k in ("overlap", "bucket_cap_mb")}
@@ -225,9 +225,7 @@ def seen() -> Iterator[dict[str, Any]]:
     return run_processes(4, in_each_process)
 
 
-@pytest.mark.parametrize(
-    "case", [*(f"{mesh} {name}" for mesh in ("2x2", "4x1") for name in HOW), "1x4 plain"]
-)
+@pytest.mark.parametrize("case", [*(f"2x2 {name}" for name in HOW), "4x1 plain", "1x4 plain"])
 def test_replicas_of_shards_are_workers(seen, case):
     assert seen[case] and not seen[f"{case} moved"]
 
