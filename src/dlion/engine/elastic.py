@@ -527,8 +527,8 @@ def _is_refused(manager: Any) -> bool:
 
 def _lost(how: str) -> TrainingFailed:
     return TrainingFailed(
-        f"the lighthouse {how}: start it again at the same address, and this run from its last"
-        " checkpoint"
+        f"the lighthouse {how}: unless the run has ended, start it again at the same address, and"
+        " this run from its last checkpoint"
     )
 
 
