@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from dlion.methods import METHODS
 from tests.conftest import ROOT
 from tests.support.form import Form, form_of
 from tests.support.readmes import commands, words
-from tests.support.runs import FORKED_PYTHON, train
+from tests.support.runs import FORKED_PYTHON, python, train
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 MARKED = re.compile(r"<!-- (test|prints|file: \S+) -->\n```\w+\n(.*?)^```", re.M | re.S)
@@ -30,11 +29,8 @@ def site(tmp_path_factory) -> Path:
     """The site, built by the command that the README says."""
     folder = tmp_path_factory.mktemp("site")
     (typed,) = {c.text for c in commands() if c.text.startswith("sphinx-build")}
-    command = [sys.executable, "-m", "sphinx", "-q", *words(typed)[1:-1], str(folder)]
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    built = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | offline
-    )
+    built = python("-m", "sphinx", "-q", *words(typed)[1:-1], folder, env=offline)
     assert built.returncode == 0, built.stderr
     return folder
 
