@@ -21,8 +21,7 @@ class Headers(NamedTuple):
     """Combined headers of all senders.
 
     Attributes:
-        steps: the step of each sender.
-        broken: of each sender the first parameter whose gradient is not finite, None without one.
+        steps: the step of each sender, see :attr:`broken`.
         checksums: of what each sender must have in common with the others.
         saved: what each sender did with its own state, 0 to 3.
         present: which parameters some sender has a gradient for.
@@ -32,13 +31,18 @@ class Headers(NamedTuple):
     """
 
     steps: list[int]
-    broken: list[int | None]
     checksums: list[int]
     saved: list[int]
     present: list[bool]
     flag: bool
     slow: bool
     agree: bool
+
+    @property
+    def broken(self) -> list[int | None]:
+        """Of each sender the first parameter whose gradient is not finite, None without one."""
+        past_all = 2**32 - len(self.present)
+        return [step - past_all if step >= 2**31 else None for step in self.steps]
 
 
 class Header:
@@ -84,15 +88,13 @@ class Header:
     def decode(self, headers: Tensor) -> Headers:
         """Read the headers of all senders, uint8 ``[m, nbytes]``, in main memory."""
         rows = headers.numpy()
-        steps, checksums = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T.tolist()
-        saved = [checksum >> 30 for checksum in checksums]
-        checksums = [checksum % 2**30 for checksum in checksums]
-        broken = [step - 2**32 + self.parameters if step >= 2**31 else None for step in steps]
+        numbers, said = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T
+        steps, checksums, saved = numbers.tolist(), (said % 2**30).tolist(), (said >> 30).tolist()
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 2).astype(bool)
         *present, flag, slow = flags.tolist()
-        agree = len({*steps}) == len({*checksums}) == 1 and broken[0] is None
-        return Headers(steps, broken, checksums, saved, present, flag, slow, agree)
+        agree = len({*steps}) == len({*checksums}) == 1 and steps[0] < 2**31
+        return Headers(steps, checksums, saved, present, flag, slow, agree)
 
 
 def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
