@@ -1,7 +1,6 @@
 """Layout of parameters in buckets, in the order in which messages leave."""
 
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -192,6 +191,7 @@ class Members:
         together: whether those of a group's kind are all in one bucket.
 
     Attributes:
+        ids: of the parameters of each group.
         frozen: those that were frozen when they were added or looked at last.
     """
 
@@ -205,15 +205,15 @@ class Members:
         self._cap, self._kind, self._whole, self._together = bucket_cap_mb, kind, whole, together
         self.frozen: list[Tensor] = []
         self._in_buckets = 0
-        self._sizes: list[int] = []
-        self._all: list[Tensor] = []
+        self.ids: list[list[int]] = []
+        self._all: list[Tensor] = []  # as long as these are kept, ids are theirs
 
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
         params = group["params"]
         self._in_buckets += len(self.trained_of(group))
         self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
-        self._sizes = [*self._sizes, len(params)]
+        self.ids = [*self.ids, [*map(id, params)]]
         self._all = self._all + params
 
     def trained_of(self, group: dict[str, Any]) -> list[Tensor]:
@@ -256,18 +256,9 @@ class Members:
 
     def check_sizes(self, sizes: list[int]) -> None:
         """Refuse a saved state of groups of other sizes."""
-        if sizes != self._sizes:
+        here = [*map(len, self.ids)]
+        if sizes != here:
             raise ValueError(
-                f"the saved state is of groups of {sizes} parameters, this optimizer has"
-                f" {self._sizes}: load it into the same model with the same groups"
-            )
-
-    def check_unedited(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse parameter groups that were edited by hand: buckets know nothing of it."""
-        here = [tensor for group in groups for tensor in group["params"]]
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != self._sizes or not all(map(operator.is_, here, self._all)):
-            raise RuntimeError(
-                "param_groups were edited, which moves no parameter in or out: add a group with"
-                " add_param_group(), freeze with requires_grad_(False), or make another optimizer"
+                f"the saved state is of groups of {sizes} parameters, this optimizer has {here}:"
+                " load it into the same model with the same groups"
             )

@@ -408,9 +408,11 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 self._step.overlap.forget(bucket)
         del self._buckets[first:]
 
-    def _note_use(self) -> None:
-        """Note that the groups and buckets of now have state: later ones do not join them."""
-        self._used, self._added = (len(self.param_groups), len(self.buckets)), False
+    def _in_use(self) -> list[Bucket]:
+        """Return the buckets, which have state from now on: later groups do not join them."""
+        buckets = self.buckets
+        self._used, self._added = (len(self.param_groups), len(buckets)), False
+        return buckets
 
     def _add_bucket(self, members: list[Member]) -> None:
         owners = self.workers.count if self.has_owner(members[0].group) else None
@@ -428,10 +430,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     def include_unfrozen(self) -> None:
         """Make buckets for parameters that were unfrozen since the last step."""
-        self._note_use()
+        self._in_use()
         for members in self.members.unfrozen(self.param_groups):
             self._add_bucket(members)
-        self._note_use()
+        self._in_use()
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -578,11 +580,13 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if self._join_config.enable:
             uneven.meet(self, here=True)
         self._check_ready()
-        self._note_use()
+        buckets = self._buckets_of_step()
+        for bucket in buckets:
+            bucket.adopt()
+            bucket.adopt_state(self.state)
         if getattr(self, "found_inf", None) is not None and nonfinite.overflowed(self):
             return loss
         local, collected = self.channel.local_participants, self._step.collected
-        buckets = self._buckets_of_step()
         if local and collected == set(local[:-1]):
             self._step.collect(buckets, local[-1])
         if collected != set(local):
@@ -595,10 +599,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Return the buckets, with what was unfrozen before the first worker is collected."""
         if self.members.frozen and not self._step.collected:
             self.include_unfrozen()
-        return self.buckets
+        return self._in_use()
 
     def _check_ready(self) -> None:
-        """Refuse a step that would go wrong, and take over what others have put into the state."""
+        """Refuse a step that would go wrong."""
         if not self._step.taken:
             check_bare(self.params)
             if self.node is None and self._peers.processes > 1 and self._peers.local == 1:
@@ -611,10 +615,11 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 " checkpoint: call load_workers(FOLDER) on every process, or use the integration of"
                 " dlion.frameworks that saved it"
             )
-        self.members.check_unedited(self.param_groups)
-        for bucket in self.buckets:
-            bucket.adopt()
-            bucket.adopt_state(self.state)
+        if [[*map(id, group["params"])] for group in self.param_groups] != self.members.ids:
+            raise RuntimeError(
+                "param_groups were edited, which moves no parameter in or out: add a group with"
+                " add_param_group(), freeze with requires_grad_(False), or make another optimizer"
+            )
 
     def join_hook(self, **kwargs: Any) -> uneven.Shadow:
         """Let ``torch.distributed.algorithms.join.Join`` train on uneven numbers of batches.
