@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.header import Header, Headers, check_in_step, hyperparameters
+from dlion.engine.header import Header, Headers, Sender, check_in_step, hyperparameters
 from dlion.engine.layout import Member, dealt, lay_out
 from dlion.engine.shards import local_part
 from dlion.engine.whole import Whole
@@ -425,25 +425,24 @@ class Bucket:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
         return self.exchange.stages(self.step) if self.run_led is None else self.run_led(self)
 
-    def make_header(self, present: list[bool], trained: int, flag: bool, saved: int) -> Tensor:
+    def make_header(self, present: list[bool], sender: Sender) -> Tensor:
         """Return the header of a worker's message, uint8 ``[header.nbytes]``.
 
         Its checksum is of what must be equal on all workers as long as they keep in step: the
         hyperparameters and how many parameters are trained.
         """
+        step = self.step
         self.flight.rates = rates = hyperparameters(self.distinct_groups)
-        check = zlib.crc32(f"{trained} {rates}".encode()) % 2**30
+        check = zlib.crc32(f"{sender.trained} {rates}".encode()) % 2**30
         slow = self.exchange.channel.slow
-        return self.header.encode(self.step, check, present, flag, slow, saved)
+        return self.header.encode(step, check, present, sender.flag, slow, sender.saved)
 
-    def write_header(
-        self, local: int, present: list[bool], trained: int, flag: bool, saved: int
-    ) -> None:
+    def write_header(self, local: int, present: list[bool], sender: Sender) -> None:
         """Let a header go with a local worker's message, see :meth:`make_header`.
 
         Where ``norms`` are known, it says which gradient is not finite, in place of the step.
         """
-        header = upload(self.make_header(present, trained, flag, saved), self.device)
+        header = upload(self.make_header(present, sender), self.device)
         norms = self.flight.norms.get(local)
         if norms is not None:
             self.header.mark(header, norms)

@@ -45,6 +45,20 @@ class Headers(NamedTuple):
         return [step - past_all if step >= 2**31 else None for step in self.steps]
 
 
+class Sender(NamedTuple):
+    """Facts about a process that all headers of its messages in a step carry.
+
+    Attributes:
+        trained: parameters that are in buckets, or will be before this step is over.
+        flag: a bit of the training loop's own.
+        saved: what the process did with its own state, 0 to 3.
+    """
+
+    trained: int
+    flag: bool
+    saved: int
+
+
 class Header:
     """The header of messages about so many parameters: ``nbytes`` bytes, whole 64-bit words.
 

@@ -192,6 +192,7 @@ class Members:
 
     Attributes:
         ids: of the parameters of each group.
+        in_buckets: how many of them are in buckets, or wait for one.
         frozen: those that were frozen when they were added or looked at last.
     """
 
@@ -204,14 +205,14 @@ class Members:
     ) -> None:
         self._cap, self._kind, self._whole, self._together = bucket_cap_mb, kind, whole, together
         self.frozen: list[Tensor] = []
-        self._in_buckets = 0
+        self.in_buckets = 0
         self.ids: list[list[int]] = []
         self._all: list[Tensor] = []  # as long as these are kept, ids are theirs
 
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
         params = group["params"]
-        self._in_buckets += len(self.trained_of(group))
+        self.in_buckets += len(self.trained_of(group))
         self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
         self.ids = [*self.ids, [*map(id, params)]]
         self._all = self._all + params
@@ -232,7 +233,7 @@ class Members:
         here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
         self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
         buckets = self._lay_out(groups, lambda tensor: id(tensor) in here)
-        self._in_buckets += sum(map(len, buckets))
+        self.in_buckets += sum(map(len, buckets))
         return buckets
 
     def _lay_out(
@@ -248,11 +249,6 @@ class Members:
             cap = None if self._together(kind[0].group) else self._cap
             parts += cut(kind, cap, self._whole)
         return parts
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are in buckets, or will be before this step is over."""
-        return self._in_buckets + sum(tensor.requires_grad for tensor in self.frozen)
 
     def check_sizes(self, sizes: list[int]) -> None:
         """Refuse a saved state of groups of other sizes."""

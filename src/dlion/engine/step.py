@@ -10,6 +10,7 @@ import torch
 from dlion.engine import nonfinite
 from dlion.engine.bucket import Bucket, InFlight
 from dlion.engine.elastic import Elastic
+from dlion.engine.header import Sender
 from dlion.engine.layout import Member
 from dlion.engine.method import Method
 from dlion.engine.overlap import Overlap, Work
@@ -87,13 +88,16 @@ class Step:
                 nonfinite.refuse(buckets, local)
         elif method.nonfinite == "skip" and nonfinite.leave_out(buckets):
             self._skipping.add(local)
+        members = method.members
+        trained = members.in_buckets + sum(tensor.requires_grad for tensor in members.frozen)
+        sender = Sender(trained, method.flag, method.files.here)
         for bucket in buckets:
             if method.node is None:
-                self._write_message(bucket, local, method.flag)
+                self._write_message(bucket, local, sender)
             elif self.overlap is None:
-                self._average(bucket, local, method.flag)
+                self._average(bucket, local, sender)
             else:
-                self._late[bucket] = partial(self._average, bucket, local, method.flag)
+                self._late[bucket] = partial(self._average, bucket, local, sender)
         self.failed = False
 
     def _encode_last(self, bucket: Bucket) -> Work | None:
@@ -109,15 +113,14 @@ class Step:
         local = method.channel.local_participants
         return bool(local and method.buckets) and self.collected - {local[-1]} == set(local[:-1])
 
-    def _average(self, bucket: Bucket, local: int, flag: bool) -> None:
+    def _average(self, bucket: Bucket, local: int, sender: Sender) -> None:
         """Let the node average its gradients, and write the message about their mean."""
-        method = self._method
-        assert method.node is not None
-        trained, saved = method.members.trained, method.files.here
-        header = bucket.make_header(bucket.present(), trained, flag, saved)
-        self._write_message(bucket, local, method.node.average(bucket, header))
+        node = self._method.node
+        assert node is not None
+        flag = node.average(bucket, bucket.make_header(bucket.present(), sender))
+        self._write_message(bucket, local, sender._replace(flag=flag))
 
-    def _write_message(self, bucket: Bucket, local: int, flag: bool) -> None:
+    def _write_message(self, bucket: Bucket, local: int, sender: Sender) -> None:
         """Move a worker that moves by itself, and write its message and the header, if any."""
         method = self._method
         if method.moves_alone:
@@ -130,7 +133,7 @@ class Step:
         own = (rows[local] for rows in bucket.own.values())
         with method.channel.timer.encode, bucket.untouched(present, own):
             method.encode(bucket, local)
-        bucket.write_header(local, present, method.members.trained, flag, method.files.here)
+        bucket.write_header(local, present, sender)
 
     # ------------------------------------------------------------------ messages -> parameters
 
