@@ -187,6 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
     moves_alone: ClassVar[bool] = False  # whether a worker moves between exchanges
+    exchanges: bool = True  # whether the step at hand exchanges messages
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # torch.amp.GradScaler sets both
@@ -652,11 +653,6 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         return self.workers.group or dist.group.WORLD
 
     # ------------------------------------------------------------------ a step that moves by itself
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the step at hand exchanges messages."""
-        return True
 
     def move(self, bucket: Bucket, local: int) -> None:
         """Move a local worker by its own gradients, before its message; for ``moves_alone``."""

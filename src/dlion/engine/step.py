@@ -144,13 +144,15 @@ class Step:
         """
         if self.failed:
             raise RuntimeError(_HALF_WAY)
+        method = self._method
         self.failed = True  # until all answers are applied
         exchanged = exchange and self._exchange_and_update(buckets)
         self.failed = False
-        if exchanged or self._method.moves_alone:
+        if exchanged or method.moves_alone:
             self._conclude(buckets)
         self.forget(buckets)
-        self._method.end_step(exchanged)
+        if method.moves_alone:
+            method.end_step(exchanged)
 
     def _exchange_and_update(self, buckets: Sequence[Bucket]) -> bool:
         """Let all messages leave, wait for the answers and apply them; return whether it did.

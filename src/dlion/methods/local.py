@@ -122,7 +122,7 @@ class LocalUpdate(DistributedOptimizer):
         self._host_next()
 
     @property
-    def exchanges(self) -> bool:
+    def exchanges(self) -> bool:  # pyrefly: ignore[bad-override] - of the others it never changes
         """Whether the step at hand is the last of its round."""
         return self._last or (self.param_groups[0]["steps"] + 1) % self.local_steps == 0
 
