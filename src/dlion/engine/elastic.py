@@ -308,7 +308,8 @@ class Elastic:
         buckets, error = optimizer.buckets, None
         try:
             wait(buckets)
-            optimizer.after_step()
+            if optimizer.after_step is not None:
+                optimizer.after_step(buckets, optimizer.channel)
             optimizer.channel.barrier()
         except TrainingFailed as failed:
             if not self._others_are_odd():

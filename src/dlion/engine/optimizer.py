@@ -188,6 +188,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     skips_missing: ClassVar[bool] = True
     moves_alone: ClassVar[bool] = False  # whether a worker moves between exchanges
     exchanges: bool = True  # whether the step at hand exchanges messages
+    # collective work after all updates, such as averaging momenta
+    after_step: Callable[[Sequence[Bucket], Channel], None] | None = None
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # torch.amp.GradScaler sets both
@@ -303,9 +305,6 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     @abstractmethod
     def update(self, bucket: Bucket) -> None:
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
-
-    def after_step(self) -> None:
-        """Run the collective work after all updates, such as averaging momenta."""
 
     def state_names(self, bucket: Bucket) -> StateNames:
         """Return the names of the state of a bucket's parameters."""

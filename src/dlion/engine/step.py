@@ -160,7 +160,7 @@ class Step:
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
         later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
         """
-        overlap = self.overlap
+        method, overlap = self._method, self.overlap
         if overlap is not None:
             for bucket in buckets[overlap.sent :]:
                 overlap.send(bucket, self._late.pop(bucket, None))
@@ -176,7 +176,8 @@ class Step:
         for batch in zip(buckets) if on_cpu else [buckets]:
             self.wait(batch)
             self._apply(batch)
-        self._method.after_step()
+        if method.after_step is not None:
+            method.after_step(buckets, method.channel)
         return True
 
     def wait(self, buckets: Sequence[Bucket]) -> None:

@@ -20,7 +20,6 @@ from dlion.exchange import (
     measure_costs,
 )
 from dlion.kernels import Gradients
-from dlion.methods.sync import MomentumSync
 from dlion.methods.updates import descent, sign_descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
@@ -44,7 +43,6 @@ class SignedDescent(DistributedOptimizer):
     """
 
     own_state = ["momentum"]
-    _sync: MomentumSync | None = None  # of methods that average momenta
 
     def __init__(
         self,
@@ -163,10 +161,6 @@ class SignedDescent(DistributedOptimizer):
         else:
             sums = exchange.down.view(exchange.answer)
             kernels.apply_levels(params, sums, exchange.largest, *rates)
-
-    def after_step(self) -> None:
-        if self._sync is not None:
-            self._sync.after_step(self.buckets, self.channel)
 
     def prepare(self) -> None:
         rehearse(self)
