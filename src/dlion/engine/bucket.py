@@ -131,6 +131,7 @@ class Bucket:
         self.regroup(member.group for member in members)
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
         self.header = Header(len(members))
+        self._tensors: list[Tensor] = [slot.tensor for slot in self.slots]
         self.flight = InFlight()
         self.published: list[tuple[Tensor, str, Tensor]] = []
         self._places = {(None, None): self.places}
@@ -306,7 +307,7 @@ class Bucket:
         fragments = self._fragments.get(rows.data_ptr())
         if fragments is None:
             fragments = self._fragments[rows.data_ptr()] = list(self._cut(rows))
-        grads, views, parts = self.vectors(slice(None)), [], []
+        grads, views, parts = self.grads().tensors, [], []
         for index, start, stop, view in fragments:
             grad = grads[index]
             if grad is None:
@@ -320,14 +321,18 @@ class Bucket:
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters, as much of each as is here."""
-        tensors: list[Tensor] = [slot.tensor for slot in self.slots]
-        return [*map(local_part, tensors)] if self.sharded else tensors
+        return [*map(local_part, self._tensors)] if self.sharded else self._tensors
 
-    def vectors(self, slots: slice) -> list[Tensor | None]:
-        """Return the latest gradients of some parameters as vectors, None without one.
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter was written to, which this optimizer's updates are not."""
+        return [tensor._version for tensor in self.tensors]
 
-        They are in the parameters' memory order and without gaps: what autograd has expanded is
-        copied.
+    def grads(self, slots: slice = slice(None)) -> Gradients:
+        """Return the latest gradients, of all parameters or some, where autograd has left them.
+
+        They are vectors in the parameters' memory order and without gaps: what autograd has
+        expanded is copied.
         """
         vectors: list[Tensor | None] = []
         for slot in self.slots[slots]:
@@ -340,19 +345,10 @@ class Bucket:
                 grad = grad if slot.order is None else grad.permute(slot.order)
                 grad = grad.flatten().contiguous()
             vectors.append(grad)
-        return vectors
-
-    @property
-    def grads(self) -> Gradients:
-        """The latest gradients, where autograd has left them."""
-        return self.grads_of(slice(None))
-
-    def grads_of(self, slots: slice) -> Gradients:
-        """Return the latest gradients of some parameters, as :attr:`grads`."""
         key = slots.start, slots.stop
         if key not in self._places:
             self._places[key] = Places(self.places.spans[slots])
-        return Gradients(self.vectors(slots), self._places[key])
+        return Gradients(vectors, self._places[key])
 
     def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
@@ -363,7 +359,7 @@ class Bucket:
         if self.device.type == "cuda":
             yield 0, self.own[name][local], self.gradients()
         else:
-            yield from self.grads.parts(self.own[name][local])
+            yield from self.grads().parts(self.own[name][local])
 
     def gradients(self) -> Tensor:
         """Copy the latest gradients to float32 ``[padded]``; the next call overwrites it."""
@@ -382,7 +378,7 @@ class Bucket:
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient, float32 ``[T]``, 0 where there is none."""
-        grads = self.grads
+        grads = self.grads()
         precision = torch.promote_types(self.dtype, torch.float32)
         found = iter(torch._foreach_norm(grads.present, dtype=precision) if grads.present else ())
         if len(grads.present) == len(self.slots):

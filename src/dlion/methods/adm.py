@@ -51,7 +51,7 @@ class DeltaModulated(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         exchange, momentum = bucket.exchange, bucket.own["momentum"][local]
-        parts = [(bucket.grads_of(run.slots), *run.values[0]) for run in bucket.runs("betas")]
+        parts = [(bucket.grads(run.slots), *run.values[0]) for run in bucket.runs("betas")]
         if not exchange.begun:
             sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in parts]
             exchange.start(local, torch.cat(sizes))

@@ -126,7 +126,7 @@ class SignedDescent(DistributedOptimizer):
     def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
         """Yield gradients, and the betas of their direction and of their momentum."""
         for run in bucket.runs("betas"):
-            yield bucket.grads_of(run.slots), run.values[0]
+            yield bucket.grads(run.slots), run.values[0]
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """The bit that a local worker sends for u = 0 or NaN: whether +1.
@@ -258,4 +258,4 @@ class Signum(SignedDescent):
 
     def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
         for run in bucket.runs("momentum"):  # equal betas: Lion's direction is the new momentum
-            yield bucket.grads_of(run.slots), (run.values[0],) * 2
+            yield bucket.grads(run.slots), (run.values[0],) * 2

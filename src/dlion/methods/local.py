@@ -95,7 +95,7 @@ class LocalUpdate(DistributedOptimizer):
             shared = bucket.shared["outer"]
             bucket.params.copy_(shared if local is None else bucket.own["local"][local])
             bucket.write_back()
-            self._hosted[bucket] = _versions(bucket)
+            self._hosted[bucket] = bucket.versions
 
     def end_round(self) -> None:
         self._last = True
@@ -163,21 +163,21 @@ class LocalUpdate(DistributedOptimizer):
     @torch.no_grad()
     def _take_over(self, bucket: Bucket, local: int) -> None:
         """Take over values written into the model since its parameters were put there."""
-        if _versions(bucket) == self._hosted.get(bucket):
+        if bucket.versions == self._hosted.get(bucket):
             return
         bucket.adopt()
         if bucket.step == 0:
             self.begin(bucket)
         else:
             bucket.own["local"][local].copy_(bucket.params)
-        self._hosted[bucket] = _versions(bucket)
+        self._hosted[bucket] = bucket.versions
 
     @torch.no_grad()
     def begin(self, bucket: Bucket) -> None:
         """Let all begin with the parameters in the model."""
         bucket.shared["outer"].copy_(bucket.params)
         bucket.own["local"].copy_(bucket.shared["outer"])
-        self._hosted[bucket] = _versions(bucket)
+        self._hosted[bucket] = bucket.versions
 
 
 class DiLoCo(LocalUpdate):
@@ -268,11 +268,6 @@ class DiLoCo(LocalUpdate):
         vectors = state["outer"], state["momentum_buffer"], answer
         for run in bucket.runs("outer_lr", "outer_momentum"):
             nesterov(*run.of(*vectors), *run.values)
-
-
-def _versions(bucket: Bucket) -> list[int]:
-    """Return each parameter's number of writes; this optimizer's own writes do not count."""
-    return [tensor._version for tensor in bucket.tensors]
 
 
 _BITS = {**MEAN_WIRES, "sign": 1}

@@ -150,7 +150,7 @@ class DGC(SparseOptimizer):
         runs = bucket.runs("momentum")
         if self.clip_norm is None and bucket.device.type != "cuda":
             for run in runs:
-                for start, part, grad in bucket.grads_of(run.slots).parts(velocity):
+                for start, part, grad in bucket.grads(run.slots).parts(velocity):
                     sums = accumulated[start : start + len(part)]
                     kernels.accumulate(part, sums, grad, *run.values)
         else:
