@@ -451,16 +451,14 @@ class Bucket:
             TrainingFailed: if a gradient is not finite and that is to end training, or if workers
                 are in different steps or have different hyperparameters.
         """
-        read = self.header.decode(headers)
-        self.check_in_step(read, self.exchange.channel.participants, "worker")
-        flight = self.flight
+        read, flight = self.header.decode(headers), self.flight
+        if not read.agree:
+            self.refuse(read, self.exchange.channel.participants, "worker")
         flight.present, flight.flag = read.present, read.flag
         flight.slow, flight.saved = read.slow, read.saved
 
-    def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Compare the headers of senders, a ``kind`` of such numbers."""
-        if headers.agree:
-            return
+    def refuse(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
+        """Raise TrainingFailed for headers of senders, a ``kind`` of such numbers, that differ."""
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)
 
     def untouched(

@@ -96,7 +96,8 @@ class Node:
             TrainingFailed: if processes are in different steps or have different hyperparameters.
         """
         headers = bucket.header.decode(self._headers.gather(header[None]))
-        bucket.check_in_step(headers, self._ranks, "process")
+        if not headers.agree:
+            bucket.refuse(headers, self._ranks, "process")
         numel = bucket.exchange.numel
         if bucket.index not in self._means:
             mean = RoundedMean(self._channel, numel, self._wire, device=bucket.device)
