@@ -438,14 +438,16 @@ class Bucket:
 
         Where ``norms`` are known, it says which gradient is not finite, in place of the step.
         """
-        header = upload(self.make_header(present, sender), self.device)
+        header = self.make_header(present, sender)
+        if self.device.type != "cpu":
+            header = upload(header, self.device)
         norms = self.flight.norms.get(local)
         if norms is not None:
             self.header.mark(header, norms)
         self.exchange.encode_header(local, header)
 
     def read_headers(self, headers: Tensor) -> None:
-        """Read the headers of all senders, uint8 ``[m, bytes]`` in main memory.
+        """Read the headers of all senders, uint8 ``[m, bytes]``.
 
         Raises:
             TrainingFailed: if a gradient is not finite and that is to end training, or if workers

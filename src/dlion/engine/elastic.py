@@ -339,7 +339,7 @@ class Elastic:
     def _others_are_odd(self) -> bool:
         """Whether this worker's headers equal those of most workers."""
         for bucket in self._optimizer.buckets:
-            read = bucket.header.decode(bucket.exchange.headers.cpu())
+            read = bucket.header.decode(bucket.exchange.headers)
             if any(broken is not None for broken in read.broken):
                 return False
             said = list(zip(read.steps, read.checksums, strict=True))

@@ -100,8 +100,8 @@ class Header:
         step.copy_(torch.where(norms < torch.inf, step, places).amin())
 
     def decode(self, headers: Tensor) -> Headers:
-        """Read the headers of all senders, uint8 ``[m, nbytes]``, in main memory."""
-        rows = headers.numpy()
+        """Read the headers of all senders, uint8 ``[m, nbytes]``, on any device."""
+        rows = headers.cpu().numpy()
         numbers, said = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T
         steps, checksums, saved = numbers.tolist(), (said % 2**30).tolist(), (said >> 30).tolist()
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])

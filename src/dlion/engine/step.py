@@ -188,7 +188,9 @@ class Step:
                     run_together([bucket.stages() for bucket in buckets])
                 else:
                     self.overlap.wait(buckets)
-                headers = download([bucket.exchange.headers for bucket in buckets])
+                headers = [bucket.exchange.headers for bucket in buckets]
+                if len(headers) > 1:  # one copy, so that a GPU's host waits once
+                    headers = download(headers)
             except RuntimeError as error:
                 if not is_broken(error):
                     raise

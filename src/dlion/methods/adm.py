@@ -10,7 +10,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.engine.step import rehearse
 from dlion.exchange import DeltaVote
-from dlion.methods.updates import sign_descent
+from dlion.methods.dlion import sign_descent
 from dlion.values import Betas, Limits, NotNegative
 
 

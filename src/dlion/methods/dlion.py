@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Unpack
 
+import torch
+
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
@@ -20,12 +22,24 @@ from dlion.exchange import (
     measure_costs,
 )
 from dlion.kernels import Gradients
-from dlion.methods.updates import descent, sign_descent
+from dlion.methods.updates import descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
 
 Aggregation = Literal["mavo", "avg"]
+
+
+def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
+    """``x <- (1 - lr wd) x - scale lr D`` with the signs D of an answer of one bit."""
+    words, runs = bucket.exchange.answer.view(torch.int64), bucket.runs("lr", "weight_decay")
+    if len(runs) == 1:
+        lr, decay = runs[0].values
+        kernels.apply_signs(bucket.params, words, scale * lr, decay / scale)
+        return
+    rates = [(scale * run.values[0], run.values[1] / scale) for run in runs]
+    edges = [*(run.part.start for run in runs), len(bucket.params)]
+    kernels.apply_signs_by_run(bucket.params, words, edges, rates)
 
 
 class SignedDescent(DistributedOptimizer):

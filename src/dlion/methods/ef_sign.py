@@ -8,7 +8,8 @@ from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.engine.step import rehearse
 from dlion.exchange import ScaledSignMean, TrackingVote
 from dlion.kernels.reference import lion_direction
-from dlion.methods.updates import momentum_descent, sign_descent
+from dlion.methods.dlion import sign_descent
+from dlion.methods.updates import momentum_descent
 from dlion.values import Betas, NotNegative, Probability
 
 

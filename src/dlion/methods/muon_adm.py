@@ -10,6 +10,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
 from dlion.methods.adm import DeltaModulated
+from dlion.methods.dlion import sign_descent
 from dlion.methods.muon import (
     RMS,
     Coefficients,
@@ -19,7 +20,6 @@ from dlion.methods.muon import (
     orthogonalise,
 )
 from dlion.methods.sign_muon import LION_SHARE
-from dlion.methods.updates import sign_descent
 from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
 
 

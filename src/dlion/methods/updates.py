@@ -31,18 +31,6 @@ def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: flo
     x.sub_(lr * (answer + momentum * buffer))
 
 
-def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
-    """``x <- (1 - lr wd) x - scale lr D`` with the signs D of an answer of one bit."""
-    words, runs = bucket.exchange.answer.view(torch.int64), bucket.runs("lr", "weight_decay")
-    if len(runs) == 1:
-        lr, decay = runs[0].values
-        kernels.apply_signs(bucket.params, words, scale * lr, decay / scale)
-        return
-    rates = [(scale * run.values[0], run.values[1] / scale) for run in runs]
-    edges = [*(run.part.start for run in runs), len(bucket.params)]
-    kernels.apply_signs_by_run(bucket.params, words, edges, rates)
-
-
 def adamw(
     params: Tensor,
     exp_avg: Tensor,
