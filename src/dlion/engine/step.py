@@ -92,12 +92,11 @@ class Step:
         trained = members.in_buckets + sum(tensor.requires_grad for tensor in members.frozen)
         sender = Sender(trained, method.flag, method.files.here)
         for bucket in buckets:
-            if method.node is None:
-                self._write_message(bucket, local, sender)
-            elif self.overlap is None:
-                self._average(bucket, local, sender)
+            write = partial(self._write_message, bucket, local, sender)
+            if method.node is None or self.overlap is None:
+                write()
             else:
-                self._late[bucket] = partial(self._average, bucket, local, sender)
+                self._late[bucket] = write
         self.failed = False
 
     def _encode_last(self, bucket: Bucket) -> Work | None:
@@ -113,16 +112,15 @@ class Step:
         local = method.channel.local_participants
         return bool(local and method.buckets) and self.collected - {local[-1]} == set(local[:-1])
 
-    def _average(self, bucket: Bucket, local: int, sender: Sender) -> None:
-        """Let the node average its gradients, and write the message about their mean."""
-        node = self._method.node
-        assert node is not None
-        flag = node.average(bucket, bucket.make_header(bucket.present(), sender))
-        self._write_message(bucket, local, sender._replace(flag=flag))
-
     def _write_message(self, bucket: Bucket, local: int, sender: Sender) -> None:
-        """Move a worker that moves by itself, and write its message and the header, if any."""
+        """Move a worker that moves by itself, and write its message and the header, if any.
+
+        With a node, its processes average their gradients before.
+        """
         method = self._method
+        if method.node is not None:
+            header = bucket.make_header(bucket.present(), sender)
+            sender = sender._replace(flag=method.node.average(bucket, header))
         if method.moves_alone:
             method.move(bucket, local)
             if not method.exchanges:
