@@ -408,12 +408,6 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 self._step.overlap.forget(bucket)
         del self._buckets[first:]
 
-    def _in_use(self) -> list[Bucket]:
-        """Return the buckets, which have state from now on: later groups do not join them."""
-        buckets = self.buckets
-        self._used, self._added = (len(self.param_groups), len(buckets)), False
-        return buckets
-
     def _add_bucket(self, members: list[Member]) -> None:
         owners = self.workers.count if self.has_owner(members[0].group) else None
         bucket = Bucket(len(self._buckets), members, owners)
@@ -428,12 +422,17 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         if self._step.overlap is not None:
             self._step.overlap.place(bucket)
 
-    def include_unfrozen(self) -> None:
-        """Make buckets for parameters that were unfrozen since the last step."""
-        self._in_use()
-        for members in self.members.unfrozen(self.param_groups):
-            self._add_bucket(members)
-        self._in_use()
+    def include_unfrozen(self) -> list[Bucket]:
+        """Return the buckets, and make those of parameters unfrozen since the last step.
+
+        All have state from now on: groups that are added later do not join them.
+        """
+        buckets = self.buckets
+        if self.members.frozen:
+            for members in self.members.unfrozen(self.param_groups):
+                self._add_bucket(members)
+        self._used, self._added = (len(self.param_groups), len(buckets)), False
+        return buckets
 
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
@@ -597,9 +596,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     def _buckets_of_step(self) -> list[Bucket]:
         """Return the buckets, with what was unfrozen before the first worker is collected."""
-        if self.members.frozen and not self._step.collected:
-            self.include_unfrozen()
-        return self._in_use()
+        return self.buckets if self._step.collected else self.include_unfrozen()
 
     def _check_ready(self) -> None:
         """Refuse a step that would go wrong."""

@@ -89,7 +89,7 @@ class Step:
         elif method.nonfinite == "skip" and nonfinite.leave_out(buckets):
             self._skipping.add(local)
         members = method.members
-        trained = members.in_buckets + sum(tensor.requires_grad for tensor in members.frozen)
+        trained = members.in_buckets + len([p for p in members.frozen if p.requires_grad])
         sender = Sender(trained, method.flag, method.files.here)
         for bucket in buckets:
             write = partial(self._write_message, bucket, local, sender)
