@@ -455,12 +455,12 @@ class Bucket:
         """
         read, flight = self.header.decode(headers), self.flight
         if not read.agree:
-            self.refuse(read, self.exchange.channel.participants, "worker")
+            self.check_in_step(read, self.exchange.channel.participants, "worker")
         flight.present, flight.flag = read.present, read.flag
         flight.slow, flight.saved = read.slow, read.saved
 
-    def refuse(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Raise TrainingFailed for headers of senders, a ``kind`` of such numbers, that differ."""
+    def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
+        """Look closer at headers of senders, a ``kind`` of such numbers, that do not agree."""
         check_in_step(headers, senders, kind, self.names, self.step, self.groups)
 
     def untouched(

@@ -22,21 +22,27 @@ class Headers(NamedTuple):
 
     Attributes:
         steps: the step of each sender, see :attr:`broken`.
-        checksums: of what each sender must have in common with the others.
+        numbers: of each sender its checksum and, in the two bits above, ``saved``.
         saved: what each sender did with its own state, 0 to 3.
         present: which parameters some sender has a gradient for.
         flag: whether any sender has its flag set.
         slow: whether any sender's links are slow.
-        agree: whether all senders are in one step, with one checksum and finite gradients.
+        agree: whether all say the same step and number, and none has a broken gradient; if not,
+            :func:`check_in_step` looks closer.
     """
 
     steps: list[int]
-    checksums: list[int]
+    numbers: list[int]
     saved: list[int]
     present: list[bool]
     flag: bool
     slow: bool
     agree: bool
+
+    @property
+    def checksums(self) -> list[int]:
+        """Of each sender the checksum of what it must have in common with the others."""
+        return [number % 2**30 for number in self.numbers]
 
     @property
     def broken(self) -> list[int | None]:
@@ -102,13 +108,13 @@ class Header:
     def decode(self, headers: Tensor) -> Headers:
         """Read the headers of all senders, uint8 ``[m, nbytes]``, on any device."""
         rows = headers.cpu().numpy()
-        numbers, said = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T
-        steps, checksums, saved = numbers.tolist(), (said % 2**30).tolist(), (said >> 30).tolist()
+        steps, numbers = np.ascontiguousarray(rows[:, :_NUMBERS]).view("<u4").T.tolist()
+        saved = [number >> 30 for number in numbers]
         bits = np.bitwise_or.reduce(rows[:, _NUMBERS:])
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 2).astype(bool)
         *present, flag, slow = flags.tolist()
-        agree = len({*steps}) == len({*checksums}) == 1 and steps[0] < 2**31
-        return Headers(steps, checksums, saved, present, flag, slow, agree)
+        agree = len({*steps}) == len({*numbers}) == 1 and steps[0] < 2**31
+        return Headers(steps, numbers, saved, present, flag, slow, agree)
 
 
 def plain_values(facts: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Node:
         """
         headers = bucket.header.decode(self._headers.gather(header[None]))
         if not headers.agree:
-            bucket.refuse(headers, self._ranks, "process")
+            bucket.check_in_step(headers, self._ranks, "process")
         numel = bucket.exchange.numel
         if bucket.index not in self._means:
             mean = RoundedMean(self._channel, numel, self._wire, device=bucket.device)
