@@ -18,18 +18,21 @@ def upload(values: Tensor, device: torch.device | str) -> Tensor:
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of one device in main memory, in one copy: the host waits once.
+    """Return tensors in main memory, in one copy from each device: the host waits once for each.
 
     Tensors that are there already are returned as they are.
     """
-    if not tensors or tensors[0].device.type == "cpu":
-        return list(tensors)
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    parts = torch.cat(flat).cpu().split([part.numel() for part in flat])
-    return [
-        part.clone().view(tensor.dtype).view(tensor.shape)  # aligned for its dtype
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+    found = list(tensors)
+    for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        flat = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in here]
+        parts = torch.cat(flat).cpu().split([part.numel() for part in flat])
+        for index, part in zip(here, parts, strict=True):
+            tensor = tensors[index]
+            found[index] = (
+                part.clone().view(tensor.dtype).view(tensor.shape)
+            )  # aligned for its dtype
+    return found
 
 
 def keep_for_this_stream(*tensors: Tensor) -> None:

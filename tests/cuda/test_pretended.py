@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from hydra import compose, initialize_config_dir
 
+from dlion.optim import DLion
 from dlion.suite.launch.check import check
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
@@ -70,6 +71,29 @@ def test_the_bits_are_those_of_the_cpu(alone, method, overlap, partial, travelli
         digest = same_bits.run_case(case, workers, overlap, "cuda", travelling)
     assert gpu.seen.faults == []
     assert digest == on_cpu(method, partial)
+
+
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+def test_parameters_may_be_on_a_gpu_and_in_main_memory(alone, first, nonfinite):
+    """As an embedding is that its GPU has no place for."""
+    other = {"cpu": "cuda", "cuda": "cpu"}[first]
+
+    def trained(*devices: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(64, 8).to(device)) for device in devices]
+        optimizer = DLion(params, lr=0.1, nonfinite=nonfinite)
+        for _ in range(3):
+            grads = [torch.randn(64, 8).to(device) for device in devices]
+            torch.autograd.backward(params, grads)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().cpu() for param in params]
+
+    with pretended_cuda() as gpu:
+        found = trained(first, other, first)
+    assert gpu.seen.faults == []
+    assert all(map(torch.equal, found, trained("cpu", "cpu", "cpu")))
 
 
 @pytest.fixture(scope="module")

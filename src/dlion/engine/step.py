@@ -187,7 +187,7 @@ class Step:
                 else:
                     self.overlap.wait(buckets)
                 headers = [bucket.exchange.headers for bucket in buckets]
-                if len(headers) > 1:  # one copy, so that a GPU's host waits once
+                if len(headers) > 1:  # one copy, so that the host waits once for a GPU
                     headers = download(headers)
             except RuntimeError as error:
                 if not is_broken(error):
