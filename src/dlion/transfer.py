@@ -25,7 +25,7 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     found = list(tensors)
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        flat = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in here]
+        flat = [_bytes(tensors[index]) for index in here]
         parts = torch.cat(flat).cpu().split([part.numel() for part in flat])
         for index, part in zip(here, parts, strict=True):
             tensor = tensors[index]
@@ -33,6 +33,11 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
                 part.clone().view(tensor.dtype).view(tensor.shape)
             )  # aligned for its dtype
     return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor; one element counts as contiguous whatever its stride is."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def keep_for_this_stream(*tensors: Tensor) -> None:

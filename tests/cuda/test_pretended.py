@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from hydra import compose, initialize_config_dir
 
-from dlion.optim import DLion
+from dlion.optim import DistributedOptimizer, DLion
 from dlion.suite.launch.check import check
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
@@ -24,6 +24,7 @@ from tests.conftest import ROOT
 from tests.cuda.configurations import ALL, BUCKETS, THREADS, Limits, Measured, measure
 from tests.cuda.pretend import pretended_cuda
 from tests.cuda.report import table
+from tests.support.methods import of_all
 from tests.support.scripts import script
 
 same_bits = script("same_bits")
@@ -73,27 +74,38 @@ def test_the_bits_are_those_of_the_cpu(alone, method, overlap, partial, travelli
     assert digest == on_cpu(method, partial)
 
 
-@pytest.mark.parametrize("nonfinite", [None, "skip"])
-@pytest.mark.parametrize("first", ["cpu", "cuda"])
-def test_parameters_may_be_on_a_gpu_and_in_main_memory(alone, first, nonfinite):
-    """As an embedding is that its GPU has no place for."""
-    other = {"cpu": "cuda", "cuda": "cpu"}[first]
+def trained_alone(
+    cls: type[DistributedOptimizer], options: dict[str, Any], *devices: str
+) -> list[torch.Tensor]:
+    """Return parameters on these devices after three steps of a worker that has no others."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(64, 8).to(device)) for device in devices]
+    optimizer = cls(params, lr=0.1, **options)
+    for _ in range(3):
+        grads = [torch.randn(64, 8).to(device) for device in devices]
+        torch.autograd.backward(params, grads)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().cpu() for param in params]
 
-    def trained(*devices: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(64, 8).to(device)) for device in devices]
-        optimizer = DLion(params, lr=0.1, nonfinite=nonfinite)
-        for _ in range(3):
-            grads = [torch.randn(64, 8).to(device) for device in devices]
-            torch.autograd.backward(params, grads)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.detach().cpu() for param in params]
 
+@of_all
+def test_one_worker_may_be_alone(alone, method, cls, options):
     with pretended_cuda() as gpu:
-        found = trained(first, other, first)
+        found = trained_alone(cls, options, "cuda", "cuda")
     assert gpu.seen.faults == []
-    assert all(map(torch.equal, found, trained("cpu", "cpu", "cpu")))
+    assert all(map(torch.equal, found, trained_alone(cls, options, "cpu", "cpu")))
+
+
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+@pytest.mark.parametrize("devices", [("cpu", "cuda", "cpu"), ("cuda", "cpu", "cuda")])
+def test_parameters_may_be_on_a_gpu_and_in_main_memory(alone, devices, nonfinite):
+    """As an embedding is that its GPU has no place for."""
+    options = {"nonfinite": nonfinite}
+    with pretended_cuda() as gpu:
+        found = trained_alone(DLion, options, *devices)
+    assert gpu.seen.faults == []
+    assert all(map(torch.equal, found, trained_alone(DLion, options, "cpu", "cpu", "cpu")))
 
 
 @pytest.fixture(scope="module")
