@@ -34,7 +34,6 @@ from dlion.suite.record.provenance import commit
 
 SETTINGS = ["optimizer=dlion_mavo", "workers=4", "logger=none", "log_every=5"]
 FAULTS = ("worker killed", "launcher killed", "told to leave", "worker stopped")
-IN_SMOKE = FAULTS[:2]
 OF_LAUNCHER = ("launcher killed", "told to leave")
 SIGNALS = {"told to leave": signal.SIGTERM, "worker stopped": signal.SIGSTOP}
 LIMIT = 120  # seconds until a fault must have been noticed, or overcome
@@ -157,7 +156,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(1), default=16000)
     parser.add_argument("--rate", type=link, default=10**6, help="of the links, or loopback")
     parser.add_argument("--seed", type=whole(0), default=0)
-    args = parser.read(arguments, minutes=5, steps=60, rate=10**9)
+    args = parser.read(arguments, minutes=5, steps=200, rate=10**9)
     args.rates = [args.rate]
     parser.check_links(args)
     (args.rate,) = args.rates
@@ -165,9 +164,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def faults(args: argparse.Namespace, rng: random.Random) -> Iterator[tuple[float, str]]:
-    """Yield the seconds to wait before a fault, and which it is; in the smoke form two."""
+    """Yield the seconds to wait before a fault, and which it is; in the smoke form each once."""
     if args.smoke:
-        yield from zip(itertools.repeat(0.0), IN_SMOKE, strict=False)
+        yield from zip(itertools.repeat(0.0), FAULTS, strict=False)
         return
     while True:
         yield rng.expovariate(1 / args.mean), rng.choice(FAULTS)

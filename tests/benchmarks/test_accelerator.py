@@ -35,9 +35,10 @@ def on_a_bare_machine(tmp_path, packages: str, parts: str) -> dict[str, list[dic
 
 @pytest.mark.slow
 def test_it_needs_torch_and_its_compilers_only_and_says_what_training_needs(tmp_path):
-    rows = on_a_bare_machine(tmp_path, "triton,numba,llvmlite", "steps,train")
-    assert len(rows["steps"]) > 3
-    assert not any("skipped" in row for row in rows["steps"])
+    rows = on_a_bare_machine(tmp_path, "triton,numba,llvmlite", "kernels,steps,train,nccl")
+    for part in ("kernels", "steps", "nccl"):
+        assert len(rows[part]) > 3
+        assert not any("skipped" in row for row in rows[part])
     assert "lion-pytorch" not in {row["case"] for row in rows["steps"]}
     missing = {row["skipped"] for row in rows["train"]}
     assert missing == {"type pip install timm torchvision transformers"}

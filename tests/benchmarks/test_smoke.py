@@ -80,10 +80,7 @@ def test_the_smallest_form_measures_everything_and_leaves_results_alone(form, tm
     if form == "soak":
         measured = json.loads((tmp_path / "out" / "soak.json").read_text())
         assert measured["equal"] is True
-        assert [event["fault"] for event in measured["events"]] == [
-            "worker killed",
-            "launcher killed",
-        ]
+        assert len({event["fault"] for event in measured["events"]}) == 4
     else:
         for file in (tmp_path / "out").glob("*.json"):
             measured = json.loads(file.read_text())

@@ -30,11 +30,10 @@ from tests.support.scripts import script
 same_bits = script("same_bits")
 STEPS = 4  # in each of which other workers take part
 QUICK = ["dlion_mavo", "terngrad"]
-# with overlap every method and what is not said by its class; without it each kind of limit
-ALIKE = ["DLion ties=zero", "DLion nonfinite=stop", "DiLoCo int8", "DLion grid", "DLion 2 workers"]
-ALIKE += ["LionCub grid", "DLion node float32", "LionCub node"]  # as others in ALL
-ALONE = ["DLion", "DGC", "DLion nonfinite=skip", "DLion grid, 2 workers"]
-MEASURED = [(name, True) for name in ALL if name not in ALIKE] + [(name, False) for name in ALONE]
+# each configuration with overlap, and each kind of exchange and of limit without it
+ALONE = ["DLion", "GAdamW", "DGC", "LionCub", "PowerSGD", "DiLoCo", "DLion nonfinite=skip"]
+ALONE += ["DLion grid, 2 workers", "GMuon node"]
+MEASURED = [(name, True) for name in ALL] + [(name, False) for name in ALONE]
 
 
 @pytest.fixture
