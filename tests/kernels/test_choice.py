@@ -37,7 +37,7 @@ def chosen(folder: Path, *files: str, compiler: str | None = None) -> tuple[str,
     Args:
         folder: where programs and headers are looked for.
         files: those that are there.
-        compiler: what a variable names.
+        compiler: what the variable ``CC`` names.
     """
     for name in files:
         (folder / name).touch(mode=0o755)

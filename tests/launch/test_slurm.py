@@ -27,10 +27,10 @@ def environment(tmp_path_factory):
     executable.write_text(f'#!/bin/sh\nexec {FORKED_PYTHON} "$@"\n')
     executable.chmod(0o755)
     with slurm.cluster(nodes=2, cpus=4) as env:
-        slurms = {name: env[name] for name in env.keys() - os.environ.keys()}
+        clusters = {name: env[name] for name in env.keys() - os.environ.keys()}
         # the nodes' names mean nothing to this machine's resolver
         local = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        yield slurms | local | {"EXECUTABLE": str(executable)}
+        yield clusters | local | {"EXECUTABLE": str(executable)}
 
 
 def start(environment, *overrides: str) -> Run:
