@@ -139,6 +139,29 @@ def test_all_are_equal_after_a_death_and_a_join(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "options"), [("dlion_mavo", OVERLAP), ("g_adamw", "{}")])
+def test_a_worker_that_stops_is_not_waited_for_and_comes_back(
+    crew: Callable[..., Crew], method: str, options: str
+) -> None:
+    run = crew(method, options)
+    for name in "abc":
+        run.start(name)
+    run.see("a", 3)
+    run.processes["b"].send_signal(signal.SIGSTOP)  # its connections stay open
+    run.see("a", 2)
+    run.see("c", 2)
+    stopped = max(run.rows("b"))
+    run.processes["b"].send_signal(signal.SIGCONT)
+    run.wait(lambda: max(run.rows("b")) > stopped + 5)
+    run.see("a", 3)
+    run.stop()
+    rows = [run.rows(name) for name in "abc"]
+    agree(*rows)
+    seen = set.union(*map(set, rows))
+    assert seen == {*range(max(seen) + 1)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), [("dlion_mavo", OVERLAP), ("sign_muon_mavo", "{}")])
 def test_workers_of_several_processes_die_and_join_whole(
     crew: Callable[..., Crew], method: str, options: str, tmp_path: Path

@@ -24,7 +24,7 @@ from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Any, cast
 
 import torch
@@ -94,6 +94,8 @@ class Elastic:
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
+        self._silence = _SILENT  # seconds, of a peer for whom others wait
+        self._suspects: set[str] = set()  # peers that were not waited for
         self._ahead: set[str] = set()  # workers that have begun it, as long as they live
         self._id = int.from_bytes(os.urandom(7), "little")
         self._lineage = 0  # of the steps that this worker's state has seen
@@ -155,10 +157,9 @@ class Elastic:
         page = _page(self.manager)
         if page is None:
             return  # asking for a quorum tells more
-        steps = re.findall(r"<b>(\S+)</b>\s*<br/>\s*Step: (\d+)", page)
-        seen = re.findall(r"(\S+): seen ([\d.]+)s ago", page)
-        alive = {name for name, seconds in seen if float(seconds) < _SILENT}
-        self._ahead = (self._ahead | {name for name, step in steps if int(step)}) & alive
+        steps, silence = _steps_and_silence(page)
+        alive = {name for name, seconds in silence.items() if seconds < _SILENT}
+        self._ahead = (self._ahead | {name for name, step in steps.items() if step}) & alive
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
@@ -268,7 +269,8 @@ class Elastic:
         """
         failed: RuntimeError | None = None
         try:
-            work()
+            with self._watched():
+                work()
         except RuntimeError as error:
             if not is_broken(error):
                 raise
@@ -307,10 +309,11 @@ class Elastic:
         optimizer = self._optimizer
         buckets, error = optimizer.buckets, None
         try:
-            wait(buckets)
-            if optimizer.after_step is not None:
-                optimizer.after_step(buckets, optimizer.channel)
-            optimizer.channel.barrier()
+            with self._watched():
+                wait(buckets)
+                if optimizer.after_step is not None:
+                    optimizer.after_step(buckets, optimizer.channel)
+                optimizer.channel.barrier()
         except TrainingFailed as failed:
             if not self._others_are_odd():
                 raise
@@ -329,6 +332,46 @@ class Elastic:
         else:
             self._abort()  # so that the next quorum makes exchanges again: they have moved too
         return self.committed
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Wait for peers inside, unless the lighthouse has not heard of one for a while.
+
+        Who stops, or loses power or network, closes no connection: all would wait for ``timeout``.
+        """
+        over, lock = Event(), Lock()
+        Thread(target=self._watch, args=(over, lock), daemon=True).start()
+        try:
+            yield
+        finally:
+            with lock:
+                over.set()
+
+    def _watch(self, over: Event, lock: Lock) -> None:
+        seconds = _SILENT
+        while not over.wait(seconds):
+            seconds = _LOOK
+            silent = self._silent_peers()
+            with lock:
+                if silent and not over.is_set():
+                    self._suspects |= silent
+                    self.manager._pg.abort()  # whoever waits gets an error
+                    return
+
+    def _silent_peers(self) -> set[str]:
+        """Return which workers of this quorum the lighthouse has not heard of for too long.
+
+        One that comes back was alive, behind a link that is busy with messages, say: from then on
+        it takes twice as long.
+        """
+        page = _page(self.manager) or ""
+        steps, silence = _steps_and_silence(page)
+        if silence.get(self.manager._logger._replica_id, 0.0) > _SILENT:
+            return set()  # the lighthouse has stopped for a while, or this worker
+        if any(silence.get(name, self._silence) < _SILENT for name in self._suspects & {*steps}):
+            self._suspects.clear()
+            self._silence *= 2
+        return {name for name in steps if silence.get(name, 0.0) > self._silence}
 
     def put_back(self) -> None:
         """Undo what encoding has moved, as the step was not committed."""
@@ -498,6 +541,13 @@ def _page(manager: Any) -> str | None:
         return _read_page(address, _CONNECTING)[0]
     except (OSError, HTTPException):
         return None
+
+
+def _steps_and_silence(page: str) -> tuple[dict[str, int], dict[str, float]]:
+    """Return the steps of the workers of the latest quorum, and seconds since all were heard of."""
+    steps = re.findall(r"<b>(\S+)</b>\s*<br/>\s*Step: (\d+)", page)
+    seen = re.findall(r"(\S+): seen ([\d.]+)s ago", page)
+    return {name: int(step) for name, step in steps}, {name: float(ago) for name, ago in seen}
 
 
 def _read_page(address: tuple[str, int], limit: float) -> tuple[str, str]:

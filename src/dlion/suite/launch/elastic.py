@@ -14,6 +14,7 @@ from dlion.suite.machine import die_with
 from dlion.suite.training.signals import SIGNALS
 
 _STARTING = 60.0  # seconds
+_SILENCE = 1.0  # seconds, of workers of this machine: no link is between
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def _serve(ready: Connection, parent: int) -> None:
     for number in SIGNALS:  # the launcher ends it, last of all
         signal.signal(number, signal.SIG_IGN)
     die_with(parent)
-    lighthouse = start(f"{HOST}:0")
+    lighthouse = start(f"{HOST}:0", silence=_SILENCE)
     ready.send(f"{HOST}:{lighthouse.address().rpartition(':')[2]}")
     signal.pause()
 
