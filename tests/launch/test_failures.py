@@ -2,6 +2,7 @@
 
 import errno
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import re
@@ -57,6 +58,20 @@ def whole(tmp_path_factory):
     directory = tmp_path_factory.mktemp("whole") / "run"
     assert run_faulty(directory) == []
     return record(directory)
+
+
+def _is_free() -> bool:
+    """Whether the directory of this run may be removed, as systemd sees it."""
+    descriptor = os.open(Path(os.environ["DLION_RENDEZVOUS"]).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_a_run_of_many_days_keeps_its_directory():
+    assert run_processes(1, _is_free) is False
 
 
 def _end(how: str):

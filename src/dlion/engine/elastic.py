@@ -94,6 +94,7 @@ class Elastic:
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
+        self._prepared = False
         self._silence = _SILENT  # seconds, of a peer for whom others wait
         self._suspects: set[str] = set()  # peers that were not waited for
         self._ahead: set[str] = set()  # workers that have begun it, as long as they live
@@ -115,6 +116,8 @@ class Elastic:
                 if the run has other settings.
             Stopped: if :attr:`interrupted` says so.
         """
+        if not self._prepared:
+            self._prepare()
         waiting = False
         while not self.open:
             self._look_ahead()
@@ -137,6 +140,15 @@ class Elastic:
                 self._give_up(error.original_exception)
             if not self.manager.should_commit():  # which makes it ask for another quorum
                 time.sleep(_RETRY if n < least else 0)
+
+    def _prepare(self) -> None:
+        """Compile the kernels of a CPU before others wait for this worker."""
+        optimizer = self._optimizer
+        if all(bucket.device.type == "cpu" for bucket in optimizer.buckets):
+            before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
+            optimizer.prepare()
+            optimizer.channel.traffic = before
+        self._prepared = True
 
     def _all(self, ready: bool) -> bool:
         """Whether all processes of this worker are ready: FSDP2's move in step."""
@@ -661,7 +673,8 @@ def join(
         address: of this machine, for the other workers; None: the one that it reaches the
             lighthouse from. Gloo, which carries messages, listens on its interface, unless the
             environment variable GLOO_SOCKET_IFNAME names another.
-        timeout: seconds that a worker may hang before the others continue without it.
+        timeout: seconds that a worker may hang, and still say that it is alive, before the others
+            continue without it.
         patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
         group: of the processes that are one worker, over which FSDP2 shards the model. They live
             and die together, as torchrun's do. All call this, with the same arguments.

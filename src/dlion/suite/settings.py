@@ -95,7 +95,8 @@ class Elastic:
             processes= or else workers= says; HOST:PORT: join the run of that one, with
             processes= workers or else one; null: workers do not change.
         min_workers: with fewer, those present wait.
-        timeout: seconds that a worker may hang before the others continue without it.
+        timeout: seconds that a worker may hang, and still say that it is alive, before the others
+            continue without it.
     """
 
     lighthouse: Annotated[str, Limits(min_length=1), Called("here, HOST:PORT")] | None

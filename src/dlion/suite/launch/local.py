@@ -7,6 +7,7 @@ hosts such a server and forks beside it: now and then a child inherits a held lo
 starts.)
 """
 
+import fcntl
 import gc
 import json
 import logging
@@ -113,7 +114,7 @@ def run_processes(
     deaths = deaths or Deaths(0, 0, 0)
     errors = _Errors(processes if watched else 0)
     folder = tempfile.TemporaryDirectory(prefix="dlion-processes-", ignore_cleanup_errors=True)
-    with SignalNotice(pass_on) as notice, folder as name, errors:
+    with SignalNotice(pass_on) as notice, folder as name, _kept(name), errors:
         directory = Path(name)  # in which processes meet, and say how they ended
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a child has its own handlers
         others = multiprocessing.active_children()
@@ -155,6 +156,21 @@ def _start(processes: int, *args: Any) -> ProcessContext:
             f"not all of {processes} processes could be started ({error.strerror}): type"
             " processes=N with fewer"
         ) from error
+
+
+@contextmanager
+def _kept(directory: str) -> Iterator[None]:
+    """Keep systemd from a temporary directory, which it removes after ten days unless it is locked.
+
+    Source: tmpfiles.d(5), on the age of files.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
