@@ -152,6 +152,10 @@ class TrainCase:
     runs: list[Run] = field(default_factory=lambda: [(1, False), (2, True)])
     changed: str = ""
 
+    @property
+    def method(self) -> str:
+        return re.findall(r"optimizer=(\w+)", " ".join(self.overrides))[0]
+
 
 def all_cases() -> list[Case | TrainCase]:
     cases: list[Case | TrainCase] = [Case(name, name, runs=ALL_RUNS) for name in METHODS]
@@ -630,6 +634,13 @@ def show(
     return wrong
 
 
+def known_to(tree: Path, cases: list[Case | TrainCase]) -> tuple[list[Any], list[str]]:
+    """Return the cases whose method a tree has, and the methods of the others."""
+    there = {file.stem for file in (tree / "conf" / "optimizer").glob("*.yaml")}
+    unknown = {case.method for case in cases} - there
+    return [case for case in cases if case.method in there], sorted(unknown)
+
+
 def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import Progress
@@ -657,12 +668,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--only {args.only}: no case has that in its name")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console, start = Console(), time.monotonic()
-    runs = sum(len(case.runs) for case in cases)
     progress = Progress(
         *Progress.get_default_columns(), console=Console(stderr=True), transient=True
     )
     try:
         with nullcontext(args.tree) if args.tree else checkout(args.rev) as other, progress:
+            cases, unknown = known_to(other, cases)
+            if not cases:
+                raise WrongInput(f"{args.only}: the other tree knows none of these methods")
+            runs = sum(len(case.runs) for case in cases)
             task = progress.add_task("", total=2 * runs)
 
             def report(case: str) -> None:
@@ -684,6 +698,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.changed and not wrong:
         verdict += ", but for what was changed"
     console.print(f"{verdict}; {runs} runs of each tree in {seconds:.0f} s")
+    if unknown:
+        console.print(f"left out, as the other tree has no such method: {', '.join(unknown)}")
     return 1 if wrong else 0
 
 

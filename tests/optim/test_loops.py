@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from omegaconf import OmegaConf
-from sklearn.datasets import load_digits
 
 from dlion.optim import DistributedOptimizer, DLion, DLionADM, GLion
 from dlion.suite.config import instantiate
@@ -113,6 +112,8 @@ def test_bfloat16_parameters_and_autocast():
 
 def loss_on_sorted_digits(cls: type[DistributedOptimizer], **options) -> float:
     """Train on handwritten digits of which each of 8 workers sees one or two kinds."""
+    from sklearn.datasets import load_digits  # takes two seconds, in every test process
+
     x, y = (torch.tensor(values) for values in load_digits(return_X_y=True))
     order = y.argsort(stable=True)
     x, y = (x.float() / 16)[order], y[order]

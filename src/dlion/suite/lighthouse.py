@@ -12,8 +12,7 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 
 HOST, PORT = "127.0.0.1", 29510
-SILENCE = 2.0  # seconds after which a worker that says nothing is dead
-JOIN = 2.0  # seconds in which the living have to come
+SILENCE = 2.0  # seconds
 
 
 def start(bind: str, min_workers: int = 1, silence: float = SILENCE) -> Any:
@@ -22,8 +21,9 @@ def start(bind: str, min_workers: int = 1, silence: float = SILENCE) -> Any:
     Args:
         bind: HOST:PORT.
         min_workers: workers without which no step begins.
-        silence: seconds after which a worker that says nothing is dead. Workers speak ten times a
-            second, behind whatever else their link carries.
+        silence: seconds after which a worker that says nothing is dead, and in which those have to
+            ask for a step that are alive. Workers speak ten times a second, behind whatever else
+            their link carries.
 
     Raises:
         UserError: if torchft is not installed, or it cannot listen there.
@@ -34,7 +34,7 @@ def start(bind: str, min_workers: int = 1, silence: float = SILENCE) -> Any:
         return LighthouseServer(
             bind=bind,
             min_replicas=min_workers,
-            join_timeout_ms=round(1000 * JOIN),
+            join_timeout_ms=round(1000 * silence),
             heartbeat_timeout_ms=round(1000 * silence),
         )
     except RuntimeError as error:
