@@ -186,7 +186,7 @@ def test_two_debian_machines_train_and_a_cut_link_ends_both(tmp_path):
 @needs_root
 def test_elastic_workers_go_on_while_a_link_is_down_and_meet_again(tmp_path):
     pytest.importorskip("torchft")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "TIMEOUT": "3", "RUST_LOG": "error"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "RUST_LOG": "error"}
     running: list[subprocess.Popen] = []
 
     def begin(network: Network, node: int, name: str, *arguments: str) -> None:

@@ -50,10 +50,8 @@ def main(
         fully_shard(net)
         group = dist.group.WORLD
     kwargs = {**entry.options, **json.loads(options)}
-    timeout = float(os.environ.get("TIMEOUT", 600))
-    manager = dlion.join(
-        lighthouse, min_workers=int(least), name=name, timeout=timeout, group=group
-    )
+    # nobody is to wait for as long as that
+    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=600, group=group)
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
