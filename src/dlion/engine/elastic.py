@@ -360,9 +360,9 @@ class Elastic:
                 over.set()
 
     def _watch(self, over: Event, lock: Lock) -> None:
-        seconds = _SILENT
+        began, seconds = time.monotonic(), _SILENT
         while not over.wait(seconds):
-            seconds = _LOOK
+            seconds = max(_LOOK, (time.monotonic() - began) / 4)  # answers may share the page's link
             silent = self._silent_peers()
             with lock:
                 if silent and not over.is_set():
