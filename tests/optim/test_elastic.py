@@ -146,7 +146,8 @@ def test_a_worker_that_stops_is_not_waited_for_and_comes_back(
     run = crew(method, options)
     for name in "abc":
         run.start(name)
-    run.see("a", 3)
+    for name in "abc":
+        run.see(name, 3)
     run.processes["b"].send_signal(signal.SIGSTOP)  # its connections stay open
     run.see("a", 2)
     run.see("c", 2)
