@@ -362,7 +362,8 @@ class Elastic:
     def _watch(self, over: Event, lock: Lock) -> None:
         began, seconds = time.monotonic(), _SILENT
         while not over.wait(seconds):
-            seconds = max(_LOOK, (time.monotonic() - began) / 4)  # answers may share the page's link
+            # rarer and rarer: answers may come over the same link as the page
+            seconds = max(_LOOK, (time.monotonic() - began) / 4)
             silent = self._silent_peers()
             with lock:
                 if silent and not over.is_set():
