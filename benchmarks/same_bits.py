@@ -265,18 +265,17 @@ def drive() -> None:
     torch.set_num_threads(1)
     scratch = Path(plan["scratch"])
     cases = [Case(**case) for case in plan["cases"]]
-    trained = " ".join(word for case in plan["train"] for word in case["overrides"])
-    named = {case.method for case in cases} | set(re.findall(r"optimizer=(\w+)", trained))
-    _warm_up(named)
+    trainings = [TrainCase(**case) for case in plan["train"]]
+    _warm_up({case.method for case in [*cases, *trainings]})
     gc.freeze()  # what is shared with the forks is not looked through again
     for processes in (1, 2, 4):
         _fork(processes, _run_cases, processes, cases, scratch, lines)
-    if plan["train"]:
+    if trainings:
         import torch._dynamo
 
-        if any("model=llama_tiny" in case["overrides"] for case in plan["train"]):
+        if any("model=llama_tiny" in case.overrides for case in trainings):
             _import_models()
-    for number, case in enumerate(TrainCase(**case) for case in plan["train"]):
+    for number, case in enumerate(trainings):
         for processes, overlap in case.runs:
             output = scratch / f"train-{number}-{processes}-{overlap}"
             marker = output.with_suffix(".zero")
@@ -634,7 +633,7 @@ def show(
     return wrong
 
 
-def known_to(tree: Path, cases: list[Case | TrainCase]) -> tuple[list[Any], list[str]]:
+def known_to(tree: Path, cases: list[Case | TrainCase]) -> tuple[list[Case | TrainCase], list[str]]:
     """Return the cases whose method a tree has, and the methods of the others."""
     there = {file.stem for file in (tree / "conf" / "optimizer").glob("*.yaml")}
     unknown = {case.method for case in cases} - there

@@ -94,7 +94,6 @@ class Elastic:
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
-        self._prepared = False
         self._silence = _SILENT  # seconds, of a peer for whom others wait
         self._suspects: set[str] = set()  # peers that were not waited for
         self._ahead: set[str] = set()  # workers that have begun it, as long as they live
@@ -102,6 +101,9 @@ class Elastic:
         self._lineage = 0  # of the steps that this worker's state has seen
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
+        if all(bucket.device.type == "cpu" for bucket in optimizer.buckets):
+            optimizer.prepare()  # kernels are compiled before others wait for this worker
+            optimizer.channel.traffic = Traffic()
         manager.register_state_dict_fn("dlion", self._load, self._state)
 
     # ---- before a step
@@ -116,8 +118,6 @@ class Elastic:
                 if the run has other settings.
             Stopped: if :attr:`interrupted` says so.
         """
-        if not self._prepared:
-            self._prepare()
         waiting = False
         while not self.open:
             self._look_ahead()
@@ -140,15 +140,6 @@ class Elastic:
                 self._give_up(error.original_exception)
             if not self.manager.should_commit():  # which makes it ask for another quorum
                 time.sleep(_RETRY if n < least else 0)
-
-    def _prepare(self) -> None:
-        """Compile the kernels of a CPU before others wait for this worker."""
-        optimizer = self._optimizer
-        if all(bucket.device.type == "cpu" for bucket in optimizer.buckets):
-            before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
-            optimizer.prepare()
-            optimizer.channel.traffic = before
-        self._prepared = True
 
     def _all(self, ready: bool) -> bool:
         """Whether all processes of this worker are ready: FSDP2's move in step."""

@@ -12,10 +12,9 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, whole
 
 HOST, PORT = "127.0.0.1", 29510
-SILENCE = 2.0  # seconds
 
 
-def start(bind: str, min_workers: int = 1, silence: float = SILENCE) -> Any:
+def start(bind: str, min_workers: int = 1, silence: float = 2.0) -> Any:
     """Start a lighthouse in this process; return torchft's server.
 
     Args:
