@@ -123,10 +123,6 @@ def test_a_page_keeps_to_the_form(page):
     assert [None for found, most in zip(form, limits, strict=True) if found > most] == [], form
 
 
-def test_the_readme_counts_the_methods():
-    assert f"There are {len(METHODS)} methods" in (ROOT / "README.md").read_text()
-
-
 def test_the_form_is_measured():
     text = "# A title\n\nOne two **three.** Four `x y` five.\n\n| a | b |\n\n    a line of code\n\n"
     text += "- six\n\n```sh\nls\n```"

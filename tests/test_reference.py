@@ -26,7 +26,7 @@ def examples() -> Iterator[tuple[str, str]]:
     """
     for path in sorted((ROOT / "src").rglob("*.py")):
         if path.parent.name == "frameworks" or path.name in (
-            "elastic.py",
+            "joining.py",
             "inputs.py",
             "weights.py",
         ):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dlion.methods import __all__ as _methods
 
 if TYPE_CHECKING:
-    from dlion.engine.elastic import join as join
+    from dlion.engine.joining import join as join
     from dlion.errors import TrainingFailed as TrainingFailed
     from dlion.errors import UserError as UserError
     from dlion.methods import *  # noqa: F403
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(_methods, "dlion.methods"),
     "Workers": "dlion.workers",
-    "join": "dlion.engine.elastic",
+    "join": "dlion.engine.joining",
     "replicate": "dlion.replicas",
     "check_replicas": "dlion.replicas",
     "load_model": "dlion.suite.training.weights",

@@ -6,6 +6,7 @@ python -m tests.optim.elastic_worker LIGHTHOUSE NAME METHOD OPTIONS STEPS PAUSE 
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 
@@ -53,6 +54,15 @@ def main(
     # nobody is to wait for as long as that
     manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=600, group=group)
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
+    stops = [os.environ["STOPS"]] if "STOPS" in os.environ else []
+
+    def stop(at: str) -> None:
+        """Stop this process as it takes a peer's state, or gives its own, as one of two workers."""
+        if at in stops and (at == "takes" or optimizer.workers.count == 2):
+            stops.remove(at)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    manager.register_state_dict_fn("stop", lambda state: stop("takes"), lambda: stop("gives"))
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
     while True:

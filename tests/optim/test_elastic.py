@@ -41,7 +41,9 @@ class Crew:
             "RUST_LOG": "error",
             "BREAKS": other.get("breaks", "-1"),
         }
-        env |= {key.upper(): other[key] for key in ("cuts", "store", "strays") if key in other}
+        env |= {
+            key.upper(): other[key] for key in ("cuts", "stops", "store", "strays") if key in other
+        }
         self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
@@ -160,6 +162,29 @@ def test_a_worker_that_stops_is_not_waited_for_and_comes_back(
     agree(*rows)
     seen = set.union(*map(set, rows))
     assert seen == {*range(max(seen) + 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "at"), [("a", "gives"), ("c", "takes")])
+def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
+    crew: Callable[..., Crew], who: str, at: str
+) -> None:
+    run = crew("g_adamw", "{}")
+    stops = {who: {"stops": at}}
+    for name in "ab":
+        run.start(name, **stops.get(name, {}))
+    for name in "ab":
+        run.see(name, 2)
+    run.start("c", **stops.get("c", {}))
+    status = Path(f"/proc/{run.processes[who].pid}/stat")
+    run.wait(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    reached = max(run.rows("b"))
+    run.wait(lambda: max(run.rows("b")) > reached + 20)
+    run.processes[who].send_signal(signal.SIGCONT)
+    for name in "abc":
+        run.see(name, 3)
+    run.stop()
+    agree(*(run.rows(name) for name in "abc"))
 
 
 @pytest.mark.slow

@@ -80,6 +80,15 @@ class Spec:
         coin = self.compact(heads) * 2.0 - 1
         return simple.untie(balance, step, ties, self.outcome, coin)
 
+    def vote(self, step: int) -> Callable[[Tensor], Tensor]:
+        """What becomes of signs, as the optimizer is set."""
+        optimizer: Any = self.optimizer
+        if optimizer.aggregation == "avg":
+            return simple.average
+        if optimizer.weighted:
+            return lambda signs: self.weighted(signs, step)
+        return lambda signs: self.untie(signs.sum(0), step, optimizer.ties)
+
     def weighted(self, signs: Tensor, step: int) -> Tensor:
         """Every owner weighs the votes on its slice of a bucket by what it has seen there."""
         slices = []
@@ -116,27 +125,19 @@ def by_name(function: Callable[..., None]):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
         given = {"x": x, "g": g, "step": t, "spans": SPANS}
         names = inspect.signature(function).parameters
+        if "vote" in names:
+            given["vote"] = s.vote(t)
         function(*(given[name] if name in given else s.argument(name) for name in names))
 
     return step
 
 
-def voted(ties: str):
-    return lambda s, step: lambda signs: s.untie(signs.sum(0), step, ties)
+dlion = by_name(simple.dlion)
 
 
-def lion(vote):
-    betas = (0.9, 0.99)
-    return lambda s, x, g, t: simple.dlion(x, s.momentum, g, t, LR, betas, WD, vote(s, t))
-
-
-def signum(vote):
-    return lambda s, x, g, t: simple.signum(x, s.momentum, g, t, LR, 0.9, WD, vote(s, t))
-
-
-def cub(p: int, scale: str, ties: str, every: int = 0, spans: list = SPANS, headroom: bool = False):
+def cub(p: int, scale: str, every: int = 0, spans: list = SPANS, headroom: bool = False):
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-        betas, vote = (0.9, 0.99), voted(ties)(s, t)
+        betas, vote = (0.9, 0.99), s.vote(t)
         if p == 1:
             simple.dlion(x, s.momentum, g, t, LR, betas, WD, vote)
         else:
@@ -145,14 +146,6 @@ def cub(p: int, scale: str, ties: str, every: int = 0, spans: list = SPANS, head
             simple.synchronise(s.momentum, spans)
 
     return step
-
-
-def averaged(s: Spec, step: int):
-    return simple.average
-
-
-def weighted(s: Spec, step: int):
-    return lambda signs: s.weighted(signs, step)
 
 
 def terngrad(clip: float):
@@ -219,13 +212,13 @@ def g_muon(adjust: str, newton_schulz=QUINTIC):
     return lambda s, x, g, t: simple.g_muon(x, s.shared_momentum, s.shared_variance, g, t, *fixed)
 
 
-def sign_muon(vote, rest: str, polar: bool, newton_schulz=QUINTIC, every: int = 0):
+def sign_muon(rest: str, polar: bool, newton_schulz=QUINTIC, every: int = 0):
     """The second tensor is the one matrix."""
     others, matrices = [span for span in SPANS if span != SPANS[1]], [(*SPANS[1], 33)]
     fixed = (LR, 0.95, (0.9, 0.99), WD, rest, polar, newton_schulz, matrices, others)
 
     def step(s: Spec, x: Tensor, g: Tensor, t: int) -> None:
-        simple.sign_muon(x, s.momentum, s.shared_variance, g, t, *fixed, vote(s, t))
+        simple.sign_muon(x, s.momentum, s.shared_variance, g, t, *fixed, s.vote(t))
         if every and (t + 1) % every == 0:
             simple.synchronise(s.momentum, SPANS)
 
@@ -329,13 +322,10 @@ NORM = 1e-6  # the norm over all tensors, gaps included
 
 ROWS = {
     **{
-        f"dlion_mavo {ties}": ({"ties": ties}, lion(voted(ties)), 0)
+        f"dlion_mavo {ties}": ({"ties": ties}, dlion, 0)
         for ties in ("zero", "plus", "alternate", "random", "previous")
     },
-    "dlion_mavo weighted": ({"weighted": True}, lion(weighted), 0),
-    "dlion_avg": ({}, lion(averaged), 0),
-    "signum_mavo": ({"momentum": 0.9}, signum(voted("previous")), 0),
-    "signum_avg": ({"momentum": 0.9}, signum(averaged), 0),
+    "dlion_mavo weighted": ({"weighted": True}, dlion, 0),
     "terngrad": ({}, terngrad(2.5), 0),
     "terngrad unclipped": ({"clip": 0}, terngrad(0), 0),
     "dgc": ({"density": 0.1}, dgc(float("inf"), 0), 0),
@@ -354,24 +344,24 @@ ROWS = {
         for side, k, bits in ((64, 32, 32), (16, 9, 2))
     },
     **{
-        f"lion_cub {p} {scale}": ({"bits": p, "scale": scale}, cub(p, scale, "zero"), 0)
+        f"lion_cub {p} {scale}": ({"bits": p, "scale": scale}, cub(p, scale), 0)
         for p in (2, 4, 8)
         for scale in ("l1", "max", "geometric")
     },
     **{
         f"lion_cub {p} headroom {scale}": (
             {"bits": p, "scale": scale, "headroom": True},
-            cub(p, scale, "zero", headroom=True),
+            cub(p, scale, headroom=True),
             0,
         )
         for p, scale in ((8, "l1"), (8, "max"))
     },
-    "lion_cub 1": ({"bits": 1}, cub(1, "l1", "zero"), 0),
-    "lion_cub previous": ({"ties": "previous"}, cub(4, "l1", "previous"), 0),
-    "lion_cub sync": ({"momentum_sync": 3}, cub(4, "l1", "zero", 3), 0),
+    "lion_cub 1": ({"bits": 1}, cub(1, "l1"), 0),
+    "lion_cub previous": ({"ties": "previous"}, cub(4, "l1"), 0),
+    "lion_cub sync": ({"momentum_sync": 3}, cub(4, "l1", 3), 0),
     "lion_cub sync some": (
         {"momentum_sync": 3, "sync_pattern": "^1$"},
-        cub(4, "l1", "zero", 3, SPANS[1:2]),
+        cub(4, "l1", 3, SPANS[1:2]),
         0,
     ),
     "muon_adm": ({}, muon_adm, 0),
@@ -386,17 +376,17 @@ ROWS = {
         g_muon("match_rms_adamw", (9, torch.float32, "polar_express")),
         0,
     ),
-    "sign_muon_mavo": ({}, sign_muon(voted("previous"), "lion", False), 0),
+    "sign_muon_mavo": ({}, sign_muon("lion", False), 0),
     "sign_muon_mavo zero polar": (
         {"ties": "zero", "local_polar": True, "ns_steps": 3, "ns_precision": "bf16"},
-        sign_muon(voted("zero"), "lion", True, (3, torch.bfloat16, "quintic")),
+        sign_muon("lion", True, (3, torch.bfloat16, "quintic")),
         0,
     ),
-    "sign_muon_mavo weighted": ({"weighted": True}, sign_muon(weighted, "lion", False), 0),
-    "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon(averaged, "adamw", True), 0),
+    "sign_muon_mavo weighted": ({"weighted": True}, sign_muon("lion", False), 0),
+    "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon("adamw", True), 0),
     "sign_muon_avg lion": (
         {"rest": "lion", "local_polar": False, "momentum_sync": 3},
-        sign_muon(averaged, "lion", False, every=3),
+        sign_muon("lion", False, every=3),
         0,
     ),
     "dion": ({}, dion(0.25, "match_rms_adamw"), 0),

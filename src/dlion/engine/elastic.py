@@ -6,26 +6,17 @@ all of them have all answers; otherwise each of them puts back what encoding has
 """
 
 import hashlib
-import io
 import json
 import logging
-import math
 import os
 import re
-import socket
-import stat
-import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from http.client import HTTPConnection, HTTPException
-from importlib.util import find_spec
-from pathlib import Path
+from contextlib import contextmanager
 from threading import Event, Lock, Thread
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +25,11 @@ from torch import Tensor
 from dlion.engine import saving
 from dlion.engine.bucket import Bucket
 from dlion.engine.header import plain_values
+from dlion.engine.joining import RETRY, GroupTransport, packed, unpacked
+from dlion.engine.lighthouse import Known, is_refused, page_of
 from dlion.engine.method import Method
 from dlion.engine.shards import local_part
-from dlion.errors import Stopped, TrainingFailed, UserError
+from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
@@ -44,16 +37,7 @@ from dlion.workers import Workers
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
 # owner has learnt about workers, which it takes along to its next slice
 _DEALT = {"previous", "agreement"}
-_RETRY = 0.5  # seconds between two looks at who is there
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
-_CONNECTING = 5.0  # seconds
-_ANSWERING = 15.0  # seconds that a lighthouse on a busy machine may take
-_PAGE = 1 << 20  # bytes, at most, of its page
-_LONGEST = 10**6  # seconds
-_SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
-_MEETING = 2.0  # seconds in which a new worker has to connect to the others
-_AGAIN = 0.5  # seconds, at least, in which it has to do so again
-_ADDRESS = 256  # bytes, at most, of an address
 _SILENT = 2.0  # seconds without a heartbeat after which a worker counts as dead
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _log = logging.getLogger(__name__)
@@ -105,6 +89,8 @@ class Elastic:
             optimizer.prepare()  # kernels are compiled before others wait for this worker
             optimizer.channel.traffic = Traffic()
         manager.register_state_dict_fn("dlion", self._load, self._state)
+        if isinstance(manager._checkpoint_transport, GroupTransport):
+            manager._checkpoint_transport.watched = self._watched
 
     # ---- before a step
 
@@ -139,7 +125,7 @@ class Elastic:
             if error is not None:  # others may wait for this worker
                 self._give_up(error.original_exception)
             if not self.manager.should_commit():  # which makes it ask for another quorum
-                time.sleep(_RETRY if n < least else 0)
+                time.sleep(RETRY if n < least else 0)
 
     def _all(self, ready: bool) -> bool:
         """Whether all processes of this worker are ready: FSDP2's move in step."""
@@ -157,12 +143,12 @@ class Elastic:
         """
         if self._optimizer.param_groups[0]["steps"]:
             return
-        page = _page(self.manager)
+        page = page_of(self.manager)
         if page is None:
             return  # asking for a quorum tells more
-        steps, silence = _steps_and_silence(page)
-        alive = {name for name, seconds in silence.items() if seconds < _SILENT}
-        self._ahead = (self._ahead | {name for name, step in steps.items() if step}) & alive
+        known = Known.read(page)
+        alive = {name for name, seconds in known.silence.items() if seconds < _SILENT}
+        self._ahead = (self._ahead | {name for name, step in known.steps.items() if step}) & alive
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
@@ -180,7 +166,7 @@ class Elastic:
                     # torchft 0.2 would raise the same error again in every later start_quorum()
                     self.manager._quorum_future = None
                     limit = self.manager._quorum_timeout
-                    page = _page(self.manager) or ""
+                    page = page_of(self.manager) or ""
                     least = re.search(r"only have \d+ part\w+, need min_replicas (\d+)", page)
                     if least and int(least[1]) > 1:
                         raise TrainingFailed(
@@ -191,7 +177,7 @@ class Elastic:
                     reason = said[1] if said else error
                     raise _lost(f"has not answered within {limit} ({reason})") from error
             self._look_up()
-            looks = looks + 1 if _is_refused(self.manager) else 0
+            looks = looks + 1 if is_refused(self.manager) else 0
             if looks * _LOOK >= _REFUSED:
                 raise _lost("is gone")
 
@@ -213,7 +199,8 @@ class Elastic:
         try:
             steps = optimizer.param_groups[0]["steps"]
             mine = torch.tensor([[self._id, self._lineage, steps, len(self._ahead)]])
-            everyones, *seen, ahead = optimizer.channel.gather(mine).T.tolist()
+            with self._watched():
+                everyones, *seen, ahead = optimizer.channel.gather(mine).T.tolist()
         except RuntimeError as error:  # somebody has left already
             self._give_up(error)
             return False
@@ -221,7 +208,7 @@ class Elastic:
             optimizer.channel.traffic = before  # it is not part of any step
         if steps == 0 and any(ahead):
             self._give_up(RuntimeError("those who have begun the run are busy, or gone"))
-            time.sleep(_RETRY)
+            time.sleep(RETRY)
             self._look_up()
             self._late = self._late or time.monotonic()
             limit = self.manager._quorum_timeout
@@ -338,9 +325,10 @@ class Elastic:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Wait for peers inside, unless the lighthouse has not heard of one for a while.
+        """Wait for peers inside, unless that is in vain, as the lighthouse's page tells.
 
         Who stops, or loses power or network, closes no connection: all would wait for ``timeout``.
+        And who comes back then may wait for peers that have left.
         """
         over, lock = Event(), Lock()
         Thread(target=self._watch, args=(over, lock), daemon=True).start()
@@ -355,21 +343,22 @@ class Elastic:
         while not over.wait(seconds):
             # rarer and rarer: answers may come over the same link as the page
             seconds = max(_LOOK, (time.monotonic() - began) / 4)
-            silent = self._silent_peers()
+            known = Known.read(page_of(self.manager) or "")
+            silent = self._silent_peers(known.steps, known.silence)
             with lock:
-                if silent and not over.is_set():
+                if over.is_set():
+                    return
+                if silent or known.quorum > self.manager._quorum_id:
                     self._suspects |= silent
                     self.manager._pg.abort()  # whoever waits gets an error
                     return
 
-    def _silent_peers(self) -> set[str]:
+    def _silent_peers(self, steps: dict[str, int], silence: dict[str, float]) -> set[str]:
         """Return which workers of this quorum the lighthouse has not heard of for too long.
 
         One that comes back was alive, behind a link that is busy with messages, say: from then on
         it takes twice as long.
         """
-        page = _page(self.manager) or ""
-        steps, silence = _steps_and_silence(page)
         if silence.get(self.manager._logger._replica_id, 0.0) > _SILENT:
             return set()  # the lighthouse has stopped for a while, or this worker
         if any(silence.get(name, self._silence) < _SILENT for name in self._suspects & {*steps}):
@@ -424,11 +413,11 @@ class Elastic:
     def snapshot(self) -> Tensor:
         """Return what a worker gets that joins now, as bytes: the common part of a checkpoint."""
         states = self.manager._user_state_dicts
-        return _packed({name: state() for name, state in states.items()})
+        return packed({name: state() for name, state in states.items()})
 
     def restore(self, snapshot: Tensor) -> None:
         """Start from a :meth:`snapshot`. Nothing in it is executed."""
-        for name, state in _unpacked(snapshot).items():
+        for name, state in unpacked(snapshot).items():
             self.manager._load_state_dict_fns[name](state)
         self.resume(self._optimizer.param_groups[0]["steps"])
 
@@ -511,24 +500,6 @@ def check_dealt(bucket: Bucket, method: str) -> None:
         )
 
 
-def check_lighthouse(address: str, typed: str) -> str:
-    """Refuse an address where no lighthouse answers; ``typed`` is what an error names.
-
-    Whoever else listens there, torchft would ask thirty times a second, and wait.
-
-    Returns:
-        This machine's address, as the lighthouse sees it.
-    """
-    try:
-        page, own = _read_page(split_address(address, typed), _ANSWERING)
-    except (OSError, UnicodeError, HTTPException) as error:
-        reason = str(error) or type(error).__name__
-        raise UserError(f"{typed}: no lighthouse there ({reason}): {_START}") from error
-    if "quorum" not in page:
-        raise UserError(f"{typed}: another service listens there: {_START}")
-    return own
-
-
 def _settle(result: Future[None], work: Callable[[], None]) -> None:
     try:
         result.set_result(work())
@@ -536,362 +507,8 @@ def _settle(result: Future[None], work: Callable[[], None]) -> None:
         result.set_exception(error)
 
 
-def _page(manager: Any) -> str | None:
-    """Return the page of the lighthouse; None: it does not answer, or is not known."""
-    address = getattr(manager, "lighthouse", None)
-    if address is None:  # it was not made here
-        return None
-    try:
-        return _read_page(address, _CONNECTING)[0]
-    except (OSError, HTTPException):
-        return None
-
-
-def _steps_and_silence(page: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the steps of the workers of the latest quorum, and seconds since all were heard of."""
-    steps = re.findall(r"<b>(\S+)</b>\s*<br/>\s*Step: (\d+)", page)
-    seen = re.findall(r"(\S+): seen ([\d.]+)s ago", page)
-    return {name: int(step) for name, step in steps}, {name: float(ago) for name, ago in seen}
-
-
-def _read_page(address: tuple[str, int], limit: float) -> tuple[str, str]:
-    """Return the page of a lighthouse, and this machine's address, as the lighthouse sees it."""
-    connection = HTTPConnection(*address, timeout=limit)
-    try:
-        connection.connect()
-        own = connection.sock.getsockname()[0]
-        connection.request("GET", "/status")
-        return connection.getresponse().read(_PAGE).decode(errors="replace"), own
-    finally:
-        connection.close()
-
-
-def _is_refused(manager: Any) -> bool:
-    """Whether nobody listens at the lighthouse's address. A link that is down shows nothing."""
-    address = getattr(manager, "lighthouse", None)
-    if address is None:  # it was not made here
-        return False
-    try:
-        socket.create_connection(address, _LOOK).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
 def _lost(how: str) -> TrainingFailed:
     return TrainingFailed(
         f"the lighthouse {how}: unless the run has ended, start it again at the same address, and"
         " this run from its last checkpoint"
     )
-
-
-def _packed(state: Any) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(data: Tensor) -> Any:
-    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-
-
-class GroupTransport:
-    """Sends state to joining workers through the process group, and executes nothing of it.
-
-    torchft's own HTTPTransport opens a port on every interface and unpickles what it gets; this
-    uses the connections that messages use, and ``torch.load(weights_only=True)``.
-
-    Attributes:
-        sent_bytes: to workers that have joined, but for those that were there before any step.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.sent_bytes = 0
-
-    def metadata(self) -> str:
-        return ""
-
-    def send_checkpoint(
-        self, dst_ranks: Iterable[int], step: int, state_dict: Any, timeout: timedelta
-    ) -> None:
-        data = _packed(state_dict)
-        for rank in dst_ranks:
-            for part in (torch.tensor([len(data)]), data):
-                self._group.parent.send([part], rank, 0).wait()
-            self.sent_bytes += len(data) if step else 0
-
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        size = torch.empty(1, dtype=torch.int64)
-        self._group.parent.recv([size], src_rank, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._group.parent.recv([data], src_rank, 0).wait()
-        return _unpacked(data)
-
-    def disallow_checkpoint(self) -> None:
-        """Nothing is under way once :meth:`send_checkpoint` has returned."""
-
-    def shutdown(self, wait: bool = True) -> None:
-        """There is nothing to end."""
-
-
-def join(
-    lighthouse: str,
-    min_workers: int = 1,
-    name: str = "",
-    address: str | None = None,
-    timeout: float = 30.0,
-    patience: float = 60.0,
-    group: dist.ProcessGroup | None = None,
-) -> Any:
-    """Connect to a lighthouse; return the ``torchft.Manager`` that optimizers take as ``manager``.
-
-    ::
-
-        manager = dlion.join("10.0.0.1:29510", min_workers=2)
-        optimizer = dlion.DLion(model.parameters(), lr=1e-4, manager=manager)
-
-    The lighthouse is a process that ``dlion lighthouse`` (or ``torchft_lighthouse``) starts. What a
-    loop keeps besides (a schedule, buffers of a model) joins too, once it is registered with
-    ``manager.register_state_dict_fn(name, load, save)``; it must consist of tensors, numbers,
-    texts, lists and dictionaries, as nothing else is unpickled.
-
-    Args:
-        lighthouse: its HOST:PORT.
-        min_workers: with fewer, all wait.
-        name: workers are numbered in the order of their names, then at random.
-        address: of this machine, for the other workers; None: the one that it reaches the
-            lighthouse from. Gloo, which carries messages, listens on its interface, unless the
-            environment variable GLOO_SOCKET_IFNAME names another.
-        timeout: seconds that a worker may hang, and still say that it is alive, before the others
-            continue without it.
-        patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
-        group: of the processes that are one worker, over which FSDP2 shards the model. They live
-            and die together, as torchrun's do. All call this, with the same arguments.
-
-    Raises:
-        UserError: if torchft is not installed, or there is no lighthouse.
-    """
-    with importing_torchft("elastic workers need"):
-        from torchft import Manager
-    typed = f"lighthouse={lighthouse}"
-    host, port = split_address(lighthouse, typed)
-    if min_workers < 1:
-        raise UserError(f"min_workers={min_workers} is not possible: give 1 or more")
-    for which, seconds in (("timeout", timeout), ("patience", patience)):
-        if not 0 < seconds <= _LONGEST:
-            raise UserError(f"{which}={seconds} is not possible: give 0 to {_LONGEST} seconds")
-    for logger in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL)  # what matters is raised
-    place = Workers() if group is None else Workers.current(group=group).with_cpu_group()
-    try:
-        own = check_lighthouse(lighthouse, typed)
-        address = (address or own).strip("[]")
-        _choose_interface(address)
-        store = _make_store(address, place)
-    except OSError as error:
-        raise UserError(
-            f"this machine cannot listen at {address} ({error}): give one of its own as address="
-        ) from error
-    ring = _make_group(timeout)
-    try:
-        with _listening_on(address):
-            manager = Manager(
-                pg=ring,
-                load_state_dict=None,
-                state_dict=None,
-                min_replica_size=min_workers,
-                use_async_quorum=False,
-                timeout=timedelta(seconds=timeout),
-                quorum_timeout=timedelta(seconds=patience),
-                quorum_retries=math.ceil(patience / _RETRY),  # of a lighthouse that began again
-                connect_timeout=timedelta(seconds=_CONNECTING),
-                rank=place.rank,
-                world_size=place.processes,
-                store_addr=store.host,
-                store_port=store.port,
-                lighthouse_addr=f"http://{_bracketed(host)}:{port}",
-                replica_id=name,
-                hostname=_bracketed(address),
-                checkpoint_transport=cast(Any, GroupTransport(ring)),
-            )
-    except (RuntimeError, TimeoutError) as error:
-        raise UserError(f"{typed}: no lighthouse there: {_START}") from error
-    manager.lighthouse = host, port  # pyrefly: ignore[missing-attribute]
-    manager.inside = place.group  # pyrefly: ignore[missing-attribute]
-    ring.own_store = store  # it lives as long as the group
-    return manager
-
-
-def _make_store(address: str, place: Workers) -> dist.TCPStore:
-    """Make the store of a worker, in the first of its processes."""
-    listening = None
-    where = torch.zeros(_ADDRESS, dtype=torch.uint8)
-    if place.rank == 0:
-        # a store that listens on every interface would be one door more
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        text = f"{address}:{listener.getsockname()[1]}".encode()
-        listening = listener.detach()
-        where = torch.frombuffer(bytearray(text.ljust(_ADDRESS)), dtype=torch.uint8)
-    if place.group is not None:
-        dist.broadcast(where, group=place.group, group_src=0)
-    host, _, port = bytes(where.tolist()).decode().strip().rpartition(":")
-    return dist.TCPStore(
-        host,
-        int(port),
-        is_master=listening is not None,
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-
-
-@contextmanager
-def _listening_on(address: str) -> Iterator[None]:
-    """Let managers made inside listen on one address; torchft 0.2 has them listen on all."""
-    from torchft import manager
-
-    server = manager.ManagerServer
-
-    def serve(**options: Any) -> Any:
-        port = options.pop("bind").rpartition(":")[2]
-        return server(**options, bind=f"{_bracketed(address)}:{port}")
-
-    manager.ManagerServer = cast(Any, serve)
-    try:
-        yield
-    finally:
-        manager.ManagerServer = server
-
-
-def _make_group(timeout: float) -> Any:
-    """Return torchft's gloo group, with three repairs for torchft 0.2, gloo and torch.
-
-    A worker that dies while others connect is waited for in vain, as long as for a message: here it
-    is four times as long as connecting took before, and twice that if as many workers fail again.
-    If the store is a dead worker's, torch asks for it again for two seconds, and writes a trace of
-    fifty lines. And abort() closes nothing as long as anyone has the group, a thread that waits for
-    a message say; peers would wait until ``timeout``.
-    """
-    from torchft import ProcessGroupGloo
-
-    class Group(ProcessGroupGloo):
-        usual = limit = _MEETING  # seconds
-        failed = 0  # workers that could not all connect
-        sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
-
-        def configure(self, *args: Any, **kwargs: Any) -> None:
-            store, _, _, workers, *_ = args
-            again = workers == self.failed
-            self.limit = min(timeout, 2 * self.limit) if again else self.usual
-            self.set_timeout(timedelta(seconds=self.limit))
-            self.failed, began, others = workers, time.monotonic(), _open_sockets()
-            host, port = split_address(store.partition("/")[0], store)
-            socket.create_connection((host, port), self.limit).close()
-            try:
-                super().configure(*args, **kwargs)
-            finally:
-                self.sockets = _open_sockets() - others
-            self.failed, self.usual = 0, max(_AGAIN, 4 * (time.monotonic() - began))
-            gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
-            gloo._set_default_timeout(timedelta(seconds=timeout))
-
-        def abort(self, errored: bool = True) -> None:
-            for descriptor, inode in self.sockets:
-                _shut_down(descriptor, inode)
-            self.sockets = frozenset()
-            super().abort(errored)
-
-    return Group(timeout=timedelta(seconds=timeout))
-
-
-def _open_sockets() -> frozenset[tuple[int, int]]:
-    """Return descriptor and inode of the sockets of this process that programs would inherit.
-
-    Gloo's are such, unlike those that Python, Rust and torch's store open, on other threads say.
-    """
-    found = set()
-    for link in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # that of iterdir itself
-            status = os.fstat(int(link.name))
-            if stat.S_ISSOCK(status.st_mode) and os.get_inheritable(int(link.name)):
-                found.add((int(link.name), status.st_ino))
-    return frozenset(found)
-
-
-def _shut_down(descriptor: int, inode: int) -> None:
-    """Shut down a connection, unless its descriptor is another's now."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        if os.fstat(connection.fileno()).st_ino == inode:
-            connection.getpeername()  # fails for what listens
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def check_torchft(who: str) -> None:
-    """Refuse to go on without torchft, which is not imported for that."""
-    if find_spec("torchft") is None:
-        raise UserError(f"{who} torchft, which is not installed: {_INSTALL}")
-
-
-@contextmanager
-def importing_torchft(who: str) -> Iterator[None]:
-    """Turn a package that an import inside lacks into a sentence that begins with ``who``."""
-    os.environ.setdefault("RUST_LOG", "error")  # torchft writes ten lines a step otherwise
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise UserError(f"{who} {error.name}, which is not installed: {_INSTALL}") from error
-
-
-def split_address(address: str, typed: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT`` or ``[HOST]:PORT``; an error names ``typed``."""
-    host, _, port = address.removeprefix("http://").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) >= 1 << 16:
-        raise UserError(f"{typed} is not an address: give HOST:PORT")
-    return host, int(port)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-_INSTALL = "type pip install 'dlion[elastic]'"
-_START = "start one with `dlion lighthouse`, or correct the address"
-
-
-def _choose_interface(address: str) -> None:
-    """Let gloo listen where this machine has an address, unless the environment names another.
-
-    Gloo would take the address of this machine's own name: Debian's is 127.0.1.1.
-    """
-    there = [name for _, name in socket.if_nameindex()]
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if wrong := [name for name in chosen.split(",") if name and name not in there]:
-        raise UserError(
-            f"GLOO_SOCKET_IFNAME={chosen}: this machine has no interface {wrong[0]}: choose from"
-            f" {', '.join(there)}"
-        )
-    if not chosen and (name := interface_of(address)):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address; empty if there is none."""
-    import fcntl  # `import dlion` works where it is missing
-
-    for _, name in socket.if_nameindex():
-        with suppress(OSError), socket.socket() as asking:
-            request = struct.pack("256s", name.encode()[:15])
-            answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    with suppress(OSError):  # IPv6: Linux lists all
-        wanted = socket.inet_pton(socket.AF_INET6, address).hex()
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            if digits == wanted:
-                return name
-    return ""

@@ -12,7 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlion.engine.elastic import check_dealt, check_lighthouse, check_torchft
+from dlion.engine.elastic import check_dealt
+from dlion.engine.joining import check_torchft
+from dlion.engine.lighthouse import check_lighthouse
 from dlion.errors import TrainingFailed, UserError
 from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate

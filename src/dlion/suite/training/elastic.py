@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlion.engine.elastic import join
+from dlion.engine.joining import join
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, sum_in_order
 from dlion.streams import stream_seed
