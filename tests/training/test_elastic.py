@@ -1,5 +1,6 @@
 """``elastic=true``: workers of train.py come and go. Real processes, a real lighthouse, SIGKILL."""
 
+import functools
 import json
 import os
 import re
@@ -275,3 +276,21 @@ def test_samples_are_dealt_once_however_workers_change(mode: str) -> None:
     assert len(whole) > 3
     for epoch in whole:
         assert len(set(epoch)) == len(epoch) > size - 8 * batch / 2
+
+
+@pytest.mark.quick
+def test_an_epoch_may_have_hundreds_of_changes() -> None:
+    size = 3000
+    deal = functools.partial(Sharding, size, batch_size=1, seed=0, mode="partition")
+    dealing = Dealing(deal, size, 1, 0)
+    seen: list[int] = []
+    for step in range(300):
+        count = 8 + step % 2
+        seen += torch.cat([dealing.indices(worker, count) for worker in range(count)]).tolist()
+        dealing.taken(count)
+    assert (dealing.epoch, len(dealing.parts)) == (0, 300)
+    assert len({*seen}) == len(seen) == 2550
+    assert dealing.epochs == pytest.approx(2550 / 3000, abs=1e-3)
+    new = Dealing(deal, size, 1, 0)  # of a worker that joins now
+    new.epoch, new.parts = dealing.epoch, dealing.parts
+    assert torch.equal(new.indices(3, 8), dealing.indices(3, 8))

@@ -145,7 +145,7 @@ class Dealing:
         self.sharding = lru_cache(maxsize=2)(make)
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self.epoch, self.parts = 0, list[list[int]]()
-        self._rest = lru_cache(maxsize=2)(self._deal)
+        self._dealt: dict[tuple[int, Parts], Tensor] = {}  # the latest two of :meth:`_rest`
 
     def indices(self, worker: int, count: int) -> Tensor:
         """Return the numbers of the samples of the next batch of a worker of so many."""
@@ -188,20 +188,48 @@ class Dealing:
         if not earlier:
             return self.sharding(count).indices(worker, epoch * steps + taken)
         rest = self._rest(epoch, earlier)
-        return rest.tensor_split(steps)[taken].tensor_split(count)[worker]
+        start, stop = (_cut(len(rest), steps, batch) for batch in (taken, taken + 1))
+        return rest[start:stop].tensor_split(count)[worker]
 
-    def _deal(self, epoch: int, earlier: Parts) -> Tensor:
-        """Return what earlier parts have left of an epoch, in the order in which it is dealt."""
-        if self.sharding(earlier[0][0]).mode != "partition":
-            return torch.empty(0, dtype=torch.int64)
-        left = torch.ones(self.size, dtype=torch.bool)
-        for part, (count, taken) in enumerate(earlier):
+    def _rest(self, epoch: int, earlier: Parts) -> Tensor:
+        """Return what earlier parts have left of an epoch, in the order in which it is dealt.
+
+        Each part leaves something of what the one before has left: so a change costs one shuffle,
+        however many there were.
+        """
+        rest, known = torch.empty(0, dtype=torch.int64), 0
+        for parts in range(len(earlier), 0, -1):
+            if (epoch, earlier[:parts]) in self._dealt:
+                rest, known = self._dealt[epoch, earlier[:parts]], parts
+                break
+        for part in range(known, len(earlier)):
+            rest = self._deal(epoch, earlier[:part], rest, *earlier[part])
+            self._dealt[epoch, earlier[: part + 1]] = rest
+            while len(self._dealt) > 2:
+                del self._dealt[next(iter(self._dealt))]
+        return rest
+
+    def _deal(self, epoch: int, earlier: Parts, rest: Tensor, count: int, taken: int) -> Tensor:
+        """Return what a part leaves of the rest that it began with."""
+        steps = self._steps(epoch, earlier, count)
+        if earlier:
+            unseen = rest[_cut(len(rest), steps, taken) :].sort().values
+        elif self.sharding(count).mode != "partition":
+            unseen = rest
+        else:
+            left = torch.ones(self.size, dtype=torch.bool)
             for worker in range(count):
                 for batch in range(taken):
-                    left[self._batch(epoch, earlier[:part], worker, count, batch)] = False
-        unseen = left.nonzero().flatten()
-        order = stream(self.seed, "rest", epoch, len(earlier))
+                    left[self._batch(epoch, earlier, worker, count, batch)] = False
+            unseen = left.nonzero().flatten()
+        order = stream(self.seed, "rest", epoch, len(earlier) + 1)
         return unseen[torch.randperm(len(unseen), generator=order)]
+
+
+def _cut(size: int, pieces: int, piece: int) -> int:
+    """Return where a piece begins, or the last one ends, as ``Tensor.tensor_split`` cuts."""
+    each, longer = divmod(size, pieces)
+    return piece * each + min(piece, longer)
 
 
 def _dirichlet(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:
