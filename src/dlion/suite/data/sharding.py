@@ -106,10 +106,13 @@ class Sharding:
     def indices(self, worker: int, step: int) -> Tensor:
         """Return the numbers of the samples of a worker's batch at a step (from 0), int64."""
         epoch, batch = divmod(step, self.steps_per_epoch)
+        return self.stretch(worker, epoch, batch, batch + 1)
+
+    def stretch(self, worker: int, epoch: int, start: int, stop: int) -> Tensor:
+        """Return the numbers of the samples of a worker's batches ``start`` to ``stop - 1``."""
         order = self._order(worker, epoch)
-        start = batch * len(order) // self.steps_per_epoch
-        stop = (batch + 1) * len(order) // self.steps_per_epoch
-        return order[start:stop]
+        first, last = (batch * len(order) // self.steps_per_epoch for batch in (start, stop))
+        return order[first:last]
 
     def _order(self, worker: int, epoch: int) -> Tensor:
         cached = self._orders.get(worker)
@@ -219,8 +222,7 @@ class Dealing:
         else:
             left = torch.ones(self.size, dtype=torch.bool)
             for worker in range(count):
-                for batch in range(taken):
-                    left[self._batch(epoch, earlier, worker, count, batch)] = False
+                left[self.sharding(count).stretch(worker, epoch, 0, taken)] = False
             unseen = left.nonzero().flatten()
         order = stream(self.seed, "rest", epoch, len(earlier) + 1)
         return unseen[torch.randperm(len(unseen), generator=order)]
