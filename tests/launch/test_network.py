@@ -182,56 +182,112 @@ def test_two_debian_machines_train_and_a_cut_link_ends_both(tmp_path):
         assert "Traceback" not in errors
 
 
-@pytest.mark.netns
-@needs_root
-def test_elastic_workers_go_on_while_a_link_is_down_and_meet_again(tmp_path):
-    pytest.importorskip("torchft")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "RUST_LOG": "error"}
-    running: list[subprocess.Popen] = []
+class Machines:
+    """Two machines, a lighthouse on the first, and elastic workers."""
 
-    def begin(network: Network, node: int, name: str, *arguments: str) -> None:
-        there = ("nsenter", f"--net=/run/netns/{network.namespace(node)}", sys.executable, "-m")
-        with (tmp_path / name).open("w") as out:
-            command = [*there, *arguments]
-            running.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out))
-
-    def rows(name: str) -> dict[int, list[str]]:
-        lines = (tmp_path / name).read_text().split("\n")[:-1]
-        return {int(step): rest for step, *rest in map(str.split, lines)}
-
-    def see(workers: int, *names: str) -> None:
+    def __init__(self, network: Network, directory: Path):
+        self.network, self.directory = network, directory
+        self.running: dict[str, subprocess.Popen] = {}
+        self._begin(0, "lighthouse", "dlion", "lighthouse", "--bind", LIGHTHOUSE)
         deadline = time.monotonic() + 120
-        while any(
-            [count for count, _ in rows(name).values()][-1:] != [str(workers)] for name in names
-        ):
-            assert time.monotonic() < deadline and not any(each.poll() for each in running)
+        while not (directory / "lighthouse").read_text():
+            assert time.monotonic() < deadline
             time.sleep(0.1)
 
+    def worker(self, node: int, name: str, **environment: str) -> None:
+        options = [name, "dlion_mavo", '{"overlap": true}', "1000000", "0.02", "1"]
+        module = "tests.optim.elastic_worker"
+        self._begin(node, name, module, LIGHTHOUSE, *options, **environment)
+
+    def _begin(self, node: int, name: str, *arguments: str, **environment: str) -> None:
+        there = f"--net=/run/netns/{self.network.namespace(node)}"
+        env = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "RUST_LOG": "error"} | environment
+        said, errors = self.directory / name, self.directory / f"{name}.err"
+        with said.open("w") as out, errors.open("w") as err:
+            self.running[name] = subprocess.Popen(
+                ["nsenter", there, sys.executable, "-m", *arguments],
+                cwd=ROOT,
+                env=env,
+                stdout=out,
+                stderr=err,
+            )
+
+    def rows(self, name: str) -> dict[int, list[str]]:
+        lines = (self.directory / name).read_text().split("\n")[:-1]
+        return {int(step): rest for step, *rest in map(str.split, lines)}
+
+    def see(self, workers: int, *names: str) -> None:
+        deadline = time.monotonic() + 120
+        while any(
+            [count for count, _ in self.rows(name).values()][-1:] != [str(workers)]
+            for name in names
+        ):
+            assert time.monotonic() < deadline
+            assert not any(each.poll() for each in self.running.values())
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        for each in self.running.values():
+            each.kill()
+            each.wait()
+
+
+@pytest.fixture
+def machines(tmp_path):
+    pytest.importorskip("torchft")
     with Network(2, parse_rate("10mbit")) as network:
-        switch = network.namespace(0).rpartition("-")[0] + "-switch"
-        link = ["ip", "-n", switch, "link", "set", "port1"]
+        made = Machines(network, tmp_path)
         try:
-            begin(network, 0, "lighthouse", "dlion", "lighthouse", "--bind", LIGHTHOUSE)
-            deadline = time.monotonic() + 120
-            while not (tmp_path / "lighthouse").read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            for node, name in enumerate("ab"):
-                options = [name, "dlion_mavo", '{"overlap": true}', "1000000", "0.02", "1"]
-                begin(network, node, name, "tests.optim.elastic_worker", LIGHTHOUSE, *options)
-            see(2, "a", "b")
-            subprocess.run([*link, "down"], check=True)
-            see(1, "a")
-            alone = max(rows("b")) + 1
-            while max(rows("a")) <= alone:
-                time.sleep(0.1)
-            subprocess.run([*link, "up"], check=True)
-            see(2, "a", "b")
+            yield made
         finally:
-            for each in running:
-                each.kill()
-                each.wait()
-    there, away = rows("a"), rows("b")
+            made.end()
+
+
+@pytest.mark.netns
+@needs_root
+def test_elastic_workers_go_on_while_a_link_is_down_and_meet_again(machines):
+    machines.worker(0, "a")
+    machines.worker(1, "b")
+    machines.see(2, "a", "b")
+    switch = machines.network.namespace(0).rpartition("-")[0] + "-switch"
+    link = ["ip", "-n", switch, "link", "set", "port1"]
+    subprocess.run([*link, "down"], check=True)
+    machines.see(1, "a")
+    alone = max(machines.rows("b")) + 1
+    while max(machines.rows("a")) <= alone:
+        time.sleep(0.1)
+    subprocess.run([*link, "up"], check=True)
+    machines.see(2, "a", "b")
+    machines.end()
+    there, away = machines.rows("a"), machines.rows("b")
     assert all(there[step][1] == away[step][1] for step in there.keys() & away.keys())
     assert [*there] == [*range(len(there))], "no step that was committed is lost"
     assert there[alone][0] == "1" and alone not in away and max(away) > alone
+
+
+@pytest.mark.netns
+@needs_root
+def test_a_new_worker_that_others_cannot_reach_gives_up_and_they_go_on(machines, tmp_path):
+    machines.worker(0, "a")
+    machines.see(1, "a")
+    # the second machine listens at an address that packets of the first never reach, as behind NAT
+    for node, command in (
+        (1, "link add inside type veth peer name other"),
+        (1, "addr add 10.99.0.1/32 dev inside"),
+        (1, "link set other up"),
+        (1, "link set inside up"),
+        (0, "route add 10.99.0.1/32 dev eth0"),
+        (0, "neigh add 10.99.0.1 lladdr 02:00:00:00:00:99 dev eth0"),
+    ):
+        namespace = machines.network.namespace(node)
+        subprocess.run(["ip", "-n", namespace, *command.split()], check=True)
+    machines.worker(1, "b", GLOO_SOCKET_IFNAME="inside", PATIENCE="3")
+    assert machines.running["b"].wait(120) == 2
+    said = (tmp_path / "b.err").read_text()
+    assert re.search("error: .*could not all connect in .* tries.* that of inside", said), said
+    reached = max(machines.rows("a"))
+    machines.see(1, "a")
+    while max(machines.rows("a")) < reached + 20:
+        assert machines.running["a"].poll() is None
+        time.sleep(0.1)
+    assert not machines.rows("b")

@@ -52,7 +52,8 @@ def main(
         group = dist.group.WORLD
     kwargs = {**entry.options, **json.loads(options)}
     # nobody is to wait for as long as that
-    manager = dlion.join(lighthouse, min_workers=int(least), name=name, timeout=600, group=group)
+    patience = float(os.environ.get("PATIENCE", 60))
+    manager = dlion.join(lighthouse, int(least), name, timeout=600, patience=patience, group=group)
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
     stops = [os.environ["STOPS"]] if "STOPS" in os.environ else []
 

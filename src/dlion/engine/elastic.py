@@ -40,6 +40,7 @@ _DEALT = {"previous", "agreement"}
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _SILENT = 2.0  # seconds without a heartbeat after which a worker counts as dead
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
+_TRIES = 3  # to connect, until a new worker says that it cannot
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +79,8 @@ class Elastic:
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
+        self._apart = 0.0  # since when this new worker and the others cannot connect
+        self._tries = 0  # of them to do so
         self._silence = _SILENT  # seconds, of a peer for whom others wait
         self._suspects: set[str] = set()  # peers that were not waited for
         self._ahead: set[str] = set()  # workers that have begun it, as long as they live
@@ -108,6 +111,7 @@ class Elastic:
         while not self.open:
             self._look_ahead()
             self._ask()
+            self._note_whether_connected()
             n, least = self.manager.num_participants(), self.manager._min_replica_size
             ready = self.manager.errored() is None and n >= least and self._rebuild()
             if self._all(ready):
@@ -180,6 +184,25 @@ class Elastic:
             looks = looks + 1 if is_refused(self.manager) else 0
             if looks * _LOOK >= _REFUSED:
                 raise _lost("is gone")
+
+    def _note_whether_connected(self) -> None:
+        """Give up after a while, as a new worker that cannot connect to all others, or they to it.
+
+        The others go on between its tries, but connecting in vain holds them up.
+        """
+        if self.manager.errored() is None or self._optimizer.param_groups[0]["steps"]:
+            self._apart, self._tries = 0.0, 0
+            return
+        self._apart, self._tries = self._apart or time.monotonic(), self._tries + 1
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        said = (
+            f"this worker and the others could not all connect in {self._tries} tries: all must"
+            f" reach each other's addresses (here: that of {interface}), behind NAT through a VPN"
+        )
+        if time.monotonic() - self._apart > self.manager._quorum_timeout.total_seconds():
+            raise TrainingFailed(said)
+        if self._tries == _TRIES:
+            _log.warning("%s; it tries again", said)
 
     def _look_up(self) -> None:
         """Leave, if that is asked for."""
