@@ -8,7 +8,7 @@ from dlion.suite.data import TextData, next_line
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.suite.training.console import RunConsole
-from dlion.suite.training.evaluation import box_state, evaluate
+from dlion.suite.training.evaluation import box_state, evaluate, evaluate_again
 from dlion.workers import Workers
 
 
@@ -55,6 +55,29 @@ def test_the_batches_of_a_limited_evaluation_are_spread_over_the_test_set():
 @pytest.mark.slow
 def test_a_limited_evaluation_is_the_same_for_every_spread():
     assert run_processes(2, results_of_two_processes) == [result(None), result(3), result(7)]
+
+
+def results_after_a_death() -> list[float]:
+    join_process_group("gloo", 60)
+    workers, data, net = Workers.current(), text(), model()
+    batches: list[int] = []
+    known: dict[int, torch.Tensor] = {}
+    if workers.rank == 1:  # it had tested its part as one of three, one of whom has died
+        for start in range(0, data.test_size, data.test_batch_size)[1::3]:
+            x, y = data.test_batch(start, start + data.test_batch_size)
+            known[start] = data.score(net(x), y, start).detach()
+    net.register_forward_hook(lambda *_: batches.append(1))
+    found: list[float] = []
+    for _ in range(2):
+        results = evaluate_again(net, data, Channel(workers), "cpu", None, known)
+        found += [results["test_loss"], len(batches)]
+    return found
+
+
+@pytest.mark.slow
+def test_what_was_tested_before_a_worker_died_is_not_tested_again():
+    loss = result(None)
+    assert run_processes(2, results_after_a_death) == [loss, 4, loss, 4]
 
 
 def test_a_limited_evaluation_of_choices_counts_the_questions_it_asked():

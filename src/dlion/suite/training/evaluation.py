@@ -1,14 +1,16 @@
 """Measurements between steps: results on the test set, and the progress of Lion's theory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlion.exchange import Channel, sum_in_order
 from dlion.streams import stream_seed
 from dlion.suite.data import Data
+
+Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
 _BOX_SAMPLES = 1000  # of the training set, always the same
 
@@ -20,7 +22,7 @@ def evaluate(
     channel: Channel,
     device: str,
     limit: int | None = None,
-    watch: Callable[[Iterable[Any], int], Iterable[Any]] = lambda batches, count: batches,
+    watch: Watch = lambda batches, count: batches,
 ) -> dict[str, float]:
     """Return the test set's results, bit-identical however workers are spread.
 
@@ -39,11 +41,7 @@ def evaluate(
         ``test_loss`` (nats per label or token), ``test_accuracy`` (0 to 1) where there are classes,
         and whatever else the data set measures.
     """
-    model.eval()
-    workers = channel.workers
-    starts = range(0, data.test_size, data.test_batch_size)
-    if limit is not None and limit < len(starts):
-        starts = [starts[i * len(starts) // limit] for i in range(limit)]
+    workers, starts = channel.workers, _starts(data, limit)
     rounds = -(-len(starts) // workers.count)
     local = [
         (i, turn, start)
@@ -51,17 +49,68 @@ def evaluate(
         for turn, start in enumerate(starts[worker :: workers.count])
     ]
     sums = torch.zeros(workers.local, rounds, data.sums, dtype=torch.float64)
-    batches = data.test_batches([start for _, _, start in local], device)
-    scores = [
-        data.score(model(x), y, start)
-        for (_, _, start), (x, y) in zip(local, watch(batches, len(local)), strict=True)
-    ]
-    if scores:  # brought to the CPU at once
-        for (i, turn, _), score in zip(local, torch.stack(scores).cpu(), strict=True):
-            sums[i, turn] = score
-    model.train()
+    scores = _scores(model, data, [start for _, _, start in local], device, watch)
+    for (i, turn, _), score in zip(local, scores, strict=True):
+        sums[i, turn] = score
     in_order = channel.gather(sums).transpose(0, 1).flatten(0, 1)  # [rounds * n, m]
     return data.results(sum_in_order(in_order).tolist())
+
+
+@torch.no_grad()
+def evaluate_again(
+    model: nn.Module,
+    data: Data,
+    channel: Channel,
+    device: str,
+    limit: int | None,
+    known: dict[int, Tensor],
+) -> dict[str, float]:
+    """Return the same as :func:`evaluate`, among workers some of whom may leave meanwhile.
+
+    What a worker has tested who is still there is not tested again, or workers that die more often
+    than an evaluation takes would never end one.
+
+    Args:
+        model, data, channel, device, limit: of :func:`evaluate`; each process has one worker.
+        known: what this worker has found with equal parameters, by a batch's first sample. What it
+            finds is added.
+    """
+    workers, starts = channel.workers, _starts(data, limit)
+    tested = torch.tensor([[start in known for start in starts]], dtype=torch.uint8)
+    left = [starts[i] for i in (channel.gather(tested).sum(0) == 0).nonzero().flatten().tolist()]
+    mine = left[workers.rank :: workers.count]
+    known |= zip(mine, _scores(model, data, mine, device), strict=True)
+    table = torch.zeros(1, len(starts), 1 + data.sums, dtype=torch.float64)
+    for row, start in zip(table[0], starts, strict=True):
+        if start in known:
+            row[0], row[1:] = 1, known[start]
+    everyone = channel.gather(table)  # [n, batches, 1 + m]
+    first = everyone[..., 0].argmax(0)  # who has a batch
+    in_order = everyone[first, torch.arange(len(starts)), 1:]
+    return data.results(sum_in_order(in_order).tolist())
+
+
+def _starts(data: Data, limit: int | None) -> Sequence[int]:
+    """Return the first sample of each test batch."""
+    starts = range(0, data.test_size, data.test_batch_size)
+    if limit is None or limit >= len(starts):
+        return starts
+    return [starts[i * len(starts) // limit] for i in range(limit)]
+
+
+def _scores(
+    model: nn.Module,
+    data: Data,
+    starts: Sequence[int],
+    device: str,
+    watch: Watch = lambda batches, count: batches,
+) -> list[Tensor]:
+    """Return the sums of test batches, float64 ``[m]`` each, on the CPU."""
+    model.eval()
+    batches = watch(data.test_batches(starts, device), len(starts))
+    scores = [data.score(model(x), y, start) for start, (x, y) in zip(starts, batches, strict=True)]
+    model.train()
+    return [*torch.stack(scores).cpu()] if scores else []
 
 
 def box_state(
