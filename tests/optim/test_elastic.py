@@ -1,6 +1,7 @@
 """Workers that come and go: real processes, a real lighthouse, SIGKILL."""
 
 import math
+import re
 import signal
 import socket
 import time
@@ -41,9 +42,8 @@ class Crew:
             "RUST_LOG": "error",
             "BREAKS": other.get("breaks", "-1"),
         }
-        env |= {
-            key.upper(): other[key] for key in ("cuts", "stops", "store", "strays") if key in other
-        }
+        told = other.keys() & {"cuts", "patience", "stops", "store", "strays"}
+        env |= {key.upper(): other[key] for key in told}
         self.processes[name] = Run([*command, *numbers], env)
 
     def rows(self, name: str) -> Rows:
@@ -289,6 +289,18 @@ def test_too_few_workers_for_the_lighthouse_are_not_taken_for_its_silence(
     with pytest.raises(dlion.TrainingFailed, match=r"fewer workers than .*--min-workers=2"):
         optimizer.zero_grad()
     manager.shutdown(wait=False)
+
+
+@pytest.mark.slow
+def test_workers_that_are_busy_are_not_taken_for_a_silent_lighthouse(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("g_adamw", "{}")
+    run.start("a", pause=3600)
+    run.see("a", 1)
+    run.start("b", patience="4")
+    said = run.processes["b"].wait().stderr
+    assert re.search("error: no step began within .*: 1 of 2 workers .* more patience", said), said
 
 
 def own_address() -> str:

@@ -177,6 +177,13 @@ class Elastic:
                             f"fewer workers than the lighthouse's --min-workers={least[1]} came"
                             f" within {limit}: start more"
                         ) from error
+                    few = re.search(r"have (\d+) part\w+, need at least half of (\d+)", page)
+                    if few:
+                        raise TrainingFailed(
+                            f"no step began within {limit}: {few[1]} of {few[2]} workers have asked"
+                            " for one, and the others are busy or hang: give more patience"
+                            " (train.py: timeout)"
+                        ) from error
                     said = re.search('message: "(.*?)"', str(error))
                     reason = said[1] if said else error
                     raise _lost(f"has not answered within {limit} ({reason})") from error

@@ -78,7 +78,7 @@ class Known(NamedTuple):
         """Read a page; of an empty one nothing is known."""
         quorum = re.search(r"Previous quorum id: (\d+)", page)
         steps = re.findall(r"<b>(\S+)</b>\s*<br/>\s*Step: (\d+)", page)
-        seen = re.findall(r"(\S+): seen ([\d.]+)s ago", page)
+        seen = re.findall(r"(\S+): seen ([\d.e-]+)s ago", page)
         return cls(
             int(quorum[1]) if quorum else -1,
             {name: int(step) for name, step in steps},
