@@ -66,7 +66,8 @@ def join(
             environment variable GLOO_SOCKET_IFNAME names another.
         timeout: seconds that a worker may hang, and still say that it is alive, before the others
             continue without it.
-        patience: seconds to wait for a lighthouse that does not answer, or for min_workers.
+        patience: seconds to wait for a lighthouse that does not answer, for min_workers, or for
+            workers that are busy: longer than a step, or a round of local steps, takes.
         group: of the processes that are one worker, over which FSDP2 shards the model. They live
             and die together, as torchrun's do. All call this, with the same arguments.
 
