@@ -79,7 +79,8 @@ class Elastic:
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
-        self._apart = 0.0  # since when this new worker and the others cannot connect
+        self._new = True  # no step of this worker has begun
+        self._apart = 0.0  # since when it and the others cannot connect
         self._tries = 0  # of them to do so
         self._silence = _SILENT  # seconds, of a peer for whom others wait
         self._suspects: set[str] = set()  # peers that were not waited for
@@ -115,7 +116,7 @@ class Elastic:
             n, least = self.manager.num_participants(), self.manager._min_replica_size
             ready = self.manager.errored() is None and n >= least and self._rebuild()
             if self._all(ready):
-                self.open = True
+                self.open, self._new = True, False
                 continue
             if ready:
                 self._give_up(RuntimeError("another process of this worker is not ready"))
@@ -197,7 +198,7 @@ class Elastic:
 
         The others go on between its tries, but connecting in vain holds them up.
         """
-        if self.manager.errored() is None or self._optimizer.param_groups[0]["steps"]:
+        if self.manager.errored() is None or not self._new:
             self._apart, self._tries = 0.0, 0
             return
         self._apart, self._tries = self._apart or time.monotonic(), self._tries + 1
