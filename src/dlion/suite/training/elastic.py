@@ -148,7 +148,7 @@ class ElasticWorker:
         self.control = Channel(Workers())
         self.output: Output | None = None
         self.results: dict[str, float] = {}
-        self._tested: list[Tensor] = []  # the step and the buffers that are evaluated
+        self._tested: list[Tensor] = []  # which parameters and buffers are evaluated
         self._scores: dict[int, Tensor] = {}  # of test batches, of these
         self.losses = torch.zeros(2, dtype=torch.float64)
         self.norm = 0.0
@@ -375,7 +375,7 @@ class ElasticWorker:
         """Measure the shared parameters; all present take a share of the test set."""
         self.optimizer.host(None)
         self.virtual.load_mean_buffers(self.control)
-        tested = [torch.tensor(self.done), *self.model.buffers()]
+        tested = [torch.tensor([self.done, self.elastic.healed]), *self.model.buffers()]
         if [*map(torch.equal, tested, self._tested)] != [True] * len(tested):
             self._tested, self._scores = [each.clone() for each in tested], {}
         limit, device = self.config.eval_limit, self.job.device
