@@ -23,10 +23,9 @@ LR, WD, SEED, STEPS = 1e-2, 0.1, 5, 8
 QUINTIC = 5, torch.float32, "quintic"
 SPANS = [(sum(SIZES[:t]), sum(SIZES[: t + 1])) for t in range(len(SIZES))]
 
-# names in dlion.methods.simple, and what they may be in a class
-SHORT = {
-    "wd": ["weight_decay"],
-    "mu": ["momentum"],
+# names in dlion.methods.simple, and what they are in a class: hyperparameters, and vectors of state
+VALUES = {"wd": "weight_decay", "mu": "momentum"}
+VECTORS = {
     "m": ["momentum", "exp_avg"],
     "v": ["exp_avg_sq"],
     "r": ["residual"],
@@ -61,10 +60,9 @@ class Spec:
     def argument(self, name: str) -> Any:
         """A hyperparameter or a vector of state, by its name in a function or in the class."""
         group, optimizer = self.optimizer.param_groups[0], self.optimizer
-        names = SHORT.get(name, [name])
-        for long in names:
-            if long in group:
-                return group[long]
+        if VALUES.get(name, name) in group:
+            return group[VALUES.get(name, name)]
+        for long in VECTORS.get(name, [name]):
             if long in (*optimizer.own_state, *optimizer.shared_state):
                 shape = (self.n, D) if long in optimizer.own_state else (D,)
                 return self.named.setdefault(long, torch.zeros(shape))
@@ -132,7 +130,7 @@ def by_name(function: Callable[..., None]):
     return step
 
 
-dlion = by_name(simple.dlion)
+dlion, signum = by_name(simple.dlion), by_name(simple.signum)
 
 
 def cub(p: int, scale: str, every: int = 0, spans: list = SPANS, headroom: bool = False):
@@ -326,6 +324,9 @@ ROWS = {
         for ties in ("zero", "plus", "alternate", "random", "previous")
     },
     "dlion_mavo weighted": ({"weighted": True}, dlion, 0),
+    "dlion_avg": ({}, dlion, 0),
+    "signum_mavo": ({"momentum": 0.9}, signum, 0),
+    "signum_avg": ({"momentum": 0.9}, signum, 0),
     "terngrad": ({}, terngrad(2.5), 0),
     "terngrad unclipped": ({"clip": 0}, terngrad(0), 0),
     "dgc": ({"density": 0.1}, dgc(float("inf"), 0), 0),
