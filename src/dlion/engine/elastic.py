@@ -202,7 +202,7 @@ class Elastic:
             self._apart, self._tries = 0.0, 0
             return
         self._apart, self._tries = self._apart or time.monotonic(), self._tries + 1
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or "this machine's name"
         said = (
             f"this worker and the others could not all connect in {self._tries} tries: all must"
             f" reach each other's addresses (here: that of {interface}), behind NAT through a VPN"
@@ -375,7 +375,7 @@ class Elastic:
             # rarer and rarer: answers may come over the same link as the page
             seconds = max(_LOOK, (time.monotonic() - began) / 4)
             known = Known.read(page_of(self.manager) or "")
-            silent = self._silent_peers(known.steps, known.silence)
+            silent = self._silent_peers(known)
             with lock:
                 if over.is_set():
                     return
@@ -384,12 +384,13 @@ class Elastic:
                     self.manager._pg.abort()  # whoever waits gets an error
                     return
 
-    def _silent_peers(self, steps: dict[str, int], silence: dict[str, float]) -> set[str]:
+    def _silent_peers(self, known: Known) -> set[str]:
         """Return which workers of this quorum the lighthouse has not heard of for too long.
 
         One that comes back was alive, behind a link that is busy with messages, say: from then on
         it takes twice as long.
         """
+        steps, silence = known.steps, known.silence
         if silence.get(self.manager._logger._replica_id, 0.0) > _SILENT:
             return set()  # the lighthouse has stopped for a while, or this worker
         if any(silence.get(name, self._silence) < _SILENT for name in self._suspects & {*steps}):

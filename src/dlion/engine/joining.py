@@ -89,7 +89,7 @@ def join(
     try:
         own = check_lighthouse(lighthouse, typed)
         address = (address or own).strip("[]")
-        choose_interface(address)
+        _choose_interface(address)
         store = _make_store(address, place)
     except OSError as error:
         raise UserError(
@@ -304,7 +304,7 @@ def unpacked(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
-def choose_interface(address: str) -> None:
+def _choose_interface(address: str) -> None:
     """Let gloo listen where this machine has an address, unless the environment names another.
 
     Gloo would take the address of this machine's own name: Debian's is 127.0.1.1.

@@ -200,15 +200,13 @@ class Dealing:
         Each part leaves something of what the one before has left: so a change costs one shuffle,
         however many there were.
         """
-        rest, known = torch.empty(0, dtype=torch.int64), 0
-        for parts in range(len(earlier), 0, -1):
-            if (epoch, earlier[:parts]) in self._dealt:
-                rest, known = self._dealt[epoch, earlier[:parts]], parts
-                break
+        parts = range(len(earlier), 0, -1)
+        known = next((n for n in parts if (epoch, earlier[:n]) in self._dealt), 0)
+        rest = self._dealt.get((epoch, earlier[:known]), torch.empty(0, dtype=torch.int64))
         for part in range(known, len(earlier)):
             rest = self._deal(epoch, earlier[:part], rest, *earlier[part])
             self._dealt[epoch, earlier[: part + 1]] = rest
-            while len(self._dealt) > 2:
+            if len(self._dealt) > 2:
                 del self._dealt[next(iter(self._dealt))]
         return rest
 
