@@ -36,6 +36,10 @@ def sha256(net: torch.nn.Module) -> str:
     return hashlib.sha256(flat.numpy()).hexdigest()
 
 
+def own_state(optimizer: dlion.DistributedOptimizer) -> list[torch.Tensor]:
+    return [rows.clone() for bucket in optimizer.buckets for rows in bucket.own.values()]
+
+
 def fail() -> None:
     raise RuntimeError("gloo: Connection closed by peer")
 
@@ -45,12 +49,17 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     net, entry, group = model(), METHODS[method], None
-    if "STORE" in os.environ:  # the process is one of several that are a worker
-        store, rank, size = os.environ["STORE"].split(",")
-        dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=int(size))
-        fully_shard(net)
-        group = dist.group.WORLD
     kwargs = {**entry.options, **json.loads(options)}
+    place, together = 0, 1
+    if "STORE" in os.environ:  # the process is one of several that are a worker
+        store, place, together = os.environ["STORE"].split(",")
+        place, together = int(place), int(together)
+        dist.init_process_group("gloo", f"file://{store}", rank=place, world_size=together)
+        group = dist.group.WORLD
+        if "DENSE" in os.environ:
+            kwargs["dense_group"] = group
+        else:
+            fully_shard(net)
     # nobody is to wait for as long as that
     patience = float(os.environ.get("PATIENCE", 60))
     manager = dlion.join(lighthouse, int(least), name, timeout=600, patience=patience, group=group)
@@ -85,8 +94,11 @@ def main(
         if step == cuts:
             cuts = -1
             optimizer.buckets[0].exchange.run = lambda step: fail()  # the next quorum has another
-        loss(net, step, optimizer.workers.rank).backward()
+        before = own_state(optimizer)
+        loss(net, step, optimizer.workers.rank * together + place).backward()
         optimizer.step()
+        if not (optimizer.committed or optimizer.moves_alone):
+            assert all(map(torch.equal, own_state(optimizer), before)), "a step has left something"
         time.sleep(float(pause))
 
 

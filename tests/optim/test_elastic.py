@@ -42,7 +42,7 @@ class Crew:
             "RUST_LOG": "error",
             "BREAKS": other.get("breaks", "-1"),
         }
-        told = other.keys() & {"cuts", "patience", "stops", "store", "strays"}
+        told = other.keys() & {"cuts", "dense", "patience", "stops", "store", "strays"}
         env |= {key.upper(): other[key] for key in told}
         self.processes[name] = Run([*command, *numbers], env)
 
@@ -188,19 +188,28 @@ def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "options"), [("dlion_mavo", OVERLAP), ("sign_muon_mavo", "{}")])
+@pytest.mark.parametrize(
+    ("method", "options", "inside"),
+    [
+        ("dlion_mavo", OVERLAP, {}),  # FSDP2
+        ("sign_muon_mavo", "{}", {}),
+        ("dlion_mavo", OVERLAP, {"dense": "1"}),
+        ("diloco", '{"local_steps": 4}', {"dense": "1"}),
+    ],
+)
 def test_workers_of_several_processes_die_and_join_whole(
-    crew: Callable[..., Crew], method: str, options: str, tmp_path: Path
+    crew: Callable[..., Crew], method: str, options: str, inside: dict[str, str], tmp_path: Path
 ) -> None:
     run = crew(method, options)
 
     def start(name: str) -> None:
         for rank in range(2):
-            run.start(f"{name}{rank}", store=f"{tmp_path / name},{rank},2")
+            run.start(f"{name}{rank}", store=f"{tmp_path / name},{rank},2", **inside)
 
     start("a")
     start("b")
     run.see("a0", 2)
+    run.wait(lambda: len(run.rows("a0")) > 5)
     for rank in range(2):
         run.processes[f"b{rank}"].send_signal(signal.SIGKILL)
     run.see("a1", 1)
@@ -210,7 +219,9 @@ def test_workers_of_several_processes_die_and_join_whole(
     last = max(run.rows("a0"))
     run.wait(lambda: max(run.rows("c1")) > last + 5)
     run.stop()
-    for rank in range(2):  # each process has a part of the parameters
+    if inside:  # each process has all parameters
+        agree(*map(run.rows, run.processes))
+    for rank in range(2):  # or a part of them
         rows = [run.rows(f"{name}{rank}") for name in "abc"]
         agree(*rows)
         seen = set.union(*map(set, rows))
@@ -371,6 +382,7 @@ class Manager:
         ("diloco", {"inner": torch.optim.SGD}, "an inner optimizer of your own"),
         ("dlion_mavo", {"exchange": "auto"}, "for one number of workers"),
         ("dlion_mavo", {"workers": dlion.Workers()}, "manager= names the participants"),
+        ("dlion_mavo", {"dense_group": object()}, "give both the same group"),
     ],
 )
 def test_what_cannot_have_changing_workers_is_refused(

@@ -73,7 +73,7 @@ class InFlight:
 
     Attributes:
         norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
-        rates: the hyperparameters that the latest message was made with.
+        rates: the hyperparameters that the latest message was made with; empty: there is none.
         present: whether some worker has a gradient, for each parameter.
         flag: whether some worker's flag is set.
         slow: whether some worker's links are slow.

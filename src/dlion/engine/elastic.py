@@ -77,6 +77,7 @@ class Elastic:
         self._group: dist.ProcessGroup | None = None
         self._inside: dist.ProcessGroup | None = getattr(manager, "inside", None)
         self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
+        self._before: list[tuple[Tensor, Tensor]] = []  # state with what is kept of this step
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
         self._new = True  # no step of this worker has begun
@@ -312,6 +313,7 @@ class Elastic:
             kept = self._kept[bucket] = [(row, torch.empty_like(row)) for row in rows]
         for row, copy in kept:
             copy.copy_(row)
+        self._before += kept
 
     def require_open(self) -> None:
         """Refuse a message without a receiver."""
@@ -346,6 +348,7 @@ class Elastic:
         self.open = False
         self.committed = self.manager.should_commit()
         if self.committed:
+            self._before.clear()
             seen = f"{self._lineage} {self.manager._quorum_id}".encode()
             self._lineage = int.from_bytes(hashlib.sha256(seen).digest()[:7], "little")
             for bucket in buckets:
@@ -400,9 +403,9 @@ class Elastic:
 
     def put_back(self) -> None:
         """Undo what encoding has moved, as the step was not committed."""
-        for kept in self._kept.values():
-            for row, copy in kept:
-                row.copy_(copy)
+        for row, copy in self._before:
+            row.copy_(copy)
+        self._before.clear()
 
     def _others_are_odd(self) -> bool:
         """Whether this worker's headers equal those of most workers."""
@@ -516,9 +519,20 @@ def alone(named: Any) -> Workers:
     """Return this process alone, as a manager names its peers at every step."""
     if named is not None:
         raise ValueError(
-            "manager= names the participants: give no workers, process_group, mesh or dense_group"
+            "manager= names the participants: give no workers, process_group or mesh"
         )
     return Workers()
+
+
+def check_inside(manager: Any, dense_group: dist.ProcessGroup) -> None:
+    """Refuse a ``dense_group`` of other processes than those that are one worker."""
+    inside = getattr(manager, "inside", None)
+    ranks = dist.get_process_group_ranks
+    if inside is None or ranks(inside) != ranks(dense_group):
+        raise ValueError(
+            "the processes of dense_group are not those that join() was given: they are one worker"
+            " together, so give both the same group"
+        )
 
 
 def check_dealt(bucket: Bucket, method: str) -> None:

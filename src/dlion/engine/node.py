@@ -27,13 +27,19 @@ class Node:
         wire: of gradients.
         voters: those that this process exchanges messages with, one in each node.
         overlap: whether others talk meanwhile, so that these need a group of their own.
+        elastic: whether voters may leave during an exchange, and the node continues.
 
     Raises:
         ValueError: if voters are among these processes.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, wire: DenseWire, voters: Workers, overlap: bool
+        self,
+        group: dist.ProcessGroup,
+        wire: DenseWire,
+        voters: Workers,
+        overlap: bool,
+        elastic: bool = False,
     ) -> None:
         workers = Workers.current(group=group)
         if len({*workers.ranks} & {*voters.ranks}) > 1:
@@ -42,6 +48,7 @@ class Node:
                 " process_group) of one process in each node"
             )
         self._rank, self._processes, self._ranks = workers.rank, workers.processes, workers.ranks
+        self._elastic = elastic
         self._wire: Wire = BFloat16() if wire == "bf16" else Float32()
         self._headers = Channel(workers.with_cpu_group())
         self._channel = Channel(workers.with_own_group() if overlap else workers)
@@ -115,12 +122,24 @@ class Node:
         return headers.flag
 
     def run(self, bucket: Bucket) -> Stages:
-        """Run the exchange of a bucket on one process, and hand on the result."""
+        """Run the exchange of a bucket on one process, and hand on the result.
+
+        Raises:
+            RuntimeError: if it breaks off. Where voters may leave, all processes of the node raise.
+        """
         exchange, leader = bucket.exchange, bucket.index % self._processes
+        broken: RuntimeError | None = None
         if leader == self._rank:
-            yield from exchange.stages(bucket.step)
+            try:
+                yield from exchange.stages(bucket.step)
+            except RuntimeError as error:
+                if not self._elastic:
+                    raise
+                broken = error
         else:
             exchange.expect()
+        if self._elastic:
+            self._raise_together(broken, leader)
         for part in (exchange.answer, exchange.headers):
             whole = part.contiguous()
             self._channel.broadcast(whole, leader)
@@ -128,3 +147,10 @@ class Node:
                 part.copy_(whole)
         if leader != self._rank:
             exchange.accept()
+
+    def _raise_together(self, broken: RuntimeError | None, leader: int) -> None:
+        """Raise the leader's error on all processes, which would wait for its answer."""
+        failed = torch.tensor([broken is not None], dtype=torch.uint8)
+        self._headers.broadcast(failed, leader)
+        if failed:
+            raise broken or RuntimeError("the exchange of another process of this worker broke off")

@@ -25,7 +25,7 @@ from dlion.engine.checks import (
     check_whole,
     checked,
 )
-from dlion.engine.elastic import Elastic, alone, check_dealt
+from dlion.engine.elastic import Elastic, alone, check_dealt, check_inside
 from dlion.engine.header import plain_values
 from dlion.engine.layout import Member, Members
 from dlion.engine.lockstep import (
@@ -128,7 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             ``zero_grad()``. A learning rate schedule is to step only where ``committed`` is true.
         dense_group: processes (of a node, say) that are one worker together: they average their
             gradients in ``dense_wire``, and one of them exchanges messages for all. Then
-            process_group or mesh is of the processes that have the same place in other nodes.
+            process_group or mesh is of the processes that have the same place in other nodes; with
+            manager this is the group that ``join()`` was given.
             This is another method than a vote of all processes, as nodes are the voters (fewer,
             with less noise in their gradients), and better where a node's own links are so much
             faster than those between nodes that a mean costs less than the bytes it saves.
@@ -223,7 +224,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
-            given = alone(workers or process_group or mesh or dense_group)
+            given = alone(workers or process_group or mesh)
+            if dense_group is not None:
+                check_inside(manager, dense_group)
         self._met_nobody = not (
             dist.is_initialized() or workers or process_group or mesh or manager
         )
@@ -244,7 +247,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.channel, self.node = Channel(self.workers), None
         if dense_group is not None:
             check_gpus(Workers.current(group=dense_group), _device_of(params))
-            self.node = Node(dense_group, dense_wire, given, overlap)
+            self.node = Node(dense_group, dense_wire, given, overlap, manager is not None)
             self.node.check_equal({"settings": settings})
         self._buckets: list[Bucket] = []
         self._waiting = False  # whether groups wait for buckets

@@ -167,8 +167,9 @@ class Overlap:
         """
         self._written = False
         for bucket in self._buckets[: self.sent]:
-            here = self._passes[bucket]
-            if bucket.flight.rates != hyperparameters(bucket.distinct_groups):
+            here, rates = self._passes[bucket], bucket.flight.rates
+            # none if the thread has not made the message, as the exchange before it has failed
+            if rates and rates != hyperparameters(bucket.distinct_groups):
                 raise RuntimeError(
                     "the learning rate or another hyperparameter was changed between backward() and"
                     " step(), when messages had left: set it before backward(), or create the"
