@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from dlion import methods
+from dlion.methods.dlion import SignedDescent
 from dlion.optim import DLion, DLionADM, LionCub, Signum
 from dlion.suite.training.agreement import Agreement
 from dlion.workers import Workers
@@ -76,3 +78,28 @@ def test_one_step_is_what_the_definitions_say(method):
     assert found["momentum_variance.blocks.a"] == pytest.approx(variance(blocks), rel=1e-5)
     assert found["momentum_variance.head"] == pytest.approx(variance(head), rel=1e-5)
     assert len(found) == 5
+
+
+ONE_BIT = [
+    name
+    for name, method in methods.METHODS.items()
+    if issubclass(method.cls, SignedDescent) and method.cls is not LionCub
+]
+
+
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_one_worker_agrees_with_itself(name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 12), torch.nn.ReLU(), torch.nn.Linear(12, 5))
+    method = methods.METHODS[name]
+    optimizer = method.cls(model.named_parameters(), workers=Workers(), **method.options)
+    agreement = Agreement(optimizer, Workers())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(6, 20)).square().mean().backward()
+        if step:
+            agreement.begin()
+            agreement.look(0)
+        optimizer.step()
+        if step:
+            assert agreement.measure()["agreement"] == 1

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from dlion import methods
 from dlion.suite.config import instantiate
 from dlion.suite.data import Sharding, TextData
 from dlion.suite.data.digits import digits
@@ -15,6 +16,7 @@ from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.suite.launch.runner import work
 from dlion.suite.training import Job, train
+from dlion.suite.training.agreement import VOTES
 from dlion.workers import Workers
 from tests.conftest import ROOT
 from tests.support.runs import record
@@ -24,8 +26,8 @@ pytestmark = pytest.mark.slow
 WORKERS = 4
 # by processes: without hardships and with them; without, test_checkpoint.py resumes in two
 KINDS = {1: ("", "-hard"), WORKERS: ("-hard",)}
-VOTES = ("dlion", "lion_cub", "signum")  # how methods begin whose agreement can be measured
 METHODS = sorted(p.stem for p in (ROOT / "conf" / "optimizer").glob("*.yaml"))
+MEASURED = {name for name, method in methods.METHODS.items() if issubclass(method.cls, VOTES)}
 
 
 class Net(torch.nn.Module):
@@ -96,7 +98,7 @@ def _job(method: str, processes: int, data, directory, more: dict | None = None)
             "eval_every": 6,
             "log_every": 3,
             "check_replicas_every": 3,
-            "agreement": method.startswith(VOTES),
+            "agreement": method in MEASURED,
             "output_dir": str(directory),
             **(more or {}),
         },
@@ -152,7 +154,7 @@ def test_every_spread_gives_the_same_bits(runs, method):
 def test_agreement_is_measured_where_there_are_votes(runs):
     for (name, _), (_, rows) in runs.items():
         measured = [row["step"] for row in rows if "agreement" in row]
-        assert measured == ([6] if name.startswith(VOTES) else [])
+        assert measured == ([6] if name.removesuffix("-hard") in MEASURED else [])
 
 
 def test_methods_differ(runs):

@@ -518,9 +518,7 @@ class Elastic:
 def alone(named: Any) -> Workers:
     """Return this process alone, as a manager names its peers at every step."""
     if named is not None:
-        raise ValueError(
-            "manager= names the participants: give no workers, process_group or mesh"
-        )
+        raise ValueError("manager= names the participants: give no workers, process_group or mesh")
     return Workers()
 
 

@@ -1,16 +1,17 @@
 """Distributed Lion by adaptive delta modulation: one bit each way that tells how much, too."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Unpack
 
 import torch
+from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.engine.step import rehearse
 from dlion.exchange import DeltaVote
-from dlion.methods.dlion import sign_descent
+from dlion.methods.dlion import Terms, sign_descent
 from dlion.values import Betas, Limits, NotNegative
 
 
@@ -49,15 +50,20 @@ class DeltaModulated(DistributedOptimizer):
             **bucket.buffers,
         )
 
+    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
+        """Yield what a worker's direction is made of, from its momentum, ``[padded]``."""
+        for run in bucket.runs("betas"):
+            yield momentum, bucket.grads(run.slots), run.values[0]
+
     def encode(self, bucket: Bucket, local: int) -> None:
         exchange, momentum = bucket.exchange, bucket.own["momentum"][local]
-        parts = [(bucket.grads(run.slots), *run.values[0]) for run in bucket.runs("betas")]
+        terms = [*self.terms(bucket, momentum)]
         if not exchange.begun:
-            sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in parts]
+            sizes = [kernels.measure(m, grads, beta1, "l1") for m, grads, (beta1, _) in terms]
             exchange.start(local, torch.cat(sizes))
         message, coder = exchange.messages[local], exchange.coder(local)
-        for grads, beta1, beta2 in parts:
-            kernels.encode_deltas(message, momentum, grads, coder, beta1, beta2, self.rise)
+        for m, grads, betas in terms:
+            kernels.encode_deltas(message, m, grads, coder, *betas, self.rise)
 
     def update(self, bucket: Bucket) -> None:
         sign_descent(bucket)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Unpack
 
 import torch
+from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
@@ -28,6 +29,9 @@ from dlion.values import Betas, NotNegative, Probability
 from dlion.wire import Sign, Ternary
 
 Aggregation = Literal["mavo", "avg"]
+# a momentum m, gradients g of some of its parameters, and the betas b1, b2: a worker's direction is
+# b1 m + (1 - b1) g, and m moves to b2 m + (1 - b2) g
+Terms = tuple[Tensor, Gradients, tuple[float, float]]
 
 
 def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
@@ -46,7 +50,8 @@ class SignedDescent(DistributedOptimizer):
     """Levels of the workers' own momenta up, their vote or mean down, decoupled weight decay.
 
     A bucket is encoded straight from its gradients, in one pass that also moves the momentum;
-    answers are unpacked in the pass that applies them.
+    answers are unpacked in the pass that applies them. A subclass says in ``terms`` what directions
+    are made of.
 
     With ``exchange=grid`` the workers stand on a grid of two dimensions, or three beyond 256 of
     them, as near to a square as their number allows, see :mod:`dlion.exchange.grid`; a prime number
@@ -133,14 +138,14 @@ class SignedDescent(DistributedOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         positive = self.zero_is_positive(local, bucket.step)
-        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
-        for grads, betas in self.with_betas(bucket):
+        message = bucket.exchange.messages[local]
+        for momentum, grads, betas in self.terms(bucket, bucket.own["momentum"][local]):
             kernels.encode_signs(message, momentum, grads, *betas, positive)
 
-    def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
-        """Yield gradients, and the betas of their direction and of their momentum."""
+    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
+        """Yield what a worker's direction is made of, from its momentum, ``[padded]``."""
         for run in bucket.runs("betas"):
-            yield bucket.grads(run.slots), run.values[0]
+            yield momentum, bucket.grads(run.slots), run.values[0]
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """The bit that a local worker sends for u = 0 or NaN: whether +1.
@@ -270,6 +275,6 @@ class Signum(SignedDescent):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
 
-    def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
+    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
         for run in bucket.runs("momentum"):  # equal betas: Lion's direction is the new momentum
-            yield bucket.grads(run.slots), (run.values[0],) * 2
+            yield momentum, bucket.grads(run.slots), (run.values[0],) * 2

@@ -112,9 +112,8 @@ class LionCub(SignedDescent):
         if self.bits == 1:
             super().encode(bucket, local)
             return
-        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
-        largest = self.largest
-        for grads, (beta1, beta2) in self.with_betas(bucket):
+        message, largest = bucket.exchange.messages[local], self.largest
+        for momentum, grads, (beta1, beta2) in self.terms(bucket, bucket.own["momentum"][local]):
             scales = kernels.measure(momentum, grads, beta1, self.scale)
             smallest = torch.finfo(scales.dtype).tiny
             factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)

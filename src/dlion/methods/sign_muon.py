@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Unpack
 
-from dlion import kernels
+from torch import Tensor
+
 from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.optimizer import Common
 from dlion.exchange import MeanWire, Shape, Ties, Topology
 from dlion.kernels import Gradients
-from dlion.methods.dlion import Aggregation, SignedDescent
+from dlion.methods.dlion import Aggregation, SignedDescent, Terms
 from dlion.methods.muon import (
     RMS,
     Coefficients,
@@ -126,27 +127,20 @@ class SignMuon(MatricesApart, SignedDescent):
     def state_names(self, bucket: Bucket) -> StateNames:
         return self if self._is_adamw(bucket) else Names(own_state=["momentum"])
 
-    def with_betas(self, bucket: Bucket) -> Iterator[tuple[Gradients, tuple[float, float]]]:
-        for gradients, (beta1, beta2) in super().with_betas(bucket):
-            yield gradients, (beta1, beta1 if self.rest == "adamw" else beta2)
-
-    def encode(self, bucket: Bucket, local: int) -> None:
+    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
         if not self.kind(bucket.groups[0]):
-            super().encode(bucket, local)
+            for m, gradients, (beta1, beta2) in super().terms(bucket, momentum):
+                yield m, gradients, (beta1, beta1 if self.rest == "adamw" else beta2)
             return
         directions = bucket.gradients()
         for run in bucket.runs("momentum"):
-            (mu,), (m, u) = run.values, run.of(bucket.own["momentum"][local], directions)
+            (mu,), (m, u) = run.values, run.of(momentum, directions)
             m.lerp_(u, 1 - mu)
             u.lerp_(m, mu)
         polar = bucket_orthogonalise(bucket, directions, self.newton_schulz)
         parts = [polar[start:stop] for start, stop in bucket.spans]
-        # betas of 0 and 1: the direction itself is what a bit is made of, and no momentum moves
-        positive = self.zero_is_positive(local, bucket.step)
-        signs = kernels.Gradients(parts, bucket.places)
-        kernels.encode_signs(
-            bucket.exchange.messages[local], directions.zero_(), signs, 0.0, 1.0, positive
-        )
+        # betas of 0 and 1: the direction itself, and no momentum moves
+        yield directions.zero_(), Gradients(parts, bucket.places), (0.0, 1.0)
 
     def update(self, bucket: Bucket, scale: float = 1.0) -> None:
         if self._is_adamw(bucket):

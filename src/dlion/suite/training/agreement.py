@@ -8,7 +8,7 @@ from torch import Tensor
 from dlion.engine.bucket import Bucket
 from dlion.exchange import Channel, DenseMean, sum_in_order
 from dlion.methods.dlion import SignedDescent
-from dlion.optim import DistributedOptimizer, DLionADM
+from dlion.optim import DLionADM
 from dlion.workers import Workers
 
 VOTES = (SignedDescent, DLionADM)  # who keep a momentum each, and are answered with its sign
@@ -22,11 +22,11 @@ class Agreement:
     own, as float32; the step itself is as it would be without.
 
     Args:
-        optimizer: of a class of VOTES.
+        optimizer: whose ``terms`` say what directions are made of.
         workers: all of them, in a group that is idle while this measures.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, workers: Workers):
+    def __init__(self, optimizer: SignedDescent | DLionADM, workers: Workers):
         self.optimizer, self._channel = optimizer, Channel(workers)
         self._momenta: dict[Bucket, Tensor] = {}  # [k, padded], as the step begins
         self._directions: dict[Bucket, Tensor] = {}  # [k, padded]
@@ -40,9 +40,12 @@ class Agreement:
     def look(self, local: int) -> None:
         """In a step that is watched, take a local worker's direction from its gradients."""
         for bucket, momenta in self._momenta.items():
-            beta = bucket.group["betas"][0] if "betas" in bucket.group else bucket.group["momentum"]
-            direction = beta * momenta[local] + (1 - beta) * bucket.gradients()
-            self._directions[bucket][local] = direction
+            directions = self._directions[bucket][local]
+            for momentum, gradients, (beta, _) in self.optimizer.terms(
+                bucket, momenta[local].clone()
+            ):
+                for start, m, g in gradients.parts(momentum):
+                    directions[start : start + len(m)] = beta * m + (1 - beta) * g
 
     def measure(self) -> dict[str, float]:
         """Return the measurements of the watched step, over the workers that took part.
