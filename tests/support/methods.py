@@ -19,6 +19,8 @@ class Tested(NamedTuple):
         options: keyword arguments of the class.
     """
 
+    __test__ = False  # pytest need not look for tests in it
+
     method: str
     cls: type[DistributedOptimizer]
     options: dict[str, Any]
