@@ -68,8 +68,9 @@ def join(
             continue without it.
         patience: seconds to wait for a lighthouse that does not answer, for min_workers, or for
             workers that are busy: longer than a step, or a round of local steps, takes.
-        group: of the processes that are one worker, over which FSDP2 shards the model. They live
-            and die together, as torchrun's do. All call this, with the same arguments.
+        group: of the processes that are one worker, over which FSDP2 shards the model, or the
+            ``dense_group`` of the optimizer. They live and die together, as torchrun's do. All call
+            this, with the same arguments.
 
     Raises:
         UserError: if torchft is not installed, or there is no lighthouse.
