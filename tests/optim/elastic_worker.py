@@ -58,7 +58,7 @@ def main(
         group = dist.group.WORLD
         if "DENSE" in os.environ:
             kwargs["dense_group"] = group
-        else:
+        elif "APART" not in os.environ:
             fully_shard(net)
     # nobody is to wait for as long as that
     patience = float(os.environ.get("PATIENCE", 60))

@@ -42,7 +42,7 @@ class Crew:
             "RUST_LOG": "error",
             "BREAKS": other.get("breaks", "-1"),
         }
-        told = other.keys() & {"cuts", "dense", "patience", "stops", "store", "strays"}
+        told = other.keys() & {"apart", "cuts", "dense", "patience", "stops", "store", "strays"}
         env |= {key.upper(): other[key] for key in told}
         self.processes[name] = Run([*command, *numbers], env)
 
@@ -226,6 +226,19 @@ def test_workers_of_several_processes_die_and_join_whole(
         agree(*rows)
         seen = set.union(*map(set, rows))
         assert seen == {*range(max(seen) + 1)} and min(rows[2]) > 0
+
+
+@pytest.mark.slow
+def test_processes_of_one_worker_with_a_model_each_are_refused(
+    crew: Callable[..., Crew], tmp_path: Path
+) -> None:
+    run = crew("dlion_mavo", "{}")
+    for rank in range(2):
+        run.start(str(rank), store=f"{tmp_path / 'store'},{rank},2", apart="1")
+    for process in run.processes.values():
+        done = process.wait(60)
+        assert done.returncode == 1
+        assert "join() was given 2 processes that are one worker" in done.stderr
 
 
 @pytest.mark.slow

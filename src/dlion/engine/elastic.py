@@ -90,12 +90,31 @@ class Elastic:
         self._lineage = 0  # of the steps that this worker's state has seen
         for bucket in optimizer.buckets:
             check_dealt(bucket, type(optimizer).__name__)
+        self._check_together()
         if all(bucket.device.type == "cpu" for bucket in optimizer.buckets):
             optimizer.prepare()  # kernels are compiled before others wait for this worker
             optimizer.channel.traffic = Traffic()
         manager.register_state_dict_fn("dlion", self._load, self._state)
         if isinstance(manager._checkpoint_transport, GroupTransport):
             manager._checkpoint_transport.watched = self._watched
+
+    def _check_together(self) -> None:
+        """Refuse processes of this worker with the same model each, which nothing keeps the same.
+
+        Those with another part of it each, stages of a pipeline say, are several models to us.
+        """
+        buckets, inside = self._optimizer.buckets, self._inside
+        if inside is None or self._optimizer.node is not None or any(b.sharded for b in buckets):
+            return
+        here = sum(float(bucket.params.double().sum()) for bucket in buckets)
+        there = torch.empty(inside.size(), dtype=torch.float64)
+        dist.all_gather_into_tensor(there, torch.tensor([here], dtype=torch.float64), group=inside)
+        if len(there) > 1 and bool((there == here).all()):
+            raise ValueError(
+                f"join() was given {len(there)} processes that are one worker, and each has the"
+                " same model: shard it with fully_shard(), or give dense_group the same group, so"
+                " that they average their gradients"
+            )
 
     # ---- before a step
 
