@@ -16,10 +16,11 @@ import torch
 
 import dlion
 from dlion.methods import METHODS
+from dlion.suite.lighthouse import start as lighthouse_at
 from tests.optim.elastic_worker import loss, model, sha256
 from tests.support.runs import Run
 
-coordination = pytest.importorskip("torchft.coordination")
+pytest.importorskip("torchft.coordination")
 
 STEPS = 40
 Rows = dict[int, list[str]]  # of each step: workers, digest of the parameters before it
@@ -75,11 +76,14 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
     lighthouses: list[Any] = []
 
     def make(
-        method: str, options: str, least: int = 1, host: str = "127.0.0.1", together: int = 1
+        method: str,
+        options: str,
+        least: int = 1,
+        host: str = "127.0.0.1",
+        together: int = 1,
+        wait: float = 2.0,
     ) -> Crew:
-        lighthouse = coordination.LighthouseServer(
-            bind=f"{host}:0", min_replicas=together, join_timeout_ms=2000, heartbeat_timeout_ms=2000
-        )
+        lighthouse = lighthouse_at(f"{host}:0", together, wait=wait)
         lighthouses.append(lighthouse)
         address = f"{host}:" + lighthouse.address().rpartition(":")[2]
         crews.append(Crew(address, method, options, least))
@@ -302,6 +306,22 @@ def test_many_that_come_while_all_others_are_busy_do_not_begin_another_run(
     run.stop()
     assert all(min(run.rows(name)) > 0 for name in "bcd")
     agree(*map(run.rows, "abcd"))
+
+
+@pytest.mark.slow
+def test_nobody_is_left_out_when_a_worker_joins_in_the_middle_of_a_long_step(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("g_adamw", "{}", wait=30.0)
+    for name in "abc":
+        run.start(name, pause=3)
+    for name in "abc":
+        run.see(name, 3)
+    run.start("d", pause=3)  # asks for the next step before all others
+    run.wait(lambda: len(run.rows("d")) == 3)
+    run.stop()
+    for step, row in [*run.rows("d").items()][:2]:
+        assert [run.rows(name).get(step) for name in "abc"] == [row] * 3 and row[0] == "4"
 
 
 def test_too_few_workers_for_the_lighthouse_are_not_taken_for_its_silence(

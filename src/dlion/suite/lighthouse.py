@@ -10,20 +10,23 @@ from typing import Any
 from dlion.engine.joining import importing_torchft
 from dlion.engine.lighthouse import split_address
 from dlion.errors import UserError
-from dlion.suite.arguments import make_parser, whole
+from dlion.suite.arguments import make_parser, number, whole
 
 HOST, PORT = "127.0.0.1", 29510
+_WAIT = 30.0  # seconds
 
 
-def start(bind: str, min_workers: int = 1, silence: float = 2.0) -> Any:
+def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = _WAIT) -> Any:
     """Start a lighthouse in this process; return torchft's server.
 
     Args:
         bind: HOST:PORT.
         min_workers: workers without which no step begins.
-        silence: seconds after which a worker that says nothing is dead, and in which those have to
-            ask for a step that are alive. Workers speak ten times a second, behind whatever else
-            their link carries.
+        silence: seconds after which a worker that says nothing is dead. Workers speak ten times a
+            second, behind whatever else their link carries.
+        wait: seconds in which workers of the last step that are alive have to ask for the next one,
+            counted from the first one that asks. That may be one that joins in the middle of a step
+            or a round: with less than these take, most would leave out the rest again and again.
 
     Raises:
         UserError: if torchft is not installed, or it cannot listen there.
@@ -34,7 +37,7 @@ def start(bind: str, min_workers: int = 1, silence: float = 2.0) -> Any:
         return LighthouseServer(
             bind=bind,
             min_replicas=min_workers,
-            join_timeout_ms=round(1000 * silence),
+            join_timeout_ms=round(1000 * wait),
             heartbeat_timeout_ms=round(1000 * silence),
         )
     except RuntimeError as error:
@@ -57,9 +60,17 @@ def main(arguments: list[str]) -> None:
         metavar="N",
         help="workers without which no step begins; default: 1",
     )
+    parser.add_argument(
+        "--wait",
+        type=number(1, 10**6),
+        default=_WAIT,
+        metavar="SECONDS",
+        help="how long workers that are alive may be busy before the others begin a step without"
+        " them: longer than a step, or a round of local steps; default: %(default)g",
+    )
     options = parser.parse_args(arguments)
     split_address(options.bind, f"--bind {options.bind}")
-    lighthouse = start(options.bind, options.min_workers)
+    lighthouse = start(options.bind, options.min_workers, wait=options.wait)
     port = lighthouse.address().rpartition(":")[2]
     here = f"{options.bind.rpartition(':')[0]}:{port}"
     print(f"lighthouse at {here}; workers join with dlion.join({here!r})", flush=True)

@@ -18,11 +18,15 @@ _SILENCE = 1.0  # seconds, of workers of this machine: no link is between
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """Run a lighthouse for this machine in a process of its own; give its address."""
+def serving(wait: float) -> Iterator[str]:
+    """Run a lighthouse for this machine in a process of its own; give its address.
+
+    Args:
+        wait: seconds that workers wait for others that are alive.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, os.getpid(), wait), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -37,11 +41,11 @@ def serving() -> Iterator[str]:
         process.join()
 
 
-def _serve(ready: Connection, parent: int) -> None:
+def _serve(ready: Connection, parent: int, wait: float) -> None:
     for number in SIGNALS:  # the launcher ends it, last of all
         signal.signal(number, signal.SIG_IGN)
     die_with(parent)
-    lighthouse = start(f"{HOST}:0", silence=_SILENCE)
+    lighthouse = start(f"{HOST}:0", silence=_SILENCE, wait=wait)
     ready.send(f"{HOST}:{lighthouse.address().rpartition(':')[2]}")
     signal.pause()
 

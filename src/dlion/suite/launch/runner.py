@@ -155,7 +155,8 @@ def _run_elastic(job: Job, deaths: Deaths) -> float | None:
     forget_parts(job.output_dir)
     with importing_torchft("elastic=true needs"):
         import torchft.coordination  # noqa: F401 - once, not in every process
-    with interruptible(), serving() if here else nullcontext(job.lighthouse) as lighthouse:
+    served = serving(job.config.elastic.timeout) if here else nullcontext(job.lighthouse)
+    with interruptible(), served as lighthouse:
         deaths.begun = begun = RawArray("b", processes)
         job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begun=begun)
         return run_processes(
