@@ -13,10 +13,10 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, number, whole
 
 HOST, PORT = "127.0.0.1", 29510
-_WAIT = 30.0  # seconds
+WAIT = 30.0  # seconds
 
 
-def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = _WAIT) -> Any:
+def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = WAIT) -> Any:
     """Start a lighthouse in this process; return torchft's server.
 
     Args:
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--wait",
         type=number(1, 10**6),
-        default=_WAIT,
+        default=WAIT,
         metavar="SECONDS",
         help="how long workers that are alive may be busy before the others begin a step without"
         " them: longer than a step, or a round of local steps; default: %(default)g",
