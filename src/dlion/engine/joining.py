@@ -57,6 +57,8 @@ def join(
     ``manager.register_state_dict_fn(name, load, save)``; it must consist of tensors, numbers,
     texts, lists and dictionaries, as nothing else is unpickled.
 
+    Call it last, when model and data are ready: a worker that is alive and busy may be waited for.
+
     Args:
         lighthouse: its HOST:PORT.
         min_workers: with fewer, all wait.
