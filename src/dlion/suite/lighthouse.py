@@ -13,7 +13,7 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, number, whole
 
 HOST, PORT = "127.0.0.1", 29510
-WAIT = 30.0  # seconds
+WAIT = 2.0  # seconds
 
 
 def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = WAIT) -> Any:
@@ -24,9 +24,10 @@ def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = W
         min_workers: workers without which no step begins.
         silence: seconds after which a worker that says nothing is dead. Workers speak ten times a
             second, behind whatever else their link carries.
-        wait: seconds in which workers of the last step that are alive have to ask for the next one,
+        wait: seconds in which workers that are alive have to ask for the next step after a change,
             counted from the first one that asks. That may be one that joins in the middle of a step
             or a round: with less than these take, most would leave out the rest again and again.
+            With more, all may wait for a new worker that is not ready, if another one dies.
 
     Raises:
         UserError: if torchft is not installed, or it cannot listen there.
@@ -66,7 +67,7 @@ def main(arguments: list[str]) -> None:
         default=WAIT,
         metavar="SECONDS",
         help="how long workers that are alive may be busy before the others begin a step without"
-        " them: longer than a step, or a round of local steps; default: %(default)g",
+        " them: longer than a step, or a round of local steps, takes; default: %(default)g",
     )
     options = parser.parse_args(arguments)
     split_address(options.bind, f"--bind {options.bind}")

@@ -96,7 +96,7 @@ class Elastic:
             processes= workers or else one; null: workers do not change.
         min_workers: with fewer, those present wait.
         timeout: seconds that a worker may hang, and still say that it is alive, before the others
-            continue without it: longer than a step, or a round of local steps, takes.
+            continue without it.
     """
 
     lighthouse: Annotated[str, Limits(min_length=1), Called("here, HOST:PORT")] | None

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from threading import BrokenBarrierError
 
 from dlion.errors import RunFailed
-from dlion.suite.lighthouse import HOST, WAIT, start
+from dlion.suite.lighthouse import HOST, start
 from dlion.suite.machine import die_with
 from dlion.suite.training.signals import SIGNALS
 
@@ -18,7 +18,7 @@ _SILENCE = 1.0  # seconds, of workers of this machine: no link is between
 
 
 @contextmanager
-def serving(wait: float = WAIT) -> Iterator[str]:
+def serving(wait: float = _SILENCE) -> Iterator[str]:
     """Run a lighthouse for this machine in a process of its own; give its address.
 
     Args:

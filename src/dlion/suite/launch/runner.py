@@ -155,8 +155,9 @@ def _run_elastic(job: Job, deaths: Deaths) -> float | None:
     forget_parts(job.output_dir)
     with importing_torchft("elastic=true needs"):
         import torchft.coordination  # noqa: F401 - once, not in every process
-    served = serving(job.config.elastic.timeout) if here else nullcontext(job.lighthouse)
-    with interruptible(), served as lighthouse:
+    rounds = job.config.optimizer.get("local_steps", 1) > 1
+    served = serving(job.config.elastic.timeout) if rounds else serving()
+    with interruptible(), served if here else nullcontext(job.lighthouse) as lighthouse:
         deaths.begun = begun = RawArray("b", processes)
         job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begun=begun)
         return run_processes(
