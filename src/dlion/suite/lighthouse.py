@@ -13,7 +13,7 @@ from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, number, whole
 
 HOST, PORT = "127.0.0.1", 29510
-WAIT = 2.0  # seconds
+WAIT = 30.0  # seconds
 
 
 def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = WAIT) -> Any:
