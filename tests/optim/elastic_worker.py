@@ -52,8 +52,8 @@ def main(
     kwargs = {**entry.options, **json.loads(options)}
     place, together = 0, 1
     if "STORE" in os.environ:  # the process is one of several that are a worker
-        store, place, together = os.environ["STORE"].split(",")
-        place, together = int(place), int(together)
+        store, *numbers = os.environ["STORE"].split(",")
+        place, together = map(int, numbers)
         dist.init_process_group("gloo", f"file://{store}", rank=place, world_size=together)
         group = dist.group.WORLD
         if "DENSE" in os.environ:

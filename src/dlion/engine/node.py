@@ -39,7 +39,7 @@ class Node:
         wire: DenseWire,
         voters: Workers,
         overlap: bool,
-        elastic: bool = False,
+        elastic: bool,
     ) -> None:
         workers = Workers.current(group=group)
         if len({*workers.ranks} & {*voters.ranks}) > 1:

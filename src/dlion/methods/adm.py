@@ -1,24 +1,21 @@
 """Distributed Lion by adaptive delta modulation: one bit each way that tells how much, too."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, Unpack
 
 import torch
-from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
-from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.optimizer import Common
 from dlion.engine.step import rehearse
 from dlion.exchange import DeltaVote
-from dlion.methods.dlion import Terms, sign_descent
+from dlion.methods.dlion import Directed, sign_descent
 from dlion.values import Betas, Limits, NotNegative
 
 
-class DeltaModulated(DistributedOptimizer):
+class DeltaModulated(Directed):
     """Workers whose Lion directions owners follow bit by bit, and signs of the sum as answers."""
-
-    own_state = ["momentum"]
 
     def __init__(
         self,
@@ -49,11 +46,6 @@ class DeltaModulated(DistributedOptimizer):
             mask=bucket.mask,
             **bucket.buffers,
         )
-
-    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
-        """Yield what a worker's direction is made of, from its momentum, ``[padded]``."""
-        for run in bucket.runs("betas"):
-            yield momentum, bucket.grads(run.slots), run.values[0]
 
     def encode(self, bucket: Bucket, local: int) -> None:
         exchange, momentum = bucket.exchange, bucket.own["momentum"][local]

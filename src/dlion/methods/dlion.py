@@ -46,7 +46,18 @@ def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
     kernels.apply_signs_by_run(bucket.params, words, edges, rates)
 
 
-class SignedDescent(DistributedOptimizer):
+class Directed(DistributedOptimizer):
+    """Workers with a momentum each, which their directions are made of."""
+
+    own_state = ["momentum"]
+
+    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
+        """Yield what a worker's direction is made of, from its momentum, ``[padded]``: Lion's."""
+        for run in bucket.runs("betas"):
+            yield momentum, bucket.grads(run.slots), run.values[0]
+
+
+class SignedDescent(Directed):
     """Levels of the workers' own momenta up, their vote or mean down, decoupled weight decay.
 
     A bucket is encoded straight from its gradients, in one pass that also moves the momentum;
@@ -60,8 +71,6 @@ class SignedDescent(DistributedOptimizer):
     ``exchange=[nodes, workers_per_node]`` is the exact vote on two levels: workers of a node, which
     are numbered one after the other, add their votes, and nodes exchange the sums.
     """
-
-    own_state = ["momentum"]
 
     def __init__(
         self,
@@ -141,11 +150,6 @@ class SignedDescent(DistributedOptimizer):
         message = bucket.exchange.messages[local]
         for momentum, grads, betas in self.terms(bucket, bucket.own["momentum"][local]):
             kernels.encode_signs(message, momentum, grads, *betas, positive)
-
-    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
-        """Yield what a worker's direction is made of, from its momentum, ``[padded]``."""
-        for run in bucket.runs("betas"):
-            yield momentum, bucket.grads(run.slots), run.values[0]
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """The bit that a local worker sends for u = 0 or NaN: whether +1.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dlion.engine.bucket import Bucket
 from dlion.exchange import Channel, DenseMean, sum_in_order
-from dlion.methods.dlion import SignedDescent
+from dlion.methods.dlion import Directed, SignedDescent
 from dlion.optim import DLionADM
 from dlion.workers import Workers
 
@@ -26,7 +26,7 @@ class Agreement:
         workers: all of them, in a group that is idle while this measures.
     """
 
-    def __init__(self, optimizer: SignedDescent | DLionADM, workers: Workers):
+    def __init__(self, optimizer: Directed, workers: Workers):
         self.optimizer, self._channel = optimizer, Channel(workers)
         self._momenta: dict[Bucket, Tensor] = {}  # [k, padded], as the step begins
         self._directions: dict[Bucket, Tensor] = {}  # [k, padded]
@@ -41,9 +41,8 @@ class Agreement:
         """In a step that is watched, take a local worker's direction from its gradients."""
         for bucket, momenta in self._momenta.items():
             directions = self._directions[bucket][local]
-            for momentum, gradients, (beta, _) in self.optimizer.terms(
-                bucket, momenta[local].clone()
-            ):
+            terms = self.optimizer.terms(bucket, momenta[local].clone())  # which may move it
+            for momentum, gradients, (beta, _) in terms:
                 for start, m, g in gradients.parts(momentum):
                     directions[start : start + len(m)] = beta * m + (1 - beta) * g
 
