@@ -30,6 +30,10 @@ def loss(net: torch.nn.Module, step: int, worker: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(net(x), y)
 
 
+def clip(net: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+
+
 def sha256(net: torch.nn.Module) -> str:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
     flat = torch.nn.utils.parameters_to_vector(parts).detach()
@@ -96,6 +100,8 @@ def main(
             optimizer.buckets[0].exchange.run = lambda step: fail()  # the next quorum has another
         before = own_state(optimizer)
         loss(net, step, optimizer.workers.rank * together + place).backward()
+        if not optimizer.overlap:  # its messages have left
+            clip(net)
         optimizer.step()
         if not (optimizer.committed or optimizer.moves_alone):
             assert all(map(torch.equal, own_state(optimizer), before)), "a step has left something"

@@ -17,7 +17,7 @@ import torch
 import dlion
 from dlion.methods import METHODS
 from dlion.suite.lighthouse import start as lighthouse_at
-from tests.optim.elastic_worker import loss, model, sha256
+from tests.optim.elastic_worker import clip, loss, model, sha256
 from tests.support.runs import Run
 
 pytest.importorskip("torchft.coordination")
@@ -116,6 +116,7 @@ CASES = [
     ("dlion_mavo", OVERLAP),
     ("dlion_mavo", '{"weighted": true}'),
     ("diloco", '{"local_steps": 4}'),
+    ("sparseloco", '{"local_steps": 4}'),
 ]
 
 
@@ -262,6 +263,7 @@ def test_without_failures_the_parameters_are_those_of_a_run_without_manager(
     for step in range(STEPS):
         for local in range(2):
             loss(net, step, local).backward()
+            clip(net)
             optimizer.collect(local)
         optimizer.step()
     assert run.rows("a")[STEPS] == run.rows("b")[STEPS] == ["2", sha256(net)]
