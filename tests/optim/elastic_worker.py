@@ -64,6 +64,7 @@ def main(
             kwargs["dense_group"] = group
         elif "APART" not in os.environ:
             fully_shard(net)
+    dlion.__version__ = os.environ.get("VERSION", dlion.__version__)
     # nobody is to wait for as long as that
     patience = float(os.environ.get("PATIENCE", 60))
     manager = dlion.join(lighthouse, int(least), name, timeout=600, patience=patience, group=group)

@@ -23,6 +23,7 @@ from tests.support.runs import Run
 pytest.importorskip("torchft.coordination")
 
 STEPS = 40
+TOLD = ["apart", "cuts", "dense", "patience", "stops", "store", "strays", "version"]  # to a worker
 Rows = dict[int, list[str]]  # of each step: workers, digest of the parameters before it
 
 
@@ -43,7 +44,7 @@ class Crew:
             "RUST_LOG": "error",
             "BREAKS": other.get("breaks", "-1"),
         }
-        told = other.keys() & {"apart", "cuts", "dense", "patience", "stops", "store", "strays"}
+        told = other.keys() & {*TOLD}
         env |= {key.upper(): other[key] for key in told}
         self.processes[name] = Run([*command, *numbers], env)
 
@@ -387,9 +388,11 @@ def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     run.see("a", 1)
     assert listens_on(run.processes["a"].pid) == {"0100007F"}, "127.0.0.1 alone"
     run.start("b", options='{"lr": 0.5}')
-    done = run.processes["b"].wait(120)
-    assert done.returncode == 2
-    assert "other hyperparameters than the run that it joins" in done.stderr
+    run.start("c", version="0.0.1")
+    for name, other in (("b", "hyperparameters"), ("c", "version of dlion")):
+        done = run.processes[name].wait(120)
+        assert done.returncode == 2
+        assert f"other {other} than the run that it joins" in done.stderr
     before = max(run.rows("a"))
     run.wait(lambda: max(run.rows("a")) > before + 20)
 

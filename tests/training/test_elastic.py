@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from dlion.suite.data import Dealing, Sharding
+from tests.conftest import ROOT
 from tests.data.formats import write_classes
 from tests.support.runs import Run, assert_all_gone, record, start, train
 
@@ -294,3 +297,24 @@ def test_an_epoch_may_have_hundreds_of_changes() -> None:
     new = Dealing(deal, size, 1, 0)  # of a worker that joins now
     new.epoch, new.parts = dealing.epoch, dealing.parts
     assert torch.equal(new.indices(3, 8), dealing.indices(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("typed", "who"),
+    [
+        (["train.py", *SMALL, "elastic=true"], "elastic=true"),
+        (["-m", "dlion", "lighthouse"], "a lighthouse"),
+    ],
+)
+def test_without_torchft_one_sentence_says_what_to_install(
+    typed: list[str], who: str, tmp_path: Path
+) -> None:
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if not path.name.startswith("torchft"):
+            (tmp_path / path.name).symlink_to(path)
+    python = Path(sys.base_prefix) / "bin" / "python3"  # which has no packages of its own
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([python, *typed], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    needs = f"error: {who} needs torchft, which is not installed: type pip install 'dlion[elastic]'"
+    assert done.stderr.splitlines()[-1] == needs
