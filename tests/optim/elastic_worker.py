@@ -19,9 +19,10 @@ import dlion
 from dlion.methods import METHODS
 
 
-def model() -> torch.nn.Module:
+def model(width: int = 40) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 5))
+    layers = torch.nn.Linear(20, width), torch.nn.ReLU(), torch.nn.Linear(width, 5)
+    return torch.nn.Sequential(*layers)
 
 
 def loss(net: torch.nn.Module, step: int, worker: int) -> torch.Tensor:
@@ -52,7 +53,7 @@ def main(
     lighthouse: str, name: str, method: str, options: str, steps: str, pause: str, least: str
 ) -> None:
     torch.set_num_threads(1)
-    net, entry, group = model(), METHODS[method], None
+    net, entry, group = model(int(os.environ.get("WIDTH", 40))), METHODS[method], None
     kwargs = {**entry.options, **json.loads(options)}
     place, together = 0, 1
     if "STORE" in os.environ:  # the process is one of several that are a worker

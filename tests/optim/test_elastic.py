@@ -23,7 +23,17 @@ from tests.support.runs import Run
 pytest.importorskip("torchft.coordination")
 
 STEPS = 40
-TOLD = ["apart", "cuts", "dense", "patience", "stops", "store", "strays", "version"]  # to a worker
+TOLD = [
+    "apart",
+    "cuts",
+    "dense",
+    "patience",
+    "stops",
+    "store",
+    "strays",
+    "version",
+    "width",
+]  # to a worker
 Rows = dict[int, list[str]]  # of each step: workers, digest of the parameters before it
 
 
@@ -389,7 +399,12 @@ def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
     assert listens_on(run.processes["a"].pid) == {"0100007F"}, "127.0.0.1 alone"
     run.start("b", options='{"lr": 0.5}')
     run.start("c", version="0.0.1")
-    for name, other in (("b", "hyperparameters"), ("c", "version of dlion")):
+    run.start("d", width="48")
+    for name, other in (
+        ("b", "hyperparameters"),
+        ("c", "version of dlion"),
+        ("d", "parameter shapes"),
+    ):
         done = run.processes[name].wait(120)
         assert done.returncode == 2
         assert f"other {other} than the run that it joins" in done.stderr
