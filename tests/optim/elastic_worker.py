@@ -73,12 +73,14 @@ def main(
     stops = [os.environ["STOPS"]] if "STOPS" in os.environ else []
 
     def stop(at: str) -> None:
-        """Stop this process as it takes a peer's state, or gives its own, as one of two workers."""
+        """Stop this process as it connects, or takes a state, or gives its own, as one of two."""
         if at in stops and (at == "takes" or optimizer.workers.count == 2):
             stops.remove(at)
             os.kill(os.getpid(), signal.SIGSTOP)
 
     manager.register_state_dict_fn("stop", lambda state: stop("takes"), lambda: stop("gives"))
+    connect = manager._pg.configure
+    manager._pg.configure = lambda *args: (stop("connects"), connect(*args))
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
     while True:

@@ -181,7 +181,7 @@ def test_a_worker_that_stops_is_not_waited_for_and_comes_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("who", "at"), [("a", "gives"), ("c", "takes")])
+@pytest.mark.parametrize(("who", "at"), [("a", "connects"), ("a", "gives"), ("c", "takes")])
 def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
     crew: Callable[..., Crew], who: str, at: str
 ) -> None:

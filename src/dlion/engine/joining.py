@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, cast
 
 import torch
@@ -196,8 +197,9 @@ def _make_group(timeout: float) -> Any:
     A worker that dies while others connect is waited for in vain, as long as for a message: here it
     is four times as long as connecting took before, and twice that if as many workers fail again.
     If the store is a dead worker's, torch asks for it again for two seconds, and writes a trace of
-    fifty lines. And abort() closes nothing as long as anyone has the group, a thread that waits for
-    a message say; peers would wait until ``timeout``.
+    fifty lines; if that worker has stopped, torch waits for an answer for ever. And abort() closes
+    nothing as long as anyone has the group, a thread that waits for a message say; peers would wait
+    until ``timeout``.
     """
     from torchft import ProcessGroupGloo
 
@@ -214,9 +216,13 @@ def _make_group(timeout: float) -> Any:
             self.failed, began, others = workers, time.monotonic(), _open_sockets()
             host, port = split_address(store.partition("/")[0], store)
             socket.create_connection((host, port), self.limit).close()
+            over = Event()
+            waits = over, self.limit, port, _open_sockets(every=True)
+            Thread(target=_forsake, args=waits, daemon=True).start()
             try:
                 super().configure(*args, **kwargs)
             finally:
+                over.set()
                 self.sockets = _open_sockets() - others
             self.failed, self.usual = 0, max(_AGAIN, 4 * (time.monotonic() - began))
             gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
@@ -231,26 +237,37 @@ def _make_group(timeout: float) -> Any:
     return Group(timeout=timedelta(seconds=timeout))
 
 
-def _open_sockets() -> frozenset[tuple[int, int]]:
+def _forsake(over: Event, limit: float, port: int, others: frozenset[tuple[int, int]]) -> None:
+    """Shut down connections to a store at a port, made since, every ``limit`` until it is over."""
+    while not over.wait(limit):
+        for descriptor, inode in _open_sockets(every=True) - others:
+            _shut_down(descriptor, inode, port)
+
+
+def _open_sockets(every: bool = False) -> frozenset[tuple[int, int]]:
     """Return descriptor and inode of the sockets of this process that programs would inherit.
 
     Gloo's are such, unlike those that Python, Rust and torch's store open, on other threads say.
+
+    Args:
+        every: all sockets.
     """
     found = set()
     for link in Path("/dev/fd").iterdir():
         with suppress(OSError):  # that of iterdir itself
             status = os.fstat(int(link.name))
-            if stat.S_ISSOCK(status.st_mode) and os.get_inheritable(int(link.name)):
+            if stat.S_ISSOCK(status.st_mode) and (every or os.get_inheritable(int(link.name))):
                 found.add((int(link.name), status.st_ino))
     return frozenset(found)
 
 
-def _shut_down(descriptor: int, inode: int) -> None:
-    """Shut down a connection, unless its descriptor is another's now."""
+def _shut_down(descriptor: int, inode: int, port: int | None = None) -> None:
+    """Shut down a connection, to a port if one is given, unless its descriptor is another's now."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
-            connection.getpeername()  # fails for what listens
-            connection.shutdown(socket.SHUT_RDWR)
+            _, there, *_ = connection.getpeername()  # fails for what listens
+            if port in (None, there):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class GroupTransport:
