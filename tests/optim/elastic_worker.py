@@ -67,13 +67,16 @@ def main(
             fully_shard(net)
     dlion.__version__ = os.environ.get("VERSION", dlion.__version__)
     # nobody is to wait for as long as that
-    patience = float(os.environ.get("PATIENCE", 60))
-    manager = dlion.join(lighthouse, int(least), name, timeout=600, patience=patience, group=group)
+    limits = {
+        "timeout": float(os.environ.get("TIMEOUT", 600)),
+        "patience": float(os.environ.get("PATIENCE", 60)),
+    }
+    manager = dlion.join(lighthouse, int(least), name, group=group, **limits)
     optimizer = entry.cls(net.parameters(), manager=manager, **kwargs)
     stops = [os.environ["STOPS"]] if "STOPS" in os.environ else []
 
     def stop(at: str) -> None:
-        """Stop this process as it connects, or takes a state, or gives its own, as one of two."""
+        """Stop this process as it connects, takes a state, gives its own or steps."""
         if at in stops and (at == "takes" or optimizer.workers.count == 2):
             stops.remove(at)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -106,6 +109,8 @@ def main(
         loss(net, step, optimizer.workers.rank * together + place).backward()
         if not optimizer.overlap:  # its messages have left
             clip(net)
+        time.sleep(float(os.environ.get("LAG", 0)))
+        stop("steps")
         optimizer.step()
         if not (optimizer.committed or optimizer.moves_alone):
             assert all(map(torch.equal, own_state(optimizer), before)), "a step has left something"

@@ -27,10 +27,12 @@ TOLD = [
     "apart",
     "cuts",
     "dense",
+    "lag",
     "patience",
     "stops",
     "store",
     "strays",
+    "timeout",
     "version",
     "width",
 ]  # to a worker
@@ -201,6 +203,53 @@ def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
         run.see(name, 3)
     run.stop()
     agree(*(run.rows(name) for name in "abc"))
+
+
+@pytest.mark.slow
+def test_of_a_worker_whose_process_has_stopped_the_others_end_and_its_peers_go_on(
+    crew: Callable[..., Crew], tmp_path: Path
+) -> None:
+    run = crew("g_adamw", "{}")
+    for name in ("a0", "a1", "b0", "b1"):
+        told = {"a1": {"lag": "0.5"}, "b1": {"stops": "steps"}}.get(name, {})
+        store = f"{tmp_path / name[0]},{name[1]},2"
+        run.start(name, store=store, timeout="4", **told)
+    status = Path(f"/proc/{run.processes['b1'].pid}/stat")
+    run.wait(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    reached = max(run.rows("a0"), default=0)
+    run.wait(lambda: all(max(run.rows(name), default=0) > reached + 5 for name in ("a0", "a1")))
+    ended = run.processes["b0"].wait()
+    assert ended.returncode == 2, ended.stderr
+    assert "another process of this worker has ended, or not answered" in ended.stderr
+    run.stop()
+    agree(*(run.rows(name) for name in ("a0", "b0")))
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_began_again_may_number_a_quorum_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    at = lighthouse_at("127.0.0.1:0", 1, wait=2.0)
+    try:
+        address = "127.0.0.1:" + at.address().rpartition(":")[2]
+        net = model()
+        optimizer = dlion.DLion(net.parameters(), lr=1e-3, manager=dlion.join(address))
+
+        def fail() -> None:
+            raise RuntimeError("gloo: Connection closed by peer")
+
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(net, step, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.elastic.attempt(fail)  # its connections are closed
+            at.shutdown()
+            at = lighthouse_at(address, 1, wait=2.0)
+        assert optimizer.param_groups[0]["steps"] == 3
+    finally:
+        at.shutdown()
 
 
 @pytest.mark.slow

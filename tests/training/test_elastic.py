@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from dlion.suite.data import Dealing, Sharding
+from dlion.suite.launch.elastic import Meeting
 from tests.conftest import ROOT
 from tests.data.formats import write_classes
 from tests.support.runs import Run, assert_all_gone, record, start, train
@@ -156,6 +158,52 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
     named = {row["worker"] for row in lines(here) if row.get("event") == "left"}
     assert len(named) >= 2 and any(name.endswith(f"-{workers[0]}") for name in named)
     assert not (tmp_path / "second").exists(), "a worker without the record leaves no folder"
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_worker_that_was_stopped_as_the_run_ended_changes_nothing(
+    tmp_path: Path, comes_back: bool
+) -> None:
+    hurry, here = tmp_path / "hurry", tmp_path / "run"
+    model = "model._target_=tests.training.slow.model"
+    words = [*SETTINGS, model, "elastic=true", "steps=60", f"output_dir={here}"]
+    run = start(*words, env={"MARKER": str(hurry)})
+    try:
+        wait(run, lambda: len(lines(here)) > 2)
+        late = max(run.workers())  # another has the record
+        os.kill(late, signal.SIGSTOP)
+        wait(run, lambda: "left" in events(here))
+        hurry.touch()
+        wait(run, (here / "summary.json").exists)
+        before = lines(here), (here / "summary.json").read_text()
+        if comes_back:
+            os.kill(late, signal.SIGCONT)
+        done = run.wait()
+    finally:
+        hurry.touch()
+        run.kill()
+    assert done.returncode == 0, done.stderr
+    assert ("is stopped (SIGSTOP, or a debugger) as the run has ended" in done.stderr) != comes_back
+    assert (lines(here), (here / "summary.json").read_text()) == before
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_waits_for_the_others_begins_without_one_that_dies_as_it_waits(how: int) -> None:
+    context = multiprocessing.get_context("fork")
+    meeting = Meeting(3, patience=30.0)
+    processes = [context.Process(target=meeting.wait, args=(number,)) for number in range(3)]
+    try:
+        for process in processes[:2]:
+            process.start()
+        time.sleep(0.5)  # both wait
+        os.kill(processes[0].pid or 0, how)
+        processes[2].start()
+        for process in processes[1:]:
+            process.join(20)
+        assert [process.exitcode for process in processes[1:]] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def test_a_worker_that_is_told_to_leave_does_not_end_those_who_have_come_back(

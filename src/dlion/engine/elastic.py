@@ -8,6 +8,7 @@ all of them have all answers; otherwise each of them puts back what encoding has
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -39,9 +41,15 @@ from dlion.workers import Workers
 _DEALT = {"previous", "agreement"}
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _SILENT = 2.0  # seconds without a heartbeat after which a worker counts as dead
+_GONE = 6.0  # the same, of all who went on without this worker
+_PATIENT = timedelta(seconds=5)  # more than twice as long as a peer is waited for
 _REFUSED = 5.0  # seconds of refused connections after which the lighthouse counts as dead
 _TRIES = 3  # to connect, until a new worker says that it cannot
 _log = logging.getLogger(__name__)
+
+
+class LeftBehind(TrainingFailed):
+    """The others went on without this worker, which had stopped, and are gone."""
 
 
 class Elastic:
@@ -81,6 +89,8 @@ class Elastic:
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
         self._new = True  # no step of this worker has begun
+        self._asked = 0.0  # when it knew who is there
+        self._behind: set[str] = set()  # workers that have gone on without it
         self._apart = 0.0  # since when it and the others cannot connect
         self._tries = 0  # of them to do so
         self._silence = _SILENT  # seconds, of a peer for whom others wait
@@ -131,7 +141,11 @@ class Elastic:
         waiting = False
         while not self.open:
             self._look_ahead()
+            self._look_behind()
             self._ask()
+            self._asked = time.monotonic()
+            if self._behind and self._behind.isdisjoint(self.manager._client.members):
+                self._give_up(RuntimeError("those who went on are not in this quorum"))
             self._note_whether_connected()
             n, least = self.manager.num_participants(), self.manager._min_replica_size
             ready = self.manager.errored() is None and n >= least and self._rebuild()
@@ -149,7 +163,7 @@ class Elastic:
             error = self.manager.errored()
             if error is not None:  # others may wait for this worker
                 self._give_up(error.original_exception)
-            if not self.manager.should_commit():  # which makes it ask for another quorum
+            if not self._should_commit():  # which makes it ask for another quorum
                 time.sleep(RETRY if n < least else 0)
 
     def _all(self, ready: bool) -> bool:
@@ -174,6 +188,28 @@ class Elastic:
         known = Known.read(page)
         alive = {name for name, seconds in known.silence.items() if seconds < _SILENT}
         self._ahead = (self._ahead | {name for name, step in known.steps.items() if step}) & alive
+
+    def _look_behind(self) -> None:
+        """End this worker, if it was left behind by others who are all gone: at the end, say.
+
+        It would take steps again that they have committed, and what it records replaces theirs.
+        """
+        if self._new or (self._group is not None and time.monotonic() < self._asked + _SILENT):
+            return
+        while True:
+            known = Known.read(page_of(self.manager) or "")
+            step = self.manager.current_step()
+            self._behind |= {name for name, theirs in known.steps.items() if theirs > step}
+            heard = min((known.silence.get(name, math.inf) for name in self._behind), default=0.0)
+            if heard < _SILENT:
+                return
+            if heard > _GONE:
+                raise LeftBehind(
+                    "the others went on without this worker, which did not answer, and are gone:"
+                    " unless the run has ended, start it again from its last checkpoint"
+                )
+            self._look_up()
+            time.sleep(_LOOK)
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
@@ -204,6 +240,11 @@ class Elastic:
                             f"no step began within {limit}: {few[1]} of {few[2]} workers have asked"
                             " for one, and the others are busy or hang: give more patience"
                             " (train.py: timeout)"
+                        ) from error
+                    if page and self._inside is not None:
+                        raise TrainingFailed(
+                            "another process of this worker has ended, or not asked for a step"
+                            f" within {limit}: they are one worker together"
                         ) from error
                     said = re.search('message: "(.*?)"', str(error))
                     reason = said[1] if said else error
@@ -278,6 +319,7 @@ class Elastic:
             self._give_up(RuntimeError("not all have seen the same steps"))
             return False
         self._group, self._late = group, 0.0
+        self._behind.clear()
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
             bucket.renew(exchange)
@@ -319,7 +361,7 @@ class Elastic:
         if not self._all(failed is None):
             self._give_up(failed or RuntimeError("another process of this worker has failed"))
             self.open = False
-            self.manager.should_commit()  # not after an error, which makes all ask again
+            self._should_commit()  # not after an error, which makes all ask again
         return self.open
 
     # ---- a step
@@ -365,7 +407,7 @@ class Elastic:
         if error is not None:
             self._give_up(error)
         self.open = False
-        self.committed = self.manager.should_commit()
+        self.committed = self._should_commit()
         if self.committed:
             self._before.clear()
             seen = f"{self._lineage} {self.manager._quorum_id}".encode()
@@ -375,6 +417,24 @@ class Elastic:
         else:
             self._abort()  # so that the next quorum makes exchanges again: they have moved too
         return self.committed
+
+    def _should_commit(self) -> bool:
+        """Whether all processes of this worker can commit.
+
+        Another may first wait for a peer of its own, for as long as ``timeout``.
+        """
+        limit = 2 * self.manager._timeout + _PATIENT
+        try:
+            return self.manager.should_commit(limit)
+        except TrainingFailed:  # a peer's state is not for this worker
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            if self._inside is None:
+                raise
+            raise TrainingFailed(
+                f"another process of this worker has ended, or not answered within {limit}: they"
+                " are one worker together"
+            ) from error
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -395,7 +455,7 @@ class Elastic:
         began, seconds = time.monotonic(), _SILENT
         while not over.wait(seconds):
             # rarer and rarer: answers may come over the same link as the page
-            seconds = max(_LOOK, (time.monotonic() - began) / 4)
+            seconds = min(max(_LOOK, (time.monotonic() - began) / 4), _SILENT)
             known = Known.read(page_of(self.manager) or "")
             silent = self._silent_peers(known)
             with lock:

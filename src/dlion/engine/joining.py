@@ -123,7 +123,7 @@ def join(
             )
     except (RuntimeError, TimeoutError) as error:
         raise UserError(f"{typed}: no lighthouse there: {START}") from error
-    manager._client = cast(Any, _Client(manager._client, store))
+    manager._client = cast(Any, _Client(manager, store))
     manager.lighthouse = host, port  # pyrefly: ignore[missing-attribute]
     manager.inside = place.group  # pyrefly: ignore[missing-attribute]
     ring.own_store = store  # it lives as long as the group
@@ -172,15 +172,21 @@ def _listening_on(address: str) -> Iterator[None]:
 
 
 class _Client:
-    """Torchft's client for quorums, whose joiners ask nobody else where the state is.
+    """Torchft's client for quorums, with two repairs for torchft 0.2.
 
-    It comes through the group. A joiner would ask the worker whose state it takes, and if that one
-    has stopped, wait for ``timeout``; until it asks for the next quorum there may be none.
+    State comes through the group: a joiner would ask the worker whose state it takes where it is,
+    and if that one has stopped, wait for ``timeout``; until it asks for the next quorum there may
+    be none. And the quorums of a lighthouse that began again have the numbers of earlier ones:
+    torchft would go on with the group of such a one.
+
+    Attributes:
+        members: the workers of the latest quorum.
     """
 
-    def __init__(self, client: Any, store: dist.TCPStore):
-        self._client = client
+    def __init__(self, manager: Any, store: dist.TCPStore):
+        self._manager, self._client = manager, manager._client
         self._own = store.get("manager_addr").decode()
+        self.members: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -188,6 +194,9 @@ class _Client:
     def _quorum(self, **request: Any) -> Any:
         quorum = self._client._quorum(**request)
         quorum.recover_src_manager_address = self._own
+        if self._manager._pg._pg is None or quorum.replica_ids != self.members:
+            self._manager._quorum_id = -1  # which makes torchft connect them
+        self.members = quorum.replica_ids
         return quorum
 
 
@@ -215,9 +224,10 @@ def _make_group(timeout: float) -> Any:
             self.set_timeout(timedelta(seconds=self.limit))
             self.failed, began, others = workers, time.monotonic(), _open_sockets()
             host, port = split_address(store.partition("/")[0], store)
-            socket.create_connection((host, port), self.limit).close()
+            with socket.create_connection((host, port), self.limit) as probe:
+                there = probe.getpeername()
             over = Event()
-            waits = over, self.limit, port, _open_sockets(every=True)
+            waits = over, self.limit, there, _open_sockets(every=True)
             Thread(target=_forsake, args=waits, daemon=True).start()
             try:
                 super().configure(*args, **kwargs)
@@ -237,11 +247,11 @@ def _make_group(timeout: float) -> Any:
     return Group(timeout=timedelta(seconds=timeout))
 
 
-def _forsake(over: Event, limit: float, port: int, others: frozenset[tuple[int, int]]) -> None:
-    """Shut down connections to a store at a port, made since, every ``limit`` until it is over."""
+def _forsake(over: Event, limit: float, store: Any, others: frozenset[tuple[int, int]]) -> None:
+    """Shut down connections to a store, made since, every ``limit`` seconds until it is over."""
     while not over.wait(limit):
         for descriptor, inode in _open_sockets(every=True) - others:
-            _shut_down(descriptor, inode, port)
+            _shut_down(descriptor, inode, store)
 
 
 def _open_sockets(every: bool = False) -> frozenset[tuple[int, int]]:
@@ -261,13 +271,12 @@ def _open_sockets(every: bool = False) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
-def _shut_down(descriptor: int, inode: int, port: int | None = None) -> None:
-    """Shut down a connection, to a port if one is given, unless its descriptor is another's now."""
+def _shut_down(descriptor: int, inode: int, peer: Any = None) -> None:
+    """Shut down a connection, to a peer if one is given, unless its descriptor is another's now."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        if os.fstat(connection.fileno()).st_ino == inode:
-            _, there, *_ = connection.getpeername()  # fails for what listens
-            if port in (None, there):
-                connection.shutdown(socket.SHUT_RDWR)
+        there = connection.getpeername()  # fails for what listens
+        if os.fstat(connection.fileno()).st_ino == inode and peer in (None, there):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class GroupTransport:

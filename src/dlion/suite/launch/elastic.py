@@ -3,10 +3,10 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from threading import BrokenBarrierError
 
 from dlion.errors import RunFailed
 from dlion.suite.lighthouse import HOST, start
@@ -14,6 +14,7 @@ from dlion.suite.machine import die_with
 from dlion.suite.training.signals import SIGNALS
 
 _STARTING = 60.0  # seconds
+_LOOK = 0.05  # seconds between two looks at who is there
 _SILENCE = 1.0  # seconds, of workers of this machine: no link is between
 
 
@@ -55,10 +56,13 @@ class Meeting:
 
     def __init__(self, processes: int, patience: float = 60.0):
         """``patience``: seconds, after which those that are there begin."""
-        self._barrier = multiprocessing.get_context("fork").Barrier(processes)
+        # a Barrier waits for ever for one that has died, or stopped, as it waited itself
+        self._there = multiprocessing.get_context("fork").RawArray("b", processes)
         self._patience = patience
 
-    def wait(self) -> None:
-        """Wait for the others, but not for one that has died."""
-        with suppress(BrokenBarrierError):
-            self._barrier.wait(self._patience)
+    def wait(self, number: int) -> None:
+        """Say that process ``number`` is there, and wait for the others."""
+        self._there[number] = 1
+        end = time.monotonic() + self._patience
+        while not all(self._there) and time.monotonic() < end:
+            time.sleep(_LOOK)

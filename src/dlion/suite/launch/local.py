@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -51,6 +52,8 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _ABORTED = re.compile(rb"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(.+)")
+_LOOK = 1.0  # seconds between two looks at processes that are left as the run has ended
+_PATIENT = 5  # such looks at one that is stopped, until it is killed
 _REMEMBERED = 1 << 16  # bytes of what a process has written to standard error
 
 
@@ -296,6 +299,7 @@ class _Comers:
         self._start_again, self._restarts, self._deaths = start_again, restarts, deaths
         self._left = dict(enumerate(processes))
         self._late: dict[int, BaseProcess] = {}  # those that were started again
+        self._stopped: Counter[int] = Counter()  # looks at which each was stopped, since the end
         self._finished = False  # whether one has reached the last step: who has not joined need not
 
     def wait(self) -> None:
@@ -304,7 +308,10 @@ class _Comers:
         while left:
             with woken_by_signals() as woken:
                 sentinels = [process.sentinel for process in left.values()]
-                connection.wait([*sentinels, woken], deaths.strike(left))
+                until = _LOOK if self._finished else deaths.strike(left)
+                connection.wait([*sentinels, woken], until)
+            if self._finished:
+                self._end_suspended()
             if self._notice.first is not None:
                 deaths.end()
             for rank in deaths.returning():
@@ -316,6 +323,20 @@ class _Comers:
                 if process.exitcode is not None:
                     del left[rank]
                     self._note_end(rank, process.exitcode)
+
+    def _end_suspended(self) -> None:
+        """Kill who was stopped as the run ended: nobody waits for it."""
+        for rank, process in self._left.items():
+            self._stopped[rank] = (self._stopped[rank] + 1) * _is_suspended(process.pid)
+            if self._stopped[rank] == _PATIENT:
+                self._late[rank] = process
+                print(
+                    f"process {rank} is stopped (SIGSTOP, or a debugger) as the run has ended: it"
+                    " is killed",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                process.kill()
 
     def _bring_back(self, rank: int) -> None:
         self._left[rank] = self._late[rank] = self._start_again(rank)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlion.engine.elastic import LeftBehind
 from dlion.engine.joining import join
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, sum_in_order
@@ -136,7 +137,7 @@ class ElasticWorker:
             patience=config.timeout,
         )
         if job.meeting is not None:
-            job.meeting.wait()
+            job.meeting.wait(seat)
         manager.register_state_dict_fn("run", self._load, self._state)
         self.optimizer = make_optimizer(job, model, manager=manager)
         assert self.optimizer.elastic is not None
@@ -183,6 +184,8 @@ class ElasticWorker:
             asks = not self.elastic.open
             try:
                 self.optimizer.zero_grad()  # who is there?
+            except LeftBehind:  # what they have saved is newer
+                raise
             except (TrainingFailed, Stopped) as error:  # the lighthouse is lost, or we leave
                 if self.boundary:
                     self._save()
