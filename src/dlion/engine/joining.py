@@ -177,7 +177,7 @@ class _Client:
     State comes through the group: a joiner would ask the worker whose state it takes where it is,
     and if that one has stopped, wait for ``timeout``; until it asks for the next quorum there may
     be none. And the quorums of a lighthouse that began again have the numbers of earlier ones:
-    torchft would go on with the group of such a one.
+    torchft would go on with the connections of such a one, which may be closed.
 
     Attributes:
         members: the workers of the latest quorum.
@@ -194,7 +194,7 @@ class _Client:
     def _quorum(self, **request: Any) -> Any:
         quorum = self._client._quorum(**request)
         quorum.recover_src_manager_address = self._own
-        if self._manager._pg._pg is None or quorum.replica_ids != self.members:
+        if self._manager._pg._pg is None:
             self._manager._quorum_id = -1  # which makes torchft connect them
         self.members = quorum.replica_ids
         return quorum
@@ -225,7 +225,7 @@ def _make_group(timeout: float) -> Any:
             self.failed, began, others = workers, time.monotonic(), _open_sockets()
             host, port = split_address(store.partition("/")[0], store)
             with socket.create_connection((host, port), self.limit) as probe:
-                there = probe.getpeername()
+                there = _peer(probe)
             over = Event()
             waits = over, self.limit, there, _open_sockets(every=True)
             Thread(target=_forsake, args=waits, daemon=True).start()
@@ -247,7 +247,9 @@ def _make_group(timeout: float) -> Any:
     return Group(timeout=timedelta(seconds=timeout))
 
 
-def _forsake(over: Event, limit: float, store: Any, others: frozenset[tuple[int, int]]) -> None:
+def _forsake(
+    over: Event, limit: float, store: list[Any], others: frozenset[tuple[int, int]]
+) -> None:
     """Shut down connections to a store, made since, every ``limit`` seconds until it is over."""
     while not over.wait(limit):
         for descriptor, inode in _open_sockets(every=True) - others:
@@ -271,12 +273,18 @@ def _open_sockets(every: bool = False) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
-def _shut_down(descriptor: int, inode: int, peer: Any = None) -> None:
+def _shut_down(descriptor: int, inode: int, peer: list[Any] | None = None) -> None:
     """Shut down a connection, to a peer if one is given, unless its descriptor is another's now."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        there = connection.getpeername()  # fails for what listens
+        there = _peer(connection)  # fails for what listens
         if os.fstat(connection.fileno()).st_ino == inode and peer in (None, there):
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def _peer(connection: socket.socket) -> list[Any]:
+    """Return host and port at the other end; torch connects to IPv4 as IPv6 does."""
+    host, *port = connection.getpeername()[:2] or [""]  # nothing, of a socket of this machine
+    return [host.removeprefix("::ffff:"), *port]
 
 
 class GroupTransport:
