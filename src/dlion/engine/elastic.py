@@ -196,9 +196,8 @@ class Elastic:
         """
         if self._new or (self._group is not None and time.monotonic() < self._asked + _SILENT):
             return
-        while True:
-            known = Known.read(page_of(self.manager) or "")
-            step = self.manager.current_step()
+        while (page := page_of(self.manager)) is not None:
+            known, step = Known.read(page), self.manager.current_step()
             self._behind |= {name for name, theirs in known.steps.items() if theirs > step}
             heard = min((known.silence.get(name, math.inf) for name in self._behind), default=0.0)
             if heard < _SILENT:
