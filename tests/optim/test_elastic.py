@@ -78,6 +78,11 @@ class Crew:
         """Wait until a worker takes steps with so many."""
         self.wait(lambda: (rows := self.rows(name)) and int([*rows.values()][-1][0]) == workers)
 
+    def see_stopped(self, name: str) -> None:
+        """Wait until a worker has stopped itself."""
+        status = Path(f"/proc/{self.processes[name].pid}/stat")
+        self.wait(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+
     def stop(self) -> None:
         for process in self.processes.values():
             process.kill()
@@ -195,8 +200,7 @@ def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
     for name in "ab":
         run.see(name, 2)
     run.start("c", **stops.get("c", {}))
-    status = Path(f"/proc/{run.processes[who].pid}/stat")
-    run.wait(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    run.see_stopped(who)
     reached = max(run.rows("b"))
     run.wait(lambda: max(run.rows("b")) > reached + 20)
     run.processes[who].send_signal(signal.SIGCONT)
@@ -215,8 +219,7 @@ def test_of_a_worker_whose_process_has_stopped_the_others_end_and_its_peers_go_o
         told = {"a1": {"lag": "0.5"}, "b1": {"stops": "steps"}}.get(name, {})
         store = f"{tmp_path / name[0]},{name[1]},2"
         run.start(name, store=store, timeout="4", **told)
-    status = Path(f"/proc/{run.processes['b1'].pid}/stat")
-    run.wait(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+    run.see_stopped("b1")
     reached = max(run.rows("a0"), default=0)
     run.wait(lambda: all(max(run.rows(name), default=0) > reached + 5 for name in ("a0", "a1")))
     ended = run.processes["b0"].wait()
