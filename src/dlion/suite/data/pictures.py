@@ -254,7 +254,7 @@ def _check_memory(count: int, side: int) -> None:
 
 def check_varied(pictures: Tensor, where: str) -> None:
     """Refuse training pictures ``[N, ...]`` that are all equal, of which nothing can be learnt."""
-    if len(pictures) > 1 and bool((pictures == pictures[:1]).all()):
+    if len(pictures) > 1 and all(torch.equal(each, pictures[0]) for each in pictures[1:]):
         raise UserError(
             f"{where}: the {len(pictures):,} training pictures are all equal once they are read and"
             " scaled: look at one of them (what is transparent becomes white), or give others"
