@@ -7,8 +7,9 @@ apply; beside it torch's fused and foreach AdamW, lion-pytorch, and the memory f
 (``lerp_`` reads and writes the momentum and reads the gradient, ``mul_`` reads and writes the
 parameters). Nothing travels here. Writes local_step.json and local_step.png.
 
-Then Newton-Schulz on the hidden matrices of three models, in batches and one by one, beside a
-forward and backward pass of a worker: newton_schulz.json. ``--models`` alone: only that.
+Then Newton-Schulz on the hidden matrices of three models, and on 16 small square ones, in batches
+and one by one, beside a forward and backward pass of a worker: newton_schulz.json. ``--models``
+alone: only that.
 """
 
 import argparse
@@ -142,13 +143,22 @@ def board_gpt() -> "Setting":
     return model, torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
 
 
-MODELS = ["gpt_tiny", "vit_cifar", "gpt2"]  # the last two are those of end_to_end.py
+def linear_layers(width: int) -> "Setting":
+    """Return 16 layers without biases, and 8 samples."""
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(16)]
+    return torch.nn.Sequential(*layers), torch.randn(8, 1, width), torch.randint(width, (8, 1))
+
+
+WIDTHS = {f"{width} x {width}": width for width in (16, 32, 64, 128)}
+MODELS = ["gpt_tiny", "vit_cifar", "gpt2", *WIDTHS]  # vit_cifar and gpt2 are of end_to_end.py
 
 
 def make_model(name: str) -> "Setting":
     """Return a model and a batch of a worker."""
     from end_to_end import SETTINGS
 
+    if name in WIDTHS:
+        return linear_layers(WIDTHS[name])
     return board_gpt() if name == "gpt_tiny" else SETTINGS[name]()
 
 

@@ -326,7 +326,7 @@ def _wide(matrix: Tensor, precision: Precision) -> Tensor:
 
 def _iterate(alone: Sequence[Tensor], newton_schulz: NewtonSchulz) -> Sequence[Tensor]:
     (x,) = alone
-    x = x / (x.norm().clamp(min=SMALLEST_NORM) * newton_schulz.margin)
+    x = x / (_norms([x])[0] * newton_schulz.margin)
     for a, b, c in newton_schulz.polynomials:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -334,9 +334,14 @@ def _iterate(alone: Sequence[Tensor], newton_schulz: NewtonSchulz) -> Sequence[T
 
 
 def _iterate_batch(matrices: Sequence[Tensor], newton_schulz: NewtonSchulz) -> Sequence[Tensor]:
-    norms = torch.stack([matrix.norm() for matrix in matrices]).clamp(min=SMALLEST_NORM)
-    x = torch.stack([*matrices]) / (norms * newton_schulz.margin).view(-1, 1, 1)
+    norms = _norms(matrices) * newton_schulz.margin
+    x = torch.stack([*matrices]) / norms.view(-1, 1, 1)
     for a, b, c in newton_schulz.polynomials:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return [*x]
+
+
+def _norms(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each, ``[N]``, with the bits that it has alone."""
+    return torch.stack(torch._foreach_norm([*matrices])).clamp(min=SMALLEST_NORM)
