@@ -43,7 +43,7 @@ __all__ = [
     "stdlib_text",
 ]
 
-_latest: dict[Any, ImageData] = {}  # at most one, by its settings and files
+_latest: dict[str, tuple[Any, ImageData]] = {}  # one at most, by its settings: files and data
 
 
 def load(node: Any) -> Data:
@@ -53,13 +53,13 @@ def load(node: Any) -> Data:
     the same: to decode CIFAR-10 takes as long as hundreds of steps.
     """
     settings = {key: value for key, value in node.items() if key not in parameters(Samples)}
-    key = repr(settings), state_of(settings.get("path"))
-    data = _latest.pop(key, None)
+    key, path = repr(settings), settings.get("path")
+    state, data = _latest.pop(key, (None, None))
     _latest.clear()  # before others are loaded, which may need the memory
-    if data is None:
+    if data is None or state != state_of(path):
         data = instantiate(settings)
     if isinstance(data, ImageData):
-        _latest[key] = data
+        _latest[key] = state_of(path), data
     if not node.validation:
         return data
     held_out = data.hold_out()
