@@ -53,15 +53,18 @@ def load(node: Any) -> Data:
     the same: to decode CIFAR-10 takes as long as hundreds of steps.
     """
     settings = {key: value for key, value in node.items() if key not in parameters(Samples)}
-    key, path = repr(settings), settings.get("path")
-    state, data = _latest.pop(key, (None, None))
+    key, path = f"{settings} {node.validation}", settings.get("path")
+    files, data = _latest.pop(key, (None, None))
     _latest.clear()  # before others are loaded, which may need the memory
-    if data is None or state != state_of(path):
+    if data is None or files != state_of(path):
         data = instantiate(settings)
+        data = _held_out(data) if node.validation else data
     if isinstance(data, ImageData):
         _latest[key] = state_of(path), data
-    if not node.validation:
-        return data
+    return data
+
+
+def _held_out(data: Data) -> Data:
     held_out = data.hold_out()
     if held_out.test_size < 1:
         raise UserError(
