@@ -210,6 +210,62 @@ def test_signs_are_applied_by_run_as_run_by_run(dtype):
     assert torch.equal(params, expected)
 
 
+@of_all
+def test_a_group_that_cannot_be_added_leaves_nothing_behind(method, cls, options):
+    old, new, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in [(8,), (9, 7), (6,)])
+    optimizer = cls([old], **options)
+    complex_one = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    for given in ([new, old], [new, vector, complex_one]):
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.add_param_group({"params": given})
+        assert [group["params"] for group in optimizer.param_groups] == [[old]]
+    optimizer.add_param_group({"params": [new]})
+    sum(param.sum() for param in (old, new)).backward()
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
+def test_a_group_without_parameters_stays_in_its_place():
+    one, two = weights()[:2]
+    for cls in (DLion, METHODS["g_muon"].cls, METHODS["sign_muon_mavo"].cls):
+        optimizer = cls([{"params": [one]}, {"params": []}, {"params": [two]}])
+        assert [group["params"] for group in optimizer.param_groups] == [[one], [], [two]]
+        (one.sum() + two.sum()).backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("method", ["g_muon", "sign_muon_mavo", "muon_adm", "dion", "ef21_muon"])
+def test_a_state_of_other_names_for_its_numbers_is_refused(method):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+
+    def made(names: str) -> DistributedOptimizer:
+        return METHODS[method].cls(layers.named_parameters(), adamw_names=names)
+
+    before, after = made(r"^0\."), made(r"^1\.")
+    layers(torch.randn(2, 8)).sum().backward()
+    before.step()
+    with pytest.raises(ValueError, match=r"has the parameter 1\.weight where this optimizer has 0"):
+        after.load_state_dict(before.state_dict())
+    made(r"^0\.").load_state_dict(before.state_dict())
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_a_group_says_whether_its_matrices_are_the_inner_muons(asked):
+    (matrix,) = torch.nn.Linear(6, 6, bias=False).parameters()
+    start, group = matrix.detach().clone(), {"params": [("lm_head.weight", matrix)]}
+    group |= {} if asked is None else {"use_muon": asked}
+    optimizer = DiLoCo([group], inner="muon", lr=1e-2)
+    matrix.grad = torch.outer(torch.arange(1.0, 7.0), torch.ones(6))
+    optimizer.step()
+    moved = start - matrix.detach()
+    if asked:  # a polar factor of one direction
+        torch.testing.assert_close(moved, moved[:, :1].expand(6, 6))
+        assert moved[5, 0] / moved[0, 0] == pytest.approx(6, rel=1e-3)
+    else:
+        torch.testing.assert_close(moved, torch.full((6, 6), 1e-2))
+
+
 def test_inner_optimizers_have_the_groups():
     def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups)

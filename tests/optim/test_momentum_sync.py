@@ -53,6 +53,24 @@ def test_averages_of_sign_muon_are_as_near_as_their_wire(wire):
         assert (momenta[0] - factor * mean).abs().max() <= rounding * largest
 
 
+@pytest.mark.parametrize("wire", ["float32", "bf16", "int8"])
+def test_an_average_leaves_out_what_is_not_finite(wire):
+    model, sync = net(), {"momentum_sync": 1, "sync_wire": wire}
+    optimizer = SignMuon(model.named_parameters(), workers=Workers(local=3), **sync)
+    weight = model[0].weight
+    for i in range(3):
+        loss_of(model, *samples(i)).backward()
+        if i == 1:
+            weight.grad[0, 0], weight.grad[0, 1] = torch.nan, -torch.inf
+        optimizer.collect(i)
+    before = optimizer.state[weight]["momentum"].clone()
+    optimizer.step()
+    expected = before.nan_to_num(0.0, 0.0, 0.0).mean(0)
+    for momentum in optimizer.state[weight]["momentum"]:
+        largest = before.nan_to_num(0.0, 0.0, 0.0).abs().max()
+        assert (momentum - expected).abs().max() <= largest / 60
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [

@@ -4,6 +4,7 @@ import pytest
 
 from dlion.optim import (
     DGC,
+    METHODS,
     DeMo,
     DiLoCo,
     DLion,
@@ -100,6 +101,14 @@ from tests.support.small_model import net
             lambda p: DLion(p, bucket_cap_mb=0),
             "bucket_cap_mb=0 is not possible: give a number, above 0, auto or",
         ),
+        (
+            lambda p: GMuon([{"params": p, "use_muon": 0}]),
+            "use_muon=0 is not possible: give True or",
+        ),
+        (
+            lambda p: DiLoCo([{"params": p, "use_muon": "no"}], inner="muon"),
+            "use_muon=no is not possible: give True or False",
+        ),
         (lambda p: GMuon(p, adjust_lr="rms"), "choose match_rms_adamw or original"),
         (lambda p: GMuon(p, ns_precision="fp16"), "choose auto, bf16 or float32"),
         (lambda p: GMuon(p, adamw_names="["), "is no regular expression: unterminated"),
@@ -116,3 +125,16 @@ from tests.support.small_model import net
 def test_wrong_values_are_named(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(net().parameters())
+
+
+@pytest.mark.parametrize("cls", sorted({entry.cls for entry in METHODS.values()}, key=str))
+def test_what_torch_takes_for_no_parameters_is_refused(cls):
+    model = net()
+    params, named = list(model.parameters()), dict(model.named_parameters())
+    for unordered in (set(params), frozenset(params)):
+        for given in (unordered, [{"params": unordered}]):
+            with pytest.raises(TypeError, match="the parameters are in a set, whose order"):
+                cls(given)
+    for given in ([3], [{"params": [3]}], named, [{"params": ("x", params[0])}], [(1, params[0])]):
+        with pytest.raises((TypeError, ValueError), match=r"optimizer|param"):
+            cls(given)

@@ -75,6 +75,21 @@ def check_matches(name: str, pattern: str | None, groups: Iterable[dict[str, Any
         )
 
 
+def check_ordered(params: Any) -> None:
+    """Refuse parameters in a set, which has another order in each process."""
+    if isinstance(params, set | frozenset):
+        raise TypeError(
+            "the parameters are in a set, whose order differs from process to process: give a list"
+        )
+
+
+def check_names(group: dict[str, Any]) -> None:
+    """Refuse names of parameters that are no text, which torch takes."""
+    for name in group.get("param_names", ()):
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a parameter must be text, not {name!r}")
+
+
 def check_parameters(tensors: Sequence[Tensor]) -> None:
     """Refuse tensors that are not real floating-point, and the flat shards of FSDP1."""
     for tensor in tensors:

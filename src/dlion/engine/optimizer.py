@@ -5,7 +5,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 
@@ -21,6 +21,8 @@ from dlion.engine.checks import (
     check_alone,
     check_bare,
     check_hyperparameters,
+    check_names,
+    check_ordered,
     check_parameters,
     check_whole,
     checked,
@@ -150,7 +152,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
             raises TrainingFailed on all workers before the parameters of that bucket are updated
             (state may hold the gradient by then: resume from a checkpoint only); ``skip`` treats it
-            as a parameter without a gradient there, in that step; None sends it as it is. With
+            as a parameter without a gradient there, in that step; None sends it as it is, and a
+            momentum that has taken it up keeps it. With methods of local steps ``stop`` raises on
+            the worker alone, and the others fail at the exchange that waits for it. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
         stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the
@@ -230,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self._met_nobody = not (
             dist.is_initialized() or workers or process_group or mesh or manager
         )
+        check_ordered(params)
         params = params if isinstance(params, Tensor) else [*map(_listed, params)]
         check_whole()
         check_gpus(given, _device_of(params))
@@ -353,33 +358,40 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
+        check_ordered(param_group.get("params"))
+        with self._all_or_none():
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            check_names(group)
             check_hyperparameters(type(self), group)
             check_sharding(
                 self.params, self.workers, type(self).__name__, self.whole_matrices, self.overlap
             )
             check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
-            before = copy.copy(self.members)
             self.members.add(group)
-        except Exception:
-            self.param_groups.pop()
-            raise
-        if not self._constructed:  # groups are waited for that may share buckets
-            return
-        self._hand_out([group], [])
-        self._drop(self._used[1])
-        in_a_loop, self._added, self._waiting = self._added, True, True
-        if not in_a_loop:  # otherwise more may come
-            try:
+            if not self._constructed:  # groups are waited for that may share buckets
+                return
+            self._hand_out([group], [])
+            self._drop(self._used[1])
+            in_a_loop, self._added, self._waiting = self._added, True, True
+            if not in_a_loop:  # otherwise more may come
                 self._lay_out()
-            except Exception:
-                self.param_groups.pop()
-                self.members = before
-                raise
         if self._step.overlap is not None:
             self._step.overlap.watch(self.members.trained_of(group))
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """After an error, forget the groups that were added."""
+        count, members, used = len(self.param_groups), copy.copy(self.members), self._used[1]
+        try:
+            yield
+        except Exception:
+            if len(self.param_groups) > count and self._constructed:
+                self._drop(used)
+                self._waiting = True
+            del self.param_groups[count:]
+            self.members = members
+            raise
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -45,6 +45,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     groups, apart = state_dict["param_groups"], state_dict.get(APART)
     optimizer.include_unfrozen()
     optimizer.members.check_sizes([len(group["params"]) for group in groups])
+    _check_order(_names(groups), _names(optimizer.param_groups))
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, flats = _distributed(optimizer)
@@ -133,6 +134,20 @@ def _sort_out(
             else:
                 saved.setdefault(param, {})[name] = torch.as_tensor(found)
     return saved, foreign
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group.get("param_names") or ()]
+
+
+def _check_order(saved: list[str], here: list[str]) -> None:
+    """Refuse the state of the same names in another order, as state goes by number."""
+    if saved != here and sorted(saved) == sorted(here):
+        before, now = next(pair for pair in zip(saved, here, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"the saved state has the parameter {before} where this optimizer has {now}: make it of"
+            " the same groups, in the same order, with the same adamw_names"
+        )
 
 
 def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:

@@ -25,8 +25,8 @@ class Dion(BesideAdamW):
     Source: Ahn et al. 2025 (arXiv 2504.05295), with mu 0.95, and their code
     (github.com/microsoft/dion), which by now prefers a successor. Differences:
 
-    - s is that of :class:`GMuon`, ``0.2 sqrt(max(R, C))``, so that one rate fits matrices and the
-      rest; theirs is ``sqrt(R / C)`` (``original``), with 0.01.
+    - s is that of :class:`GMuon`, ``0.2 sqrt(max(R, C))``, for a rate like AdamW's: a step has the
+      RMS ``0.2 sqrt(rank_fraction)``. Theirs is ``sqrt(R / C)`` (``original``), with 0.01.
     - QR is Householder's; theirs is a randomised Cholesky QR where a matrix is tall.
     - Their code transposes wide matrices, and averages the gradients of matrices that are not
       larger than P and R together.
@@ -36,10 +36,11 @@ class Dion(BesideAdamW):
     When not to use it: where a step waits for latency, as it has two rounds. In models whose
     embeddings and heads are large: they are sent in float32, and at a fraction of 1/16 they are
     most of what is sent. As every process computes P^ by itself, all need the same kind of machine
-    and number of threads.
+    and number of threads. Matrices are read in the order of memory: a channels_last layout permutes
+    columns, and a permuted tensor may be another matrix.
 
     Args:
-        lr: learning rate, with ``match_rms_adamw`` AdamW's.
+        lr: learning rate, with ``match_rms_adamw`` about AdamW's.
         momentum: mu; ``1 - mu`` of what was sent leaves the momentum.
         betas: of AdamW.
         eps: of AdamW.

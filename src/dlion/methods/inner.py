@@ -17,6 +17,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.layout import Slot
 from dlion.methods.muon import (
     NewtonSchulz,
+    asked_for_muon,
     bucket_orthogonalise,
     is_hidden,
     matrix_shape,
@@ -92,7 +93,8 @@ class Muon(Inner):
     """Muon for matrices, AdamW for the rest, as :class:`dlion.GMuon` tells them apart.
 
     ``m <- b1 m + (1 - b1) g``, ``y <- (1 - lr wd) y - 0.2 lr sqrt(max(rows, columns)) O`` with
-    ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Sources and names are GMuon's.
+    ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Sources, names and ``use_muon`` of
+    parameter groups are GMuon's.
     AdamW's second moment is kept for matrices too, and unused.
     """
 
@@ -102,11 +104,11 @@ class Muon(Inner):
     def step(self, bucket: Bucket, local: int) -> None:
         gradients, counts = bucket.gradients(), bucket.count_own("step", local)
         directions = torch.zeros_like(gradients)
-        hidden = []
+        hidden, chosen = [], set[Tensor]()
         for index, (slot, group) in enumerate(zip(bucket.slots, bucket.groups, strict=True)):
             beta = group["betas"][0]
             part, here = slice(slot.start, slot.stop), slice(index, index + 1)
-            if not _is_hidden(slot):
+            if not _is_hidden(slot, group):
                 for count, slots in counts:
                     if slots in (slice(None), here):
                         _adamw(bucket, local, gradients, count, here)
@@ -115,7 +117,10 @@ class Muon(Inner):
             momentum.lerp_(gradients[part], 1 - beta)
             directions[part] = gradients[part].lerp(momentum, beta)
             hidden.append((slot, part, group))
-        steps = bucket_orthogonalise(bucket, directions, _NEWTON_SCHULZ, _is_hidden)
+            chosen.add(slot.tensor)
+        steps = bucket_orthogonalise(
+            bucket, directions, _NEWTON_SCHULZ, lambda slot: slot.tensor in chosen
+        )
         for slot, part, group in hidden:
             flat = steps[part] * rms_scale(*matrix_shape(slot.tensor))
             kernels.descend(
@@ -123,8 +128,9 @@ class Muon(Inner):
             )
 
 
-def _is_hidden(slot: Slot) -> bool:
-    return len(slot.shape) > 1 and is_hidden(slot.name)
+def _is_hidden(slot: Slot, group: dict[str, Any]) -> bool:
+    asked = asked_for_muon(group)
+    return len(slot.shape) > 1 and (is_hidden(slot.name) if asked is None else asked)
 
 
 class OfTorch(Inner):

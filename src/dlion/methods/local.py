@@ -10,6 +10,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
+from dlion.methods.muon import asked_for_muon
 from dlion.methods.updates import nesterov
 from dlion.values import Betas, Called, Count, NotNegative, Probability
 
@@ -83,6 +84,10 @@ class LocalUpdate(DistributedOptimizer):
         self.shared_state = ["outer", *self.shared_state]
         common["overlap"] = False
         super().__init__(params, defaults, **common)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        asked_for_muon(param_group)
+        super().add_param_group(param_group)
 
     def displacement(self, bucket: Bucket, local: int) -> Tensor:
         """Return how far a local worker has moved in this round, ``x - x_i``: ``[padded]``."""

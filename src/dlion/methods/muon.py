@@ -3,14 +3,14 @@
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_matches, check_pattern
+from dlion.engine.checks import check_matches, check_ordered, check_pattern
 from dlion.engine.layout import Slot
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
@@ -83,13 +83,21 @@ class MatricesApart(DistributedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group becomes one of matrices for Muon and one of the rest."""
-        given = param_group["params"]
-        members = [given] if isinstance(given, Tensor) else list(given)
-        kinds = [self._is_for_muon(member, param_group.get("use_muon")) for member in members]
-        for kind in (True, False):
-            part = [member for member, own in zip(members, kinds, strict=True) if own is kind]
-            if part:
-                super().add_param_group({**param_group, "params": part, "use_muon": kind})
+        asked = asked_for_muon(param_group)
+        check_ordered(param_group.get("params"))
+        given = param_group.get("params", ())
+        if isinstance(given, Iterator):
+            given = list(given)
+        members = [given] if isinstance(given, Tensor) else given
+        if not members or not all(map(_is_parameter, members)):
+            super().add_param_group({**param_group, "use_muon": asked is True})  # torch says why
+            return
+        kinds = [self._is_for_muon(member, asked) for member in members]
+        with self._all_or_none():
+            for kind in (True, False):
+                part = [member for member, own in zip(members, kinds, strict=True) if own is kind]
+                if part:
+                    super().add_param_group({**param_group, "params": part, "use_muon": kind})
 
     @staticmethod
     def kind(group: dict[str, Any]) -> bool:
@@ -100,6 +108,25 @@ class MatricesApart(DistributedOptimizer):
         if tensor.dim() < 2 or asked is False:
             return False
         return asked is True or is_hidden(name, self.adamw_names)
+
+
+def asked_for_muon(group: dict[str, Any]) -> bool | None:
+    """Return a group's ``use_muon``; None: names decide.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    asked = group.get("use_muon")
+    if asked is not None and not isinstance(asked, bool):
+        raise ValueError(f"use_muon={asked} is not possible: give True or False")
+    return asked
+
+
+def _is_parameter(given: Any) -> bool:
+    """Whether torch takes this for a parameter, or for a name and one."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+        given = given[1]
+    return isinstance(given, Tensor)
 
 
 class BesideAdamW(MatricesApart, MeanGradientOptimizer):

@@ -44,7 +44,8 @@ class MuonADM(MatricesApart, DeltaModulated):
 
     When not to use it: with more workers than matrices; on i.i.d. data, where :class:`SignMuon`
     learns faster; on parameters that FSDP2 has sharded, which it refuses. All matrices are in one
-    bucket, so little is sent during a backward pass.
+    bucket, so little is sent during a backward pass. With ``nonfinite=None`` the estimate of an
+    entry that was not finite once grows for ever, and takes the polar step of its matrix along.
 
     Args:
         lr: learning rate of matrices, about that of :class:`GMuon`.

@@ -18,7 +18,8 @@ class MomentumSync:
 
     Source: Ishikawa et al. 2024 (arXiv 2411.16462); the exponential rule is 0/1 Adam's (Lu et al.
     2022, arXiv 2202.06009). The first author's code is ``floored`` with a rate of 16, and stops
-    after the first epoch.
+    after the first epoch. Entries of a momentum that are not finite count as 0, so that one
+    worker's does not take those of all.
 
     Args:
         every: a number of steps (0: never), or ``exponential``: ever more rarely, after the steps
@@ -100,7 +101,7 @@ class MomentumSync:
         for local, row in enumerate(rows):
             message = row.new_zeros(exchange.numel)
             for here, place in pairs:
-                message[place] = row[here]
+                message[place] = row[here].nan_to_num(0.0, 0.0, 0.0)
             exchange.encode(local, message)
         exchange.run(bucket.step)
         mean = exchange.decode()
