@@ -135,6 +135,9 @@ def test_what_torch_takes_for_no_parameters_is_refused(cls):
         for given in (unordered, [{"params": unordered}]):
             with pytest.raises(TypeError, match="the parameters are in a set, whose order"):
                 cls(given)
+    optimizer = cls(params)
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+        optimizer.add_param_group({"params": iter([3])})
     for given in ([3], [{"params": [3]}], named, [{"params": ("x", params[0])}], [(1, params[0])]):
         with pytest.raises((TypeError, ValueError), match=r"optimizer|param"):
             cls(given)

@@ -85,9 +85,9 @@ class MatricesApart(DistributedOptimizer):
         """As in torch; a group becomes one of matrices for Muon and one of the rest."""
         asked = asked_for_muon(param_group)
         check_ordered(param_group.get("params"))
+        if isinstance(param_group.get("params"), Iterator):
+            param_group = {**param_group, "params": list(param_group["params"])}
         given = param_group.get("params", ())
-        if isinstance(given, Iterator):
-            given = list(given)
         members = [given] if isinstance(given, Tensor) else given
         if not members or not all(map(_is_parameter, members)):
             super().add_param_group({**param_group, "use_muon": asked is True})  # torch says why
