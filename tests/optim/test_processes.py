@@ -572,7 +572,7 @@ def test_a_step_that_was_left_out_shows_in_the_next_one(seen):
     assert (step0, step1) == (1, 2)  # the second step of each
     for message, rate in ((message0, 0.005), (message1, 0.0025)):
         assert "in step 2 worker 1 has other hyperparameters or frozen parameters" in message
-        assert f"lr={rate}" in message
+        assert f"(here: lr={rate}, " in message and "betas=(" in message
 
 
 def test_unfreezing_on_one_process_only_is_named(seen):

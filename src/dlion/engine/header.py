@@ -132,6 +132,11 @@ def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     return repr([sorted((plain_values(group) | apart).items()) for group in groups])
 
 
+def _shown(group: dict[str, Any]) -> str:
+    apart = {name: value for name, value in plain_values(group).items() if name != "steps"}
+    return ", ".join(f"{name}={value}" for name, value in apart.items())
+
+
 def check_in_step(
     headers: Headers,
     senders: Sequence[int],
@@ -164,10 +169,10 @@ def check_in_step(
                 " often"
             )
         if their_checksum != first[2]:
-            rates = ", ".join(map(str, dict.fromkeys(group["lr"] for group in groups)))
+            here = "; ".join(dict.fromkeys(map(_shown, groups)))
             raise TrainingFailed(
                 f"in step {first[1] + 1} {kind} {sender} has other hyperparameters or frozen"
-                f" parameters than {kind} {first[0]} (here: lr={rates}): all processes must"
+                f" parameters than {kind} {first[0]} (here: {here}): all processes must"
                 " set the same, and call step() of the optimizer and of its schedules equally often"
             )
 
