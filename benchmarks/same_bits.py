@@ -171,7 +171,7 @@ def all_cases() -> list[Case | TrainCase]:
             {"weighted": True},
             {"momentum_sync": 2},
         ],
-        "sign_muon_avg": [{"rest": "lion", "local_polar": False}],
+        "sign_muon_avg": [{"rest": "adamw"}, {"local_polar": False}],
         "g_muon": [{"adjust_lr": "original", "ns_precision": "float32"}],
         "dion": [{"rank_fraction": 1 / 16, "adjust_lr": "original"}],
         "ef21_muon": [{"value_bits": 32}],

@@ -384,9 +384,14 @@ ROWS = {
         0,
     ),
     "sign_muon_mavo weighted": ({"weighted": True}, sign_muon("lion", False), 0),
-    "sign_muon_avg": ({"betas": (0.9, 0.99)}, sign_muon("adamw", True), 0),
-    "sign_muon_avg lion": (
-        {"rest": "lion", "local_polar": False, "momentum_sync": 3},
+    "sign_muon_avg": ({}, sign_muon("lion", True), 0),
+    "sign_muon_avg adamw": (
+        {"rest": "adamw", "betas": (0.9, 0.99)},
+        sign_muon("adamw", True),
+        0,
+    ),
+    "sign_muon_avg no polar": (
+        {"local_polar": False, "momentum_sync": 3},
         sign_muon("lion", False, every=3),
         0,
     ),

@@ -116,7 +116,7 @@ METHODS = {  # new ones at the end: the order decides colours of plots
     "sign_muon_avg": Method(
         "sign_muon.SignMuon",
         "mean of the signs of the workers' orthogonalised momenta, orthogonalised again",
-        {"aggregation": "avg", "local_polar": True, "rest": "adamw"},
+        {"aggregation": "avg", "local_polar": True},
     ),
     "dion": Method("dion.Dion", "orthonormal low-rank factors of momenta, AdamW on the rest"),
     "ef21_muon": Method(
