@@ -18,7 +18,6 @@ from dlion.suite.data import ImageData, imagenet, images, load
 from dlion.suite.data.inputs import TextInput
 from dlion.suite.data.pictures import read_picture
 from dlion.suite.data.tokenizers import Bytes
-from tests.conftest import ROOT
 from tests.data.formats import (
     picture,
     write_cifar,
@@ -199,21 +198,6 @@ def test_equal_pictures_are_refused(tmp_path):
                 )
         with pytest.raises(UserError, match="the 20 training pictures are all equal"):
             load_them(str(folder), image_size=8)
-
-
-def test_runs_of_a_sweep_share_pictures_until_a_file_is_another(tmp_path):
-    write_classes(tmp_path, ("train", "test"))
-    settings = OmegaConf.load(ROOT / "conf" / "dataset" / "images.yaml")
-    settings.path = str(tmp_path)
-    first = load(settings)
-    settings.sharding, settings.alpha = "dirichlet", 0.1
-    assert load(settings).train_x is first.train_x
-    Image.new("RGB", (16, 16), "red").save(tmp_path / "train" / "cats" / "0.PNG")
-    changed = load(settings)
-    assert not torch.equal(changed.train_x[0], first.train_x[0])
-    assert torch.equal(changed.train_x[1:], first.train_x[1:])
-    settings.augment = False
-    assert first.crop and changed.crop and not load(settings).crop
 
 
 def test_one_set_of_rules_for_files_of_both_loaders(tmp_path):

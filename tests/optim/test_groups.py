@@ -6,6 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from dlion import kernels
 from dlion.methods import DGC, METHODS, DiLoCo, DistributedOptimizer, DLion, GAdamW, GLion
@@ -213,12 +217,17 @@ def test_signs_are_applied_by_run_as_run_by_run(dtype):
 @of_all
 def test_a_group_that_cannot_be_added_leaves_nothing_behind(method, cls, options):
     old, new, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in [(8,), (9, 7), (6,)])
-    optimizer = cls([old], **options)
+    if "clip_norm" in options:
+        pytest.skip("it has one bucket")
+    optimizer = cls([old], overlap=True, **options)
     complex_one = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     for given in ([new, old], [new, vector, complex_one]):
         with pytest.raises((TypeError, ValueError)):
             optimizer.add_param_group({"params": given})
         assert [group["params"] for group in optimizer.param_groups] == [[old]]
+        sum(param.sum() for param in (old, new, vector)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     optimizer.add_param_group({"params": [new]})
     sum(param.sum() for param in (old, new)).backward()
     optimizer.step()
@@ -245,9 +254,27 @@ def test_a_state_of_other_names_for_its_numbers_is_refused(method):
     before, after = made(r"^0\."), made(r"^1\.")
     layers(torch.randn(2, 8)).sum().backward()
     before.step()
-    with pytest.raises(ValueError, match=r"has the parameter 1\.weight where this optimizer has 0"):
+    with pytest.raises(ValueError, match=r"has 1\.weight in another parameter group"):
         after.load_state_dict(before.state_dict())
     made(r"^0\.").load_state_dict(before.state_dict())
+
+
+def test_a_checkpoint_goes_by_name_whatever_the_order_was():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    def made(names: list[Any]) -> DistributedOptimizer:
+        optimizer = METHODS["g_muon"].cls(names)
+        model(torch.arange(8.0)).square().sum().backward()
+        return optimizer
+
+    named = [*model.named_parameters()]
+    before, after = made(named), made(named[::-1])
+    before.step()
+    saved = get_optimizer_state_dict(model, before)
+    set_optimizer_state_dict(model, after, saved)
+    for param in model.parameters():
+        for name, value in before.state[param].items():
+            assert torch.equal(torch.as_tensor(after.state[param][name]), torch.as_tensor(value))
 
 
 @pytest.mark.parametrize("asked", [True, False, None])

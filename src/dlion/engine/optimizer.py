@@ -386,9 +386,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         try:
             yield
         except Exception:
-            if len(self.param_groups) > count and self._constructed:
+            added = self.param_groups[count:]
+            if added and self._constructed:
                 self._drop(used)
                 self._waiting = True
+            if self._step.overlap is not None:
+                self._step.overlap.unwatch(param for group in added for param in group["params"])
             del self.param_groups[count:]
             self.members = members
             raise

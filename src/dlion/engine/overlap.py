@@ -96,6 +96,12 @@ class Overlap:
             if tensor not in self.hooks:
                 self.hooks[tensor] = tensor.register_post_accumulate_grad_hook(ready)
 
+    def unwatch(self, tensors: Iterable[Tensor]) -> None:
+        """Remove the hooks of parameters."""
+        for tensor in tensors:
+            if tensor in self.hooks:
+                self.hooks.pop(tensor).remove()
+
     def place(self, bucket: Bucket) -> None:
         """Take note of a new bucket, and watch its parameters."""
         self._passes[bucket] = _Pass()

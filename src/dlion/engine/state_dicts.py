@@ -45,7 +45,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     groups, apart = state_dict["param_groups"], state_dict.get(APART)
     optimizer.include_unfrozen()
     optimizer.members.check_sizes([len(group["params"]) for group in groups])
-    _check_order(_names(groups), _names(optimizer.param_groups))
+    _check_names(groups, optimizer.param_groups)
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, flats = _distributed(optimizer)
@@ -126,6 +126,11 @@ def _sort_out(
         for name, found in value.items():
             if name in own:
                 plain = local_part(own[name])
+                if isinstance(found, dict):
+                    raise ValueError(
+                        f"the saved state of parameter {key} has no value for {name}: it is of"
+                        " other parameter groups"
+                    )
                 if not isinstance(found, Tensor):
                     found = plain.new_full(plain.shape, found)
                 saved.setdefault(param, {})[name] = found
@@ -136,18 +141,24 @@ def _sort_out(
     return saved, foreign
 
 
-def _names(groups: list[dict[str, Any]]) -> list[str]:
-    return [name for group in groups for name in group.get("param_names") or ()]
+def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Refuse the state of the same names in other groups, as state goes by number.
 
-
-def _check_order(saved: list[str], here: list[str]) -> None:
-    """Refuse the state of the same names in another order, as state goes by number."""
-    if saved != here and sorted(saved) == sorted(here):
-        before, now = next(pair for pair in zip(saved, here, strict=True) if pair[0] != pair[1])
-        raise ValueError(
-            f"the saved state has the parameter {before} where this optimizer has {now}: make it of"
-            " the same groups, in the same order, with the same adamw_names"
-        )
+    Within a group the saved order says nothing: torch.distributed.checkpoint, which goes by name,
+    leaves it as it was.
+    """
+    before, now = (
+        [{*group.get("param_names", ())} for group in groups] for groups in (saved, here)
+    )
+    if set().union(*before) != set().union(*now):  # a wrapper's prefix, say
+        return
+    for index, (were, are) in enumerate(zip(before, now, strict=True)):
+        if were != are:
+            raise ValueError(
+                f"the saved state has {', '.join(sorted(were - are) or sorted(are - were))} in"
+                f" another parameter group than this optimizer (group {index}): make it of the same"
+                " groups, with the same adamw_names"
+            )
 
 
 def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:

@@ -40,14 +40,6 @@ def files_below(
     return sorted(file for file in _walk(folder, (), counts) if _is_taken(file, suffixes, counts))
 
 
-def state_of(path: str | None) -> tuple[tuple[Path, int, int], ...]:
-    """Return the files below a folder with their sizes and times, nothing if there is none."""
-    folder = Path(path or "").expanduser()
-    there = _walk(folder, (), LeftOut()) if path and folder.is_dir() else ()
-    stats = [(file, file.lstat()) for file in there]
-    return tuple(sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
-
-
 def folders_in(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
     """Return the folders in a folder that are not hidden, and links to such, sorted."""
     counts = LeftOut() if left_out is None else left_out
