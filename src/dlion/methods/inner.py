@@ -14,12 +14,10 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
-from dlion.engine.layout import Slot
 from dlion.methods.muon import (
     NewtonSchulz,
-    asked_for_muon,
     bucket_orthogonalise,
-    is_hidden,
+    is_for_muon,
     matrix_shape,
     rms_scale,
 )
@@ -104,11 +102,11 @@ class Muon(Inner):
     def step(self, bucket: Bucket, local: int) -> None:
         gradients, counts = bucket.gradients(), bucket.count_own("step", local)
         directions = torch.zeros_like(gradients)
-        hidden, chosen = [], set[Tensor]()
+        hidden = []
         for index, (slot, group) in enumerate(zip(bucket.slots, bucket.groups, strict=True)):
             beta = group["betas"][0]
             part, here = slice(slot.start, slot.stop), slice(index, index + 1)
-            if not _is_hidden(slot, group):
+            if not is_for_muon(slot.name, len(slot.shape), group.get("use_muon")):
                 for count, slots in counts:
                     if slots in (slice(None), here):
                         _adamw(bucket, local, gradients, count, here)
@@ -117,7 +115,7 @@ class Muon(Inner):
             momentum.lerp_(gradients[part], 1 - beta)
             directions[part] = gradients[part].lerp(momentum, beta)
             hidden.append((slot, part, group))
-            chosen.add(slot.tensor)
+        chosen = {slot.tensor for slot, _, _ in hidden}
         steps = bucket_orthogonalise(
             bucket, directions, _NEWTON_SCHULZ, lambda slot: slot.tensor in chosen
         )
@@ -126,11 +124,6 @@ class Muon(Inner):
             kernels.descend(
                 bucket.own["local"][local, part], flat, group["lr"], group["weight_decay"]
             )
-
-
-def _is_hidden(slot: Slot, group: dict[str, Any]) -> bool:
-    asked = asked_for_muon(group)
-    return len(slot.shape) > 1 and (is_hidden(slot.name) if asked is None else asked)
 
 
 class OfTorch(Inner):

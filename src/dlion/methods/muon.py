@@ -105,9 +105,12 @@ class MatricesApart(DistributedOptimizer):
 
     def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
         name, tensor = member if isinstance(member, tuple) else ("", member)
-        if tensor.dim() < 2 or asked is False:
-            return False
-        return asked is True or is_hidden(name, self.adamw_names)
+        return is_for_muon(name, tensor.dim(), asked, self.adamw_names)
+
+
+def is_for_muon(name: str, dimensions: int, asked: bool | None, others: str | None = None) -> bool:
+    """Whether a parameter is Muon's; ``asked``: its group's ``use_muon``."""
+    return dimensions > 1 and (is_hidden(name, others) if asked is None else asked)
 
 
 def asked_for_muon(group: dict[str, Any]) -> bool | None:
