@@ -55,12 +55,12 @@ def test_a_plain_loop_takes_the_inner_optimizers_steps_then_the_outer_one():
     torch.testing.assert_close(flat(ours), moved, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam])
-def test_any_torch_optimizer_may_be_inside_and_goes_on_to_the_bit(make):
+@pytest.mark.parametrize("inside", ["muon", torch.optim.AdamW, torch.optim.NAdam])
+def test_any_torch_optimizer_may_be_inside_and_goes_on_to_the_bit(inside):
     results = []
     for cut in (False, True):
         model = net()
-        options = {"lr": 1e-2, "inner": make, "local_steps": 3, "workers": Workers(local=2)}
+        options = {"lr": 1e-2, "inner": inside, "local_steps": 3, "workers": Workers(local=2)}
         optimizer = DiLoCo(model.parameters(), **options)
         for t in range(8):
             if cut and t == 4:  # in the middle of a round
@@ -70,12 +70,27 @@ def test_any_torch_optimizer_may_be_inside_and_goes_on_to_the_bit(make):
             step(model, optimizer, t)
         results.append(shared(model, optimizer))
     assert torch.equal(*results)
-    if make is torch.optim.AdamW:
+    if inside is torch.optim.AdamW:
         model = net()
         optimizer = DiLoCo(model.parameters(), **options | {"inner": "adamw"})
         for t in range(8):
             step(model, optimizer, t)
         assert torch.equal(shared(model, optimizer), results[0])
+
+
+def test_muon_inside_keeps_one_momentum_of_a_matrix_and_takes_no_state_of_adamw():
+    def made(inner: str) -> DiLoCo:
+        matrices, vectors = ([p for p in net().parameters() if p.dim() == d] for d in (2, 1))
+        return DiLoCo([{"params": matrices, "use_muon": True}, {"params": vectors}], inner=inner)
+
+    muon, adamw = made("muon"), made("adamw")
+    for group, names in zip(
+        muon.param_groups, (["momentum"], ["exp_avg", "exp_avg_sq"]), strict=True
+    ):
+        shared = {"local", "outer", "momentum_buffer", "worker", "step"}
+        assert all(muon.state[p].keys() == shared | {*names} for p in group["params"])
+    with pytest.raises(ValueError, match=r"'exp_avg_sq'.*into the same model and method"):
+        muon.load_state_dict(adamw.state_dict())
 
 
 def test_a_state_without_that_of_the_optimizer_inside_is_refused():

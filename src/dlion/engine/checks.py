@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -81,6 +81,15 @@ def check_ordered(params: Any) -> None:
         raise TypeError(
             "the parameters are in a set, whose order differs from process to process: give a list"
         )
+
+
+def listed(group: Any) -> Any:
+    """Let a parameter group have a list of parameters, which can be read twice, as torch does."""
+    if isinstance(group, dict):
+        check_ordered(group.get("params"))
+        if isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])
+    return group
 
 
 def check_names(group: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from dlion.engine.checks import (
     check_parameters,
     check_whole,
     checked,
+    listed,
 )
 from dlion.engine.elastic import Elastic, alone, check_dealt, check_inside
 from dlion.engine.header import plain_values
@@ -235,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             dist.is_initialized() or workers or process_group or mesh or manager
         )
         check_ordered(params)
-        params = params if isinstance(params, Tensor) else [*map(_listed, params)]
+        params = params if isinstance(params, Tensor) else [*map(listed, params)]
         check_whole()
         check_gpus(given, _device_of(params))
         check_local_workers(given)
@@ -358,7 +359,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """
         if self._step.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
-        check_ordered(param_group.get("params"))
+        listed(param_group)
         with self._all_or_none():
             super().add_param_group(param_group)
             group = self.param_groups[-1]
@@ -782,13 +783,6 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             f"a {type(self).__name__} cannot be copied or pickled, as it talks to other processes:"
             " make another, and load this one's state_dict()"
         )
-
-
-def _listed(given: Any) -> Any:
-    """Let a parameter group have a list of parameters, which can be read twice, as torch does."""
-    if isinstance(given, dict) and isinstance(given.get("params"), Iterator):
-        given["params"] = list(given["params"])
-    return given
 
 
 def _device_of(params: Iterable[Any]) -> torch.device:

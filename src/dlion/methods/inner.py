@@ -7,20 +7,14 @@ the bucket's group.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket
-from dlion.methods.muon import (
-    NewtonSchulz,
-    bucket_orthogonalise,
-    is_for_muon,
-    matrix_shape,
-    rms_scale,
-)
+from dlion.engine.bucket import Bucket, Names
+from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, matrix_shape, rms_scale
 from dlion.methods.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -33,8 +27,12 @@ _RATES = ("lr", "betas", "weight_decay")
 class Inner(ABC):
     """One inner optimizer for all local workers."""
 
-    own_state: ClassVar[list[str]] = []
-    own_counters: ClassVar[list[str]] = []
+    own_state: list[str] = []
+    own_counters: list[str] = []
+
+    def state_names(self, bucket: Bucket) -> Names:
+        """Return the names of its state of a bucket's parameters."""
+        return Names(own_state=self.own_state, own_counters=self.own_counters)
 
     @abstractmethod
     def step(self, bucket: Bucket, local: int) -> None:
@@ -82,48 +80,42 @@ class AdamW(Inner):
     own_counters = ["step"]
 
     def step(self, bucket: Bucket, local: int) -> None:
+        own = [bucket.own[name][local] for name in ("local", *AdamW.own_state)]
         gradients = bucket.gradients()
         for count, slots in bucket.count_own("step", local):
-            _adamw(bucket, local, gradients, count, slots)
+            for run in bucket.runs(*_RATES, within=slots):
+                lr, betas, weight_decay = run.values
+                x, m, v, g = run.of(*own, gradients)
+                adamw(x, m, v, g, count, lr, betas, _EPS, weight_decay)
 
 
-class Muon(Inner):
-    """Muon for matrices, AdamW for the rest, as :class:`dlion.GMuon` tells them apart.
+class Muon(AdamW):
+    """Muon for groups of matrices, AdamW for the rest, as :class:`dlion.GMuon` splits groups.
 
     ``m <- b1 m + (1 - b1) g``, ``y <- (1 - lr wd) y - 0.2 lr sqrt(max(rows, columns)) O`` with
-    ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Sources, names and ``use_muon`` of
-    parameter groups are GMuon's.
-    AdamW's second moment is kept for matrices too, and unused.
+    ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Source: GMuon's.
     """
 
-    own_state = AdamW.own_state
-    own_counters = AdamW.own_counters
+    def state_names(self, bucket: Bucket) -> Names:
+        if bucket.groups[0]["use_muon"]:
+            return Names(own_state=["momentum"])
+        return super().state_names(bucket)
 
     def step(self, bucket: Bucket, local: int) -> None:
-        gradients, counts = bucket.gradients(), bucket.count_own("step", local)
-        directions = torch.zeros_like(gradients)
-        hidden = []
-        for index, (slot, group) in enumerate(zip(bucket.slots, bucket.groups, strict=True)):
-            beta = group["betas"][0]
-            part, here = slice(slot.start, slot.stop), slice(index, index + 1)
-            if not is_for_muon(slot.name, len(slot.shape), group.get("use_muon")):
-                for count, slots in counts:
-                    if slots in (slice(None), here):
-                        _adamw(bucket, local, gradients, count, here)
-                continue
-            momentum = bucket.own["exp_avg"][local, part]
-            momentum.lerp_(gradients[part], 1 - beta)
-            directions[part] = gradients[part].lerp(momentum, beta)
-            hidden.append((slot, part, group))
-        chosen = {slot.tensor for slot, _, _ in hidden}
-        steps = bucket_orthogonalise(
-            bucket, directions, _NEWTON_SCHULZ, lambda slot: slot.tensor in chosen
-        )
-        for slot, part, group in hidden:
-            flat = steps[part] * rms_scale(*matrix_shape(slot.tensor))
-            kernels.descend(
-                bucket.own["local"][local, part], flat, group["lr"], group["weight_decay"]
-            )
+        if not bucket.groups[0]["use_muon"]:
+            super().step(bucket, local)
+            return
+        own, momentum = (bucket.own[name][local] for name in ("local", "momentum"))
+        directions = bucket.gradients()
+        for run in bucket.runs("betas"):
+            ((beta, _),), (m, u) = run.values, run.of(momentum, directions)
+            m.lerp_(u, 1 - beta)
+            u.lerp_(m, beta)
+        steps = bucket_orthogonalise(bucket, directions, _NEWTON_SCHULZ)
+        for slot, group in zip(bucket.slots, bucket.groups, strict=True):
+            part = slice(slot.start, slot.stop)
+            step = steps[part] * rms_scale(*matrix_shape(slot.tensor))
+            kernels.descend(own[part], step, group["lr"], group["weight_decay"])
 
 
 class OfTorch(Inner):
@@ -168,14 +160,6 @@ class OfTorch(Inner):
 
 
 INNER: dict[str, type[Inner]] = {"adamw": AdamW, "lion": Lion, "muon": Muon, "sgd": SGD}
-
-
-def _adamw(bucket: Bucket, local: int, gradients: Tensor, count: int, slots: slice) -> None:
-    own = [bucket.own[name][local] for name in ("local", *AdamW.own_state)]
-    for run in bucket.runs(*_RATES, within=slots):
-        lr, betas, weight_decay = run.values
-        x, m, v, g = run.of(*own, gradients)
-        adamw(x, m, v, g, count, lr, betas, _EPS, weight_decay)
 
 
 def _groups(bucket: Bucket, row: Tensor) -> list[dict[str, Any]]:

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from dlion.engine.bucket import Bucket
-from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.engine.bucket import Bucket, Names, StateNames
+from dlion.engine.optimizer import Common
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
-from dlion.methods.muon import asked_for_muon
+from dlion.methods.muon import MatricesApart
 from dlion.methods.updates import nesterov
 from dlion.values import Betas, Called, Count, NotNegative, Probability
 
@@ -19,7 +19,7 @@ InnerOptimizer = (
 )
 
 
-class LocalUpdate(DistributedOptimizer):
+class LocalUpdate(MatricesApart):
     """Base of methods whose workers take local steps between exchanges.
 
     A round begins with the parameters x that all share. Worker i takes ``local_steps`` steps of its
@@ -78,16 +78,20 @@ class LocalUpdate(DistributedOptimizer):
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
         self._hosted: dict[Bucket, list[int]] = {}  # versions of the model's parameters since then
-        self.whole_matrices = inner == "muon"
+        self.whole_matrices = self.splits_groups = inner == "muon"
+        self._sent_state = self.own_state
         self.own_state = ["local", *self._inner.own_state, *self.own_state]
         self.own_counters = [*self._inner.own_counters, *self.own_counters]
         self.shared_state = ["outer", *self.shared_state]
         common["overlap"] = False
-        super().__init__(params, defaults, **common)
+        if self.splits_groups:
+            defaults["use_muon"] = None
+        super().__init__(params, defaults, adamw_names=None, **common)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        asked_for_muon(param_group)
-        super().add_param_group(param_group)
+    def state_names(self, bucket: Bucket) -> StateNames:
+        inner = self._inner.state_names(bucket)
+        own = ["local", *inner.own_state, *self._sent_state]
+        return Names(own, self.shared_state, self.counters, inner.own_counters)
 
     def displacement(self, bucket: Bucket, local: int) -> Tensor:
         """Return how far a local worker has moved in this round, ``x - x_i``: ``[padded]``."""
@@ -204,8 +208,8 @@ class DiLoCo(LocalUpdate):
     on the buckets.
 
     Memory: 12 bytes of state a parameter (its own and the shared parameters, outer momentum) and
-    that of the inner optimizer: 8 with adamw or muon, 4 with lion, 0 with sgd; 4 + 4 / n more with
-    sign.
+    that of the inner optimizer: 8 with adamw, 4 with lion and for muon's matrices, 0 with sgd;
+    4 + 4 / n more with sign.
 
     When not to use it: where the link carries one bit a step in time, as a worker's replica goes
     its own way between exchanges, and short trainings of small models lose by that; where memory is

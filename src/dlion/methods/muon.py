@@ -3,14 +3,14 @@
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_matches, check_ordered, check_pattern
+from dlion.engine.checks import check_matches, check_pattern, listed
 from dlion.engine.layout import Slot
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
@@ -73,6 +73,8 @@ def is_hidden(name: str, others: str | None = None) -> bool:
 class MatricesApart(DistributedOptimizer):
     """An optimizer whose parameter groups are split into matrices and the rest: ``use_muon``."""
 
+    splits_groups = True  # unless something within says otherwise
+
     def __init__(
         self, params: Iterable[Any], *options: Any, adamw_names: str | None, **common: Any
     ):
@@ -83,11 +85,13 @@ class MatricesApart(DistributedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group becomes one of matrices for Muon and one of the rest."""
-        asked = asked_for_muon(param_group)
-        check_ordered(param_group.get("params"))
-        if isinstance(param_group.get("params"), Iterator):
-            param_group = {**param_group, "params": list(param_group["params"])}
-        given = param_group.get("params", ())
+        asked = param_group.get("use_muon")
+        if asked is not None and not isinstance(asked, bool):
+            raise ValueError(f"use_muon={asked} is not possible: give True or False")
+        if not self.splits_groups:
+            super().add_param_group(param_group)
+            return
+        given = listed(param_group).get("params", ())
         members = [given] if isinstance(given, Tensor) else given
         if not members or not all(map(_is_parameter, members)):
             super().add_param_group({**param_group, "use_muon": asked is True})  # torch says why
@@ -101,28 +105,11 @@ class MatricesApart(DistributedOptimizer):
 
     @staticmethod
     def kind(group: dict[str, Any]) -> bool:
-        return group["use_muon"]
+        return group.get("use_muon") is True
 
     def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
         name, tensor = member if isinstance(member, tuple) else ("", member)
-        return is_for_muon(name, tensor.dim(), asked, self.adamw_names)
-
-
-def is_for_muon(name: str, dimensions: int, asked: bool | None, others: str | None = None) -> bool:
-    """Whether a parameter is Muon's; ``asked``: its group's ``use_muon``."""
-    return dimensions > 1 and (is_hidden(name, others) if asked is None else asked)
-
-
-def asked_for_muon(group: dict[str, Any]) -> bool | None:
-    """Return a group's ``use_muon``; None: names decide.
-
-    Raises:
-        ValueError: if it is something else.
-    """
-    asked = group.get("use_muon")
-    if asked is not None and not isinstance(asked, bool):
-        raise ValueError(f"use_muon={asked} is not possible: give True or False")
-    return asked
+        return tensor.dim() > 1 and (is_hidden(name, self.adamw_names) if asked is None else asked)
 
 
 def _is_parameter(given: Any) -> bool:

@@ -34,7 +34,7 @@ class SparseLoCo(LocalUpdate):
     - What decays is in units of displacements; theirs of these times the outer rate.
 
     Memory: 12 bytes of state a parameter (its own and the shared parameters, e) and that of the
-    inner optimizer: 8 with adamw or muon, 4 with lion, 0 with sgd.
+    inner optimizer: 8 with adamw, 4 with lion and for muon's matrices, 0 with sgd.
 
     When not to use it: where :class:`DiLoCo` is not to be used. With many workers, as everyone
     sends its message to n - 1 and receives as many, at the usual settings 0.0076 (n - 1) bits a
