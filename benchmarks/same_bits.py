@@ -69,6 +69,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "demo": {"chunk": 16, "topk": 4},
     "sparseloco": {"local_steps": 1, "chunk": 100, "topk": 9},
     "diloco": {"local_steps": 1},
+    "muloco": {"local_steps": 1},
     # the default of earlier commits, slow as it is
     "g_muon": {"ns_precision": "bf16"},
     "muon_adm": {"ns_precision": "bf16"},
@@ -175,7 +176,6 @@ def all_cases() -> list[Case | TrainCase]:
         "g_muon": [{"adjust_lr": "original", "ns_precision": "float32"}],
         "dion": [{"rank_fraction": 1 / 16, "adjust_lr": "original"}],
         "ef21_muon": [{"value_bits": 32}],
-        "diloco": [{"inner": "muon"}],
         "terngrad": [{"clip": 0.0}],
         "ef_signsgd": [{"momentum": 0.9}],
         "graddrop": [{"density": 1.0}],

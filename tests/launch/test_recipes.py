@@ -449,7 +449,7 @@ def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder,
     config = OmegaConf.load(CONF / "experiment" / f"{recipe}.yaml")
     settings = config.methods_by_workers[workers] if workers else config.methods
     search = OmegaConf.load(CONF / "search" / "board.yaml")
-    # a search that goes on has no line yet, and a variant (MuLoCo) is no method of a recipe
+    # a search that continues has no line yet
     over = [row for row in table[1:] if int(row[3]) == 8 and row[0] in search.methods]
     assert len(over) == len(settings)
     for method, _, search.candidate, *_ in over:

@@ -135,6 +135,7 @@ CASES = [
     ("dlion_mavo", OVERLAP),
     ("dlion_mavo", '{"weighted": true}'),
     ("diloco", '{"local_steps": 4}'),
+    ("muloco", '{"local_steps": 4}'),
     ("sparseloco", '{"local_steps": 4}'),
 ]
 

@@ -1,5 +1,7 @@
 """Absent workers, and workers that are collected too often or too late."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,8 +30,8 @@ def test_the_absent_keep_their_state_and_do_not_count(method, cls, options):
     # scales are of pieces, weights and limits of slices, which four cut otherwise
     if method not in OF_PIECES and not {"limit", "wire"} & options.keys():
         torch.testing.assert_close(flat(some), flat(pair), rtol=0, atol=1e-6)
-    for param in some.parameters():
-        for name in set(four.own_state) - {"local"}:
+    for bucket in four.buckets:
+        for param, name in itertools.product(bucket.tensors, bucket.own.keys() - {"local"}):
             rows = four.state[param][name]
             if method != "powersgd" or param.dim() > 1:  # it sends vectors whole
                 assert rows[1].any() and rows[3].any()

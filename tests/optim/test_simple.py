@@ -421,7 +421,7 @@ ROWS = {
         for bits in (2, 16)
     },
     **{
-        f"diloco {inner} {wire}": (
+        "muloco" if inner == "muon" else f"diloco {inner} {wire}": (
             {"inner": inner, "wire": wire, "betas": (0.9, 0.99), "local_steps": 3},
             diloco(inner, wire),
             0,

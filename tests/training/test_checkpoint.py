@@ -34,6 +34,7 @@ VARIANTS = {method: [] for method in METHODS} | {
     "onebit_adam": ["optimizer.warmup_steps=3"],
     "sparseloco": ["optimizer.local_steps=3"],
     "diloco": ["optimizer.local_steps=3", "optimizer.wire=sign"],
+    "muloco": ["optimizer.local_steps=3"],
     "dlion_avg": ["precision=bf16"],
     "g_lion": ["faults.byzantine=1", "faults.attack=stale", "faults.stale_steps=4"],
     "g_adamw": ["participation=0.5", "local_steps=2"],

@@ -75,7 +75,7 @@ def _optimizer(method: str):
         node.sync_wire = "int8"
     if method == "onebit_adam":
         node.warmup_steps = 3
-    if method in ("diloco", "sparseloco"):
+    if method in ("diloco", "muloco", "sparseloco"):
         node.local_steps = 4  # the last round is cut off
     return node
 
@@ -122,7 +122,7 @@ def _train_all(processes: int, data, directory) -> None:
     for method in METHODS:
         for kind in KINDS[processes]:
             more = HARD if kind else None
-            if more and method in ("diloco", "sparseloco"):
+            if more and method in ("diloco", "muloco", "sparseloco"):
                 more = more | {"local_steps": 1}  # it has its own
             job = _job(method, processes, data, directory / f"{method}{kind}", more)
             train(replace(job, workers=Workers.current(WORKERS // processes)))

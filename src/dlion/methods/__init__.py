@@ -106,7 +106,7 @@ METHODS = {  # new ones at the end: the order decides colours of plots
         "sparseloco.SparseLoCo", "largest entries of displacement + residual, after 30 local steps"
     ),
     "diloco": Method(
-        "local.DiLoCo", "Nesterov step on the mean displacement, after 30 local steps"
+        "local.DiLoCo", "Nesterov step on the mean displacement, after 30 local steps of AdamW"
     ),
     "sign_muon_mavo": Method(
         "sign_muon.SignMuon",
@@ -124,6 +124,11 @@ METHODS = {  # new ones at the end: the order decides colours of plots
     ),
     "muon_adm": Method(
         "muon_adm.MuonADM", "sign of the polar factor of the momenta, tracked by delta modulation"
+    ),
+    "muloco": Method(
+        "local.DiLoCo",
+        "Nesterov step on the mean displacement, after 30 local steps of Muon",
+        {"inner": "muon"},
     ),
 }
 
