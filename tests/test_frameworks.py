@@ -65,6 +65,55 @@ def lightning_runs(folder: str) -> list[list[float]]:
     return ends
 
 
+def lightning_refusals() -> list[str]:
+    """What it says: to clipping under autocast, and to an optimizer that is not ours."""
+    declare_missing_operators()
+    import lightning
+
+    from dlion.frameworks.lightning import KeepWorkers
+
+    class Model(lightning.LightningModule):
+        def __init__(self, made: type[torch.optim.Optimizer]) -> None:
+            super().__init__()
+            self.layer, self.made = torch.nn.Linear(3, 2), made
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.made(self.parameters(), lr=1e-2)
+
+    def fit(made: type[torch.optim.Optimizer]) -> str:
+        trainer = lightning.Trainer(
+            max_steps=2,
+            accelerator="cpu",
+            devices=1,
+            strategy=KeepWorkers(),
+            precision="bf16-mixed",
+            gradient_clip_val=0.5,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            trainer.fit(Model(made), torch.utils.data.DataLoader(torch.ones(8, 3), 2))
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return "trained"
+
+    os.environ["WORLD_SIZE"] = "1"
+    said = [fit(DLion), fit(torch.optim.AdamW)]
+    dist.destroy_process_group()
+    return said
+
+
+def test_lightning_clips_under_autocast_and_refuses_what_would_train_alone():
+    clipped, foreign = run_processes(1, lightning_refusals)
+    assert clipped == "trained"
+    assert "each process would train alone" in foreign
+
+
 def test_the_last_checkpoint_of_lightning_may_be_a_link(tmp_path):
     whole, resumed = run_processes(1, lightning_runs, str(tmp_path / "run"))
     assert whole == resumed

@@ -27,6 +27,7 @@ from dlion.optim import (
     MuonADM,
     PowerSGD,
     SignMuon,
+    SparseLoCo,
 )
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
@@ -143,6 +144,11 @@ OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
     "EF21Muon": (EF21Muon, {**FLOAT32, "density": 0.3}),
     "DeMo": (DeMo, {"chunk": 4, "topk": 3, "value_bits": 16}),
     "DiLoCo, Muon": (DiLoCo, {"inner": "muon", "local_steps": 2}),
+    # all entries: which are the largest of a chunk depends on the shards
+    "SparseLoCo, Muon": (
+        SparseLoCo,
+        {"inner": "muon", "local_steps": 2, "topk": 4096, "value_bits": 32},
+    ),
 }
 
 

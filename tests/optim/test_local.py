@@ -78,19 +78,40 @@ def test_any_torch_optimizer_may_be_inside_and_goes_on_to_the_bit(inside):
         assert torch.equal(shared(model, optimizer), results[0])
 
 
-def test_muon_inside_keeps_one_momentum_of_a_matrix_and_takes_no_state_of_adamw():
-    def made(inner: str) -> DiLoCo:
-        matrices, vectors = ([p for p in net().parameters() if p.dim() == d] for d in (2, 1))
-        return DiLoCo([{"params": matrices, "use_muon": True}, {"params": vectors}], inner=inner)
+def test_muon_inside_keeps_one_momentum_of_a_matrix_and_takes_no_state_of_others():
+    def made(inner: str, *dims: int) -> DiLoCo:
+        parts = ([p for p in net().parameters() if p.dim() == d] for d in dims)
+        return DiLoCo([{"params": part, "use_muon": True} for part in parts], inner=inner)
 
-    muon, adamw = made("muon"), made("adamw")
-    for group, names in zip(
-        muon.param_groups, (["momentum"], ["exp_avg", "exp_avg_sq"]), strict=True
-    ):
-        shared = {"local", "outer", "momentum_buffer", "worker", "step"}
-        assert all(muon.state[p].keys() == shared | {*names} for p in group["params"])
-    with pytest.raises(ValueError, match=r"'exp_avg_sq'.*into the same model and method"):
-        muon.load_state_dict(adamw.state_dict())
+    muon = made("muon", 2, 1)
+    momenta = ["muon_momentum"], ["exp_avg", "exp_avg_sq"]
+    for group, names in zip(muon.param_groups, momenta, strict=True):
+        others = {"local", "outer", "momentum_buffer", "worker", "step"}
+        assert all(muon.state[p].keys() == others | {*names} for p in group["params"])
+    for dims, inner in (((2, 1), "adamw"), ((2,), "lion")):
+        with pytest.raises(ValueError, match=r"'muon_momentum'.*into the same model and method"):
+            made("muon", *dims).load_state_dict(made(inner, *dims).state_dict())
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_model_that_is_loaded_over_a_workers_own_parameters_is_an_error(first):
+    """As that of another worker is, whose round is another."""
+    model = net()
+    optimizer = DiLoCo(model.parameters(), lr=1e-2, local_steps=4)
+    train(model, optimizer, 2)
+    own, state, of_another = flat(model), optimizer.state_dict(), net().state_dict()
+    resumed = net()
+    again = DiLoCo(resumed.parameters(), lr=1e-2, local_steps=4)
+    loads = [lambda: resumed.load_state_dict(of_another), lambda: again.load_state_dict(state)]
+    for load in loads if first == "model" else loads[::-1]:
+        load()
+    loss_of(resumed, *samples(2)).backward()
+    if first == "model":
+        assert torch.equal(flat(resumed), own)
+        again.step()
+    else:
+        with pytest.raises(RuntimeError, match="load the model first, then the optimizer's state"):
+            again.step()
 
 
 def test_a_state_without_that_of_the_optimizer_inside_is_refused():

@@ -191,6 +191,23 @@ def schedules(r: int) -> tuple[int, str]:
 
 
 @case
+def rates_of_other_types(r: int) -> list[str]:
+    """Equal as numbers of three types, then different ones."""
+    model = net()
+    optimizer = DLion(model.parameters(), lr=0.5)
+    messages = []
+    for one, other in (
+        (0.25, np.float64(0.25)),
+        (0.125, torch.tensor(0.125)),
+        (1.0, np.float32(2)),
+    ):
+        optimizer.param_groups[0]["lr"] = other if r else one
+        backward(model, 0)
+        messages.append(refused(optimizer.step))
+    return messages
+
+
+@case
 def unfrozen_here(r: int, overlap: bool = False) -> str:
     model = net()
     model[0].requires_grad_(False)
@@ -573,6 +590,12 @@ def test_a_step_that_was_left_out_shows_in_the_next_one(seen):
     for message, rate in ((message0, 0.005), (message1, 0.0025)):
         assert "in step 2 worker 1 has other hyperparameters or frozen parameters" in message
         assert f"(here: lr={rate}, " in message and "betas=(" in message
+
+
+def test_rates_of_numpy_and_torch_are_compared_as_numbers(seen):
+    for *equal, different in seen["rates_of_other_types"]:
+        assert equal == ["accepted", "accepted"]
+        assert "in step 3 worker 1 has other hyperparameters or frozen parameters" in different
 
 
 def test_unfreezing_on_one_process_only_is_named(seen):

@@ -62,16 +62,18 @@ def test_polar_express_reaches_the_polar_factor_and_the_quintic_does_not():
     assert errors["polar_express"] < 1e-3 < 0.1 < errors["quintic"]
 
 
-def names(groups: list[dict], use_muon: bool) -> set[str]:
-    return {n for group in groups if group["use_muon"] is use_muon for n in group["param_names"]}
+def names(optimizer: GMuon, kind: bool) -> set[str]:
+    return {
+        slot.name for bucket in optimizer.buckets if bucket.kind is kind for slot in bucket.slots
+    }
 
 
 def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     block = {"qkv.weight", "attention_out.weight", "mlp_in.weight", "mlp_out.weight"}
     for model in (ViT(8, 1, 10, 2, 16, 2, 2, 16), GPT(10, 8, 16, 2, 2, 16, tie_embeddings=False)):
-        groups = GMuon(model.named_parameters()).param_groups
-        assert names(groups, True) == {f"blocks.{i}.{name}" for i in (0, 1) for name in block}
-        assert len(names(groups, False)) == len(list(model.parameters())) - 8
+        optimizer = GMuon(model.named_parameters())
+        assert names(optimizer, True) == {f"blocks.{i}.{name}" for i in (0, 1) for name in block}
+        assert len(names(optimizer, False)) == len(list(model.parameters())) - 8
 
 
 def test_a_group_says_itself_who_is_muons():
@@ -81,12 +83,12 @@ def test_a_group_says_itself_who_is_muons():
         {"params": hidden.named_parameters(prefix="hidden"), "use_muon": False},
     ]
     optimizer = GMuon(groups)
-    assert names(optimizer.param_groups, True) == {"weight"}
-    assert {group["lr"] for group in optimizer.param_groups[:2]} == {0.5}
+    assert names(optimizer, True) == {"weight"}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-3]
     # half of AdamW's memory
     assert set(optimizer.state[head.weight]) == {"momentum_buffer", "step"}
     by_name = GMuon(hidden.named_parameters(), adamw_names="weight")
-    assert not names(by_name.param_groups, True)
+    assert not names(by_name, True)
 
 
 def test_what_is_adamws_moves_as_under_adamw():

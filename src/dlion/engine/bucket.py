@@ -2,7 +2,7 @@
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -98,6 +98,7 @@ class Bucket:
 
     Attributes:
         index: its number among the buckets of the optimizer.
+        kind: what its parameters have in common, if the method makes a difference.
         groups: the optimizer's parameter group of each parameter; hyperparameters are read from
             them at every step, see :meth:`runs`.
         edges: the slots at which the parameters of another group begin, 0 among them.
@@ -119,8 +120,14 @@ class Bucket:
     run_led: Callable[["Bucket"], Stages] | None = None
     exchange: Any  # the kind that the method made
 
-    def __init__(self, index: int, members: Sequence[Member], owners: int | None = None):
-        self.index, first = index, members[0].tensor
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[Member],
+        owners: int | None = None,
+        kind: Hashable = None,
+    ):
+        self.index, self.kind, first = index, kind, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
         self.sharded = isinstance(first, DTensor)
         if owners is None:

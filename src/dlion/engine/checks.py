@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -24,7 +25,7 @@ def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
     """Refuse hyperparameters that a method cannot have; make numbers of tensors of one element."""
     types = parameters(kind)
     for name in types.keys() & group.keys() - {"params"}:
-        group[name] = _plain(group[name])
+        group[name] = plain(group[name])
         _check(name, group[name], types[name])
 
 
@@ -37,17 +38,18 @@ def checked(constructor: Callable[..., None]) -> Callable[..., None]:
         types = parameters(constructor)
         for name, value in known.bind(self, *args, **kwargs).arguments.items():
             if name in types and name != "params":
-                _check(name, _plain(value), types[name])
+                _check(name, plain(value), types[name])
         constructor(self, *args, **kwargs)
 
     return check_first
 
 
-def _plain(value: Any) -> Any:
-    """Return numbers for tensors of one element, inside a tuple or list too."""
+def plain(value: Any) -> Any:
+    """Return numbers for tensors of one element and NumPy's, inside a tuple or list too."""
     if isinstance(value, tuple | list):
-        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        return type(value)(map(plain, value)) if type(value) in (tuple, list) else value
+    alone = isinstance(value, Tensor) and value.numel() == 1
+    return value.item() if alone or isinstance(value, np.generic) else value
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlion.engine.checks import plain
 from dlion.errors import TrainingFailed
 from dlion.transfer import index_of
 
@@ -119,11 +120,10 @@ class Header:
 
 def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
     """Return numbers, texts and lists among named values; objects are of one process alone."""
-    return {
-        name: value
-        for name, value in facts.items()
-        if isinstance(value, _PLAIN) and name not in ("params", "param_names")
+    found = {
+        name: plain(value) for name, value in facts.items() if name not in ("params", "param_names")
     }
+    return {name: value for name, value in found.items() if isinstance(value, _PLAIN)}
 
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:

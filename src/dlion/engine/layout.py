@@ -130,19 +130,19 @@ def share(tensor: Tensor, whole: bool) -> int:
 
 def by_kind(
     members: Iterable[Member],
-    kind: Callable[[dict[str, Any]], Hashable] = lambda group: None,
+    kind: Callable[[Member], Hashable] = lambda member: None,
     whole: bool = False,
 ) -> list[list[Member]]:
     """Return members that may share a bucket together, without those that have no elements.
 
-    They have one dtype and device, and groups of one ``kind`` that have taken as many steps.
+    They have one ``kind``, dtype and device, and groups that have taken as many steps.
     ``whole``: a tensor is a member wherever other processes have elements of it.
     """
     kinds: dict[Hashable, list[Member]] = {}
     for member in members:
         tensor, group = member.tensor, member.group
         if share(tensor, whole):
-            same = (tensor.dtype, tensor.device, group.get("steps"), kind(group))
+            same = (tensor.dtype, tensor.device, group.get("steps"), kind(member))
             kinds.setdefault(same, []).append(member)
     return [*kinds.values()]
 
@@ -186,9 +186,9 @@ class Members:
 
     Args:
         bucket_cap_mb: as for :func:`cut`.
-        kind: of a group; those of different kinds share no bucket.
+        kind: of a member; those of different kinds share no bucket.
         whole: as for :func:`by_kind`.
-        together: whether those of a group's kind are all in one bucket.
+        together: whether those of a member's kind are all in one bucket.
 
     Attributes:
         ids: of the parameters of each group.
@@ -199,9 +199,9 @@ class Members:
     def __init__(
         self,
         bucket_cap_mb: float | None,
-        kind: Callable[[dict[str, Any]], Hashable],
+        kind: Callable[[Member], Hashable],
         whole: bool,
-        together: Callable[[dict[str, Any]], bool],
+        together: Callable[[Member], bool],
     ) -> None:
         self._cap, self._kind, self._whole, self._together = bucket_cap_mb, kind, whole, together
         self.frozen: list[Tensor] = []
@@ -245,8 +245,9 @@ class Members:
             found = zip(group["params"], names, strict=False)
             members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
         parts: list[list[Member]] = []
-        for kind in by_kind(members, self._kind, self._whole):
-            cap = None if self._together(kind[0].group) else self._cap
+        kinds = by_kind(members, self._kind, self._whole)
+        for kind in sorted(kinds, key=lambda kind: not self._kind(kind[0])):  # matrices first
+            cap = None if self._together(kind[0]) else self._cap
             parts += cut(kind, cap, self._whole)
         return parts
 

@@ -319,13 +319,11 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Return the names of the state of a bucket's parameters."""
         return self
 
-    @staticmethod
-    def kind(group: dict[str, Any]) -> Hashable:
-        """Return the settings that parameter groups must share to share buckets."""
+    def kind(self, member: Member) -> Hashable:
+        """Return what parameters must have in common to share a bucket: its ``kind``."""
 
-    @staticmethod
-    def has_owner(group: dict[str, Any]) -> bool:
-        """Whether each parameter of a group has one owner; otherwise slices may cut it."""
+    def has_owner(self, member: Member) -> bool:
+        """Whether parameters of this kind have one owner each; otherwise slices may cut them."""
         return False
 
     def begin(self, bucket: Bucket) -> None:
@@ -428,8 +426,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         del self._buckets[first:]
 
     def _add_bucket(self, members: list[Member]) -> None:
-        owners = self.workers.count if self.has_owner(members[0].group) else None
-        bucket = Bucket(len(self._buckets), members, owners)
+        owners = self.workers.count if self.has_owner(members[0]) else None
+        bucket = Bucket(len(self._buckets), members, owners, self.kind(members[0]))
         bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
         if self.node is not None:
             self.node.lead(bucket, type(self).__name__)

@@ -157,7 +157,7 @@ def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> Non
             raise ValueError(
                 f"the saved state has {', '.join(sorted(were - are) or sorted(are - were))} in"
                 f" another parameter group than this optimizer (group {index}): make it of the same"
-                " groups, with the same adamw_names"
+                " groups"
             )
 
 

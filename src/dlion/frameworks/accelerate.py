@@ -23,7 +23,14 @@ def keep_workers(accelerator: Accelerator) -> None:
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         keep_workers(accelerator)
+
+    Raises:
+        ValueError: if no optimizer of this library has been prepared.
     """
+    if not ours(accelerator._optimizers):
+        raise ValueError(
+            "keep_workers() found no optimizer of dlion: call it after accelerator.prepare()"
+        )
     for optimizer in ours(accelerator._optimizers):
         optimizer.workers_apart = True
         optimizer.accumulates = accumulates

@@ -27,9 +27,20 @@ class KeepWorkers(DDPStrategy):
         self.model.register_comm_hook(None, noop_hook)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Set optimizers up whose workers' state is apart."""
+        """Set optimizers up whose workers' state is apart.
+
+        Raises:
+            ValueError: if none is of this library.
+        """
         super().setup_optimizers(trainer)
+        if self.optimizers and not ours(self.optimizers):
+            raise ValueError(
+                "KeepWorkers sends no gradients, and no optimizer is one of dlion's, so each"
+                ' process would train alone: take strategy="ddp"'
+            )
         for optimizer in ours(self.optimizers):
+            if getattr(self.precision_plugin, "scaler", None) is None:
+                optimizer._step_supports_amp_scaling = False  # or no gradient may be clipped
             optimizer.workers_apart = True
             optimizer.accumulates = lambda: (
                 not getattr(self.model, "require_backward_grad_sync", True)

@@ -81,7 +81,7 @@ class Dion(BesideAdamW):
         return bits, bits
 
     def _values(self, bucket: Bucket) -> int:
-        if self.kind(bucket.groups[0]):
+        if bucket.kind:
             return bucket.exchange.values
         return sum(slot.stop - slot.start for slot in bucket.whole.slots)
 

@@ -91,7 +91,7 @@ class EF21Muon(BesideAdamW):
         for bucket in self.buckets:
             for slot in bucket.whole.slots:
                 size, up, down = slot.stop - slot.start, 32.0, 32.0
-                if self.kind(bucket.groups[0]):
+                if bucket.kind:
                     k = self._count(size)
                     up, down = bits_each_way(size, k, self.value_bits, self.workers.count)
                 sent, received = sent + up * size, received + down * size

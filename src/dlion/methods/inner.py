@@ -97,15 +97,15 @@ class Muon(AdamW):
     """
 
     def state_names(self, bucket: Bucket) -> Names:
-        if bucket.groups[0]["use_muon"]:
-            return Names(own_state=["momentum"])
+        if bucket.kind:
+            return Names(own_state=["muon_momentum"])
         return super().state_names(bucket)
 
     def step(self, bucket: Bucket, local: int) -> None:
-        if not bucket.groups[0]["use_muon"]:
+        if not bucket.kind:
             super().step(bucket, local)
             return
-        own, momentum = (bucket.own[name][local] for name in ("local", "momentum"))
+        own, momentum = (bucket.own[name][local] for name in ("local", "muon_momentum"))
         directions = bucket.gradients()
         for run in bucket.runs("betas"):
             ((beta, _),), (m, u) = run.values, run.of(momentum, directions)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
+from dlion.engine.layout import Member
 from dlion.engine.optimizer import Common
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
@@ -45,11 +46,13 @@ class LocalUpdate(MatricesApart):
 
     All of these parameters are kept in float32; those of the model are copies in its own dtype.
     What a loop writes into them before the first step is where all begin; later it is a move of
-    that worker, as a step is. A parameter without a gradient takes
-    no inner step, and its displacement, 0 or not, is sent. An absent worker takes no inner step;
-    one that is absent at the end of a round sends nothing and begins again with all others. The
-    loop's ``flag`` waits for the next messages. As nothing travels during a backward pass,
-    ``overlap`` has no effect.
+    that worker, as a step is. To resume, load the model first, then the optimizer.
+
+    A parameter without a gradient takes no inner step, and its displacement, 0 or not, is sent. One
+    that is frozen within a round returns to its shared value at the end of it. An absent worker
+    takes no inner step; one that is absent at the end of a round sends nothing and begins again
+    with all others. The loop's ``flag`` waits for the next messages. As nothing travels during a
+    backward pass, ``overlap`` has no effect.
 
     A subclass fills in the exchange, ``encode``, which sends the :meth:`displacement` of a worker
     in some form, and ``update``, which moves ``bucket.shared["outer"]`` by the answer. The names of
@@ -78,20 +81,23 @@ class LocalUpdate(MatricesApart):
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
         self._hosted: dict[Bucket, list[int]] = {}  # versions of the model's parameters since then
-        self.whole_matrices = self.splits_groups = inner == "muon"
-        self._sent_state = self.own_state
+        self.whole_matrices = inner == "muon"
+        self._loaded = False  # since the latest step
+        self._of_method = Names(own_state=self.own_state, own_counters=self.own_counters)
         self.own_state = ["local", *self._inner.own_state, *self.own_state]
         self.own_counters = [*self._inner.own_counters, *self.own_counters]
         self.shared_state = ["outer", *self.shared_state]
         common["overlap"] = False
-        if self.splits_groups:
-            defaults["use_muon"] = None
         super().__init__(params, defaults, adamw_names=None, **common)
+
+    def kind(self, member: Member) -> bool:
+        return self.inner == "muon" and super().kind(member)
 
     def state_names(self, bucket: Bucket) -> StateNames:
         inner = self._inner.state_names(bucket)
-        own = ["local", *inner.own_state, *self._sent_state]
-        return Names(own, self.shared_state, self.counters, inner.own_counters)
+        own = ["local", *inner.own_state, *self._of_method.own_state]
+        counters = [*inner.own_counters, *self._of_method.own_counters]
+        return Names(own, self.shared_state, self.counters, counters)
 
     def displacement(self, bucket: Bucket, local: int) -> Tensor:
         """Return how far a local worker has moved in this round, ``x - x_i``: ``[padded]``."""
@@ -128,6 +134,7 @@ class LocalUpdate(MatricesApart):
     def load_inner(self, saved: list[list[dict[str, Any]]] | None) -> None:
         if saved is not None:
             self._inner.load_state_dict(self.buckets, saved)
+        self._loaded = True
         self._host_next()
 
     @property
@@ -143,7 +150,7 @@ class LocalUpdate(MatricesApart):
 
     def end_step(self, exchanged: bool) -> None:
         # a round that not all could commit continues: what a worker has moved by is sent later
-        self._last = False
+        self._last = self._loaded = False
         if exchanged:
             self.begin_round()
         else:
@@ -175,10 +182,16 @@ class LocalUpdate(MatricesApart):
         if bucket.versions == self._hosted.get(bucket):
             return
         bucket.adopt()
+        own = bucket.own["local"][local]
         if bucket.step == 0:
             self.begin(bucket)
+        elif self._loaded and not torch.equal(own.to(bucket.params.dtype), bucket.params):
+            raise RuntimeError(
+                "the model was loaded after the optimizer, over this worker's own parameters: load"
+                " the model first, then the optimizer's state"
+            )
         else:
-            bucket.own["local"][local].copy_(bucket.params)
+            own.copy_(bucket.params)
         self._hosted[bucket] = bucket.versions
 
     @torch.no_grad()
@@ -218,6 +231,7 @@ class DiLoCo(LocalUpdate):
     Args:
         lr: of the inner optimizer, scheduled as always.
         inner: the optimizer that each worker takes its own steps with, without momentum for sgd.
+            Muon is for the matrices that :class:`GMuon` chooses, by names and ``use_muon``.
         betas: of adamw and lion; the first is the momentum of muon.
         weight_decay: of the inner optimizer, decoupled.
         local_steps: inner steps of each worker between two exchanges.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_matches, check_pattern, listed
-from dlion.engine.layout import Slot
+from dlion.engine.checks import check_matches, check_pattern
+from dlion.engine.layout import Member, Slot
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
@@ -71,9 +71,10 @@ def is_hidden(name: str, others: str | None = None) -> bool:
 
 
 class MatricesApart(DistributedOptimizer):
-    """An optimizer whose parameter groups are split into matrices and the rest: ``use_muon``."""
+    """An optimizer with one method for matrices of hidden layers and another for the rest.
 
-    splits_groups = True  # unless something within says otherwise
+    ``bucket.kind`` says whether a bucket is of such matrices.
+    """
 
     def __init__(
         self, params: Iterable[Any], *options: Any, adamw_names: str | None, **common: Any
@@ -84,39 +85,16 @@ class MatricesApart(DistributedOptimizer):
         check_matches("adamw_names", adamw_names, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; a group becomes one of matrices for Muon and one of the rest."""
-        asked = param_group.get("use_muon")
+        """As in torch; ``use_muon`` of a group is read here, and not later."""
+        asked = param_group.get("use_muon") if isinstance(param_group, dict) else None
         if asked is not None and not isinstance(asked, bool):
             raise ValueError(f"use_muon={asked} is not possible: give True or False")
-        if not self.splits_groups:
-            super().add_param_group(param_group)
-            return
-        given = listed(param_group).get("params", ())
-        members = [given] if isinstance(given, Tensor) else given
-        if not members or not all(map(_is_parameter, members)):
-            super().add_param_group({**param_group, "use_muon": asked is True})  # torch says why
-            return
-        kinds = [self._is_for_muon(member, asked) for member in members]
-        with self._all_or_none():
-            for kind in (True, False):
-                part = [member for member, own in zip(members, kinds, strict=True) if own is kind]
-                if part:
-                    super().add_param_group({**param_group, "params": part, "use_muon": kind})
+        super().add_param_group(param_group)
 
-    @staticmethod
-    def kind(group: dict[str, Any]) -> bool:
-        return group.get("use_muon") is True
-
-    def _is_for_muon(self, member: Tensor | tuple[str, Tensor], asked: bool | None) -> bool:
-        name, tensor = member if isinstance(member, tuple) else ("", member)
-        return tensor.dim() > 1 and (is_hidden(name, self.adamw_names) if asked is None else asked)
-
-
-def _is_parameter(given: Any) -> bool:
-    """Whether torch takes this for a parameter, or for a name and one."""
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
-        given = given[1]
-    return isinstance(given, Tensor)
+    def kind(self, member: Member) -> bool:
+        asked = member.group.get("use_muon")
+        chosen = is_hidden(member.name, self.adamw_names) if asked is None else asked
+        return member.tensor.dim() > 1 and chosen
 
 
 class BesideAdamW(MatricesApart, MeanGradientOptimizer):
@@ -153,21 +131,21 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
         super().__init__(params, defaults, adamw_names=adamw_names, **common)
 
     def state_names(self, bucket: Bucket) -> StateNames:
-        return self.matrix_state if self.kind(bucket.groups[0]) else self
+        return self.matrix_state if bucket.kind else self
 
     def make_exchange(self, bucket: Bucket) -> Exchange:
-        if self.kind(bucket.groups[0]):
+        if bucket.kind:
             return self.matrix_exchange(bucket)
         return super().make_exchange(bucket)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        if self.kind(bucket.groups[0]):
+        if bucket.kind:
             self.encode_matrices(bucket, local)
         else:
             super().encode(bucket, local)
 
     def update(self, bucket: Bucket) -> None:
-        if self.kind(bucket.groups[0]):
+        if bucket.kind:
             self.update_matrices(bucket)
         else:
             adamw_descent(bucket, bucket.exchange.decode())
@@ -208,9 +186,8 @@ class GMuon(BesideAdamW):
     :class:`GAdamW`, and so are embeddings (of tokens, positions, patches) and output heads. They
     are known by their names (EMBEDDINGS_AND_HEADS), so give ``named_parameters()``: without names
     all matrices are Muon's. The first convolution of a ResNet is Muon's, too. A parameter group
-    with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none. Every
-    group is split into one of each kind, so ``param_groups`` shows who is whose, and rates may
-    differ.
+    with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none. Other
+    rates for the rest take a group of its own.
 
     Memory: 4 bytes of state a parameter of a matrix, 8 of the others.
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket
+from dlion.engine.layout import Member
 from dlion.engine.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
 from dlion.methods.adm import DeltaModulated
@@ -86,12 +87,11 @@ class MuonADM(MatricesApart, DeltaModulated):
         }
         super().__init__(params, defaults, rise, lookahead, adamw_names=adamw_names, **common)
 
-    @staticmethod
-    def has_owner(group: dict[str, Any]) -> bool:
-        return MuonADM.kind(group)
+    def has_owner(self, member: Member) -> bool:
+        return self.kind(member)
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
-        if not self.kind(bucket.groups[0]):
+        if not bucket.kind:
             return super().make_exchange(bucket)
         if bucket.sharded:
             raise ValueError(
@@ -123,7 +123,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         )
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        if not self.kind(bucket.groups[0]):
+        if not bucket.kind:
             super().encode(bucket, local)
             return
         exchange, directions = bucket.exchange, bucket.gradients()
@@ -140,4 +140,4 @@ class MuonADM(MatricesApart, DeltaModulated):
         kernels.encode_deltas(message, none, found, coder, 0.0, 1.0, self.rise)
 
     def update(self, bucket: Bucket) -> None:
-        sign_descent(bucket, RMS if self.kind(bucket.groups[0]) else LION_SHARE)
+        sign_descent(bucket, RMS if bucket.kind else LION_SHARE)

@@ -128,7 +128,7 @@ class SignMuon(MatricesApart, SignedDescent):
         return self if self._is_adamw(bucket) else Names(own_state=["momentum"])
 
     def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
-        if not self.kind(bucket.groups[0]):
+        if not bucket.kind:
             for m, gradients, (beta1, beta2) in super().terms(bucket, momentum):
                 yield m, gradients, (beta1, beta1 if self.rest == "adamw" else beta2)
             return
@@ -145,7 +145,7 @@ class SignMuon(MatricesApart, SignedDescent):
     def update(self, bucket: Bucket, scale: float = 1.0) -> None:
         if self._is_adamw(bucket):
             variance_descent(bucket, bucket.exchange.decode())
-        elif not self.kind(bucket.groups[0]):
+        elif not bucket.kind:
             super().update(bucket, LION_SHARE)
         elif not self.local_polar:
             super().update(bucket, RMS)
@@ -154,4 +154,4 @@ class SignMuon(MatricesApart, SignedDescent):
             matrix_descent(bucket, polar, rms_scale)
 
     def _is_adamw(self, bucket: Bucket) -> bool:
-        return self.rest == "adamw" and not self.kind(bucket.groups[0])
+        return self.rest == "adamw" and not bucket.kind

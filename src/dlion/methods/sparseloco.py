@@ -44,6 +44,7 @@ class SparseLoCo(LocalUpdate):
     Args:
         lr: of the inner optimizer, scheduled as always.
         inner: the optimizer that each worker takes its own steps with, without momentum for sgd.
+            Muon is for the matrices that :class:`GMuon` chooses, by names and ``use_muon``.
         betas: of adamw and lion; the first is the momentum of muon.
         weight_decay: of the inner optimizer, decoupled.
         local_steps: inner steps of each worker between two exchanges.
@@ -89,7 +90,7 @@ class SparseLoCo(LocalUpdate):
         return up / self.local_steps, down / self.local_steps
 
     def make_exchange(self, bucket: Bucket) -> TopKMean:
-        spans = ((start, stop - start) for start, stop in bucket.spans)
+        spans = ((start, stop - start) for start, stop in bucket.spans if stop > start)
         blocks = [block for span in spans for block in blocks_of(*span, self.chunk)]
         settings = self.topk, self.value_bits
         return TopKMean(self.channel, bucket.numel, blocks, *settings, **bucket.buffers)
