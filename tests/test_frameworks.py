@@ -65,6 +65,65 @@ def lightning_runs(folder: str) -> list[list[float]]:
     return ends
 
 
+def finetuned(folder: str) -> list[list[float]]:
+    """Parameters after three epochs, the last of them with a group more, and after two and one."""
+    declare_missing_operators()
+    import lightning
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+
+    from dlion.frameworks.lightning import KeepWorkers
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            return self.head(self.body(batch)).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return DLion([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Model) -> None:
+            self.freeze(pl_module.body)
+
+        def on_fit_start(self, trainer: lightning.Trainer, pl_module: Model) -> None:
+            if trainer.ckpt_path:  # Lightning restores the groups, and leaves the body frozen
+                self.make_trainable(pl_module.body)
+            super().on_fit_start(trainer, pl_module)
+
+        def finetune_function(self, pl_module: Model, epoch: int, optimizer: DLion) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.body, optimizer, lr=1e-3)
+
+    def fit(from_file: str | None = None) -> list[float]:
+        trainer = lightning.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            devices=1,
+            strategy=KeepWorkers(),
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), Unfreeze()],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        model, samples = Model(), torch.arange(24.0).view(8, 3).sin()
+        trainer.fit(model, torch.utils.data.DataLoader(samples, 2), ckpt_path=from_file)
+        return torch.cat([param.flatten() for param in model.parameters()]).tolist()
+
+    os.environ["WORLD_SIZE"] = "1"
+    ends = [fit(), fit(f"{folder}/epoch=1.ckpt")]
+    dist.destroy_process_group()
+    return ends
+
+
+def test_lightning_resumes_after_a_group_was_unfrozen_and_added(tmp_path):
+    whole, resumed = run_processes(1, finetuned, str(tmp_path / "run"))
+    assert whole == resumed
+
+
 def lightning_refusals() -> list[str]:
     """What it says: to clipping under autocast, and to an optimizer that is not ours."""
     declare_missing_operators()

@@ -379,6 +379,8 @@ def test_a_state_that_was_saved_after_unfreezing_is_loaded_after_unfreezing():
     model[0].requires_grad_(True)
     train(model, optimizer)
     other, resumed = start()
+    with pytest.raises(ValueError, match="parameter 0 is frozen, and was trained when the state"):
+        resumed.load_state_dict(optimizer.state_dict())
     other[0].requires_grad_(True)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))

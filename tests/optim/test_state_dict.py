@@ -1,9 +1,12 @@
 """States of optimizers: loaded to the bit, or refused."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
-from dlion.optim import DLion, GAdamW, LionCub, Signum
+from dlion.optim import DistributedOptimizer, DLion, GAdamW, LionCub, Signum
 from dlion.workers import Workers
 from tests.support.methods import of_all
 from tests.support.small_model import flat, loss_of, net, samples, train
@@ -55,3 +58,44 @@ def test_state_of_another_method_or_with_gaps_is_refused():
     for ours, other in ((one, optimizer), (optimizer, one)):
         with pytest.raises(ValueError, match=r"groups of \[\d\] param.* into the same model with"):
             ours.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("through", ["one list", "add_param_group", "param_groups"])
+@of_all
+def test_a_state_with_groups_that_were_added_later_resumes_to_the_bit(
+    method, cls, options, through
+):
+    def begun() -> tuple[torch.nn.Module, DistributedOptimizer, list[dict[str, Any]]]:
+        model = net()
+        later = [{"params": [param], "lr": 1e-3} for param in model[2].parameters()]
+        return model, cls(model[0].parameters(), lr=1e-2, **options), later
+
+    def go_on(model: torch.nn.Module, optimizer: DistributedOptimizer, first: int) -> torch.Tensor:
+        for t in range(first, first + 3):
+            optimizer.zero_grad()
+            loss_of(model, *samples(t)).backward()
+            optimizer.step()
+        optimizer.host(None)
+        parameters = flat(model)
+        optimizer.host(0)
+        return parameters
+
+    if "clip_norm" in options:
+        pytest.skip("it has one bucket")
+    model, optimizer, later = begun()
+    go_on(model, optimizer, 0)
+    for group in later:
+        optimizer.add_param_group(group)
+    go_on(model, optimizer, 3)
+    other, resumed, later = begun()
+    if through == "one list":
+        resumed = cls([{"params": other[0].parameters()}, *later], lr=1e-2, **options)
+    elif through == "add_param_group":
+        for group in later:
+            resumed.add_param_group(group)
+    else:  # as Lightning's BaseFinetuning does it
+        saved = optimizer.param_groups[1:]
+        resumed.param_groups += [old | new for old, new in zip(saved, later, strict=True)]
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(go_on(other, resumed, 6), go_on(model, optimizer, 6))

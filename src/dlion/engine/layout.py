@@ -209,6 +209,10 @@ class Members:
         self.ids: list[list[int]] = []
         self._all: list[Tensor] = []  # as long as these are kept, ids are theirs
 
+    def fresh(self) -> "Members":
+        """Return one of these settings without groups."""
+        return Members(self._cap, self._kind, self._whole, self._together)
+
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
         params = group["params"]

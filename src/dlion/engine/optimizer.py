@@ -111,7 +111,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     residuals count it as zero everywhere: what they held back must still be sent.) A frozen
     parameter is neither sent nor given state; it may be unfrozen between steps. One that is frozen
     later keeps its state and its bits in the messages, and is not updated. To load a state that was
-    saved after unfreezing, unfreeze first.
+    saved after unfreezing, make the optimizer while parameters are frozen as they were at first,
+    then unfreeze, then load.
 
     Under ``torch.amp.GradScaler`` an overflow on one worker skips the step on all. That takes one
     more small collective a step, ``overlap=False`` and one worker a process; each process keeps a
@@ -451,6 +452,33 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self._used, self._added = (len(self.param_groups), len(buckets)), False
         return buckets
 
+    def arrange(self, steps: list[int]) -> None:
+        """Lay an optimizer that took no step out for a state whose groups took so many each.
+
+        Groups that were added later then have buckets of their own, as they had. What others have
+        put into ``param_groups``, as Lightning's BaseFinetuning does, is taken over.
+        """
+        if self._step.taken or len(steps) != len(self.param_groups):
+            return
+        edited = self._in_groups != self.members.ids
+        if edited:
+            self.members = self.members.fresh()
+            for group in self.param_groups:
+                self.members.add(group)
+                if self._step.overlap is not None:
+                    self._step.overlap.watch(self.members.trained_of(group))
+        if edited or len(set(steps)) > 1:
+            self._drop(0)
+            self._waiting = False
+            for count in sorted({*steps}, reverse=True):
+                pairs = zip(self.param_groups, steps, strict=True)
+                for members in self.members.buckets([group for group, n in pairs if n == count]):
+                    self._add_bucket(members)
+
+    @property
+    def _in_groups(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in self.param_groups]
+
     def _hand_out(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> None:
         """Check that all processes were given the same parameters, and give them process 0's."""
         params = [tensor for group in groups for tensor in group["params"]]
@@ -629,7 +657,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
                 " checkpoint: call load_workers(FOLDER) on every process, or use the integration of"
                 " dlion.frameworks that saved it"
             )
-        if [[*map(id, group["params"])] for group in self.param_groups] != self.members.ids:
+        if self._in_groups != self.members.ids:
             raise RuntimeError(
                 "param_groups were edited, which moves no parameter in or out: add a group with"
                 " add_param_group(), freeze with requires_grad_(False), or make another optimizer"

@@ -43,6 +43,7 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Copy a saved state in; nothing is changed before all of it is known to fit."""
     groups, apart = state_dict["param_groups"], state_dict.get(APART)
+    optimizer.arrange([group.get("steps", 0) for group in groups])
     optimizer.include_unfrozen()
     optimizer.members.check_sizes([len(group["params"]) for group in groups])
     _check_names(groups, optimizer.param_groups)
@@ -57,6 +58,11 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         own = here.get(param, {})
         if apart is not None:
             own = {key: own[key] for key in own.keys() & saved.get(param, {}).keys()}
+        if saved.get(param) and not own and not param.requires_grad:
+            raise ValueError(
+                f"parameter {name} is frozen, and was trained when the state was saved: call"
+                " requires_grad_(True) before you load it"
+            )
         _check_state(name, saved.get(param, {}), own, worker)
     optimizer._step.restart()
     for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
@@ -194,7 +200,8 @@ def _check_state(
         if all(name.startswith(EXCHANGE) for name in differ):
             raise ValueError(
                 "the saved state of the exchanges does not fit: load it with the groups,"
-                " bucket_cap_mb, ties and shards that it was saved with"
+                " bucket_cap_mb, ties and shards that it was saved with, and unfreeze what was"
+                " unfrozen then after the optimizer is made"
             )
         raise ValueError(
             f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"

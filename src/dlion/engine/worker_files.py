@@ -81,7 +81,8 @@ def load(optimizer: Any, folder: Path, name: str) -> None:
             if {key: value.shape for key, value in state.get(index, {}).items()} != here:
                 raise ValueError(
                     f"{path} does not fit parameter {index}: load it into the same model and"
-                    " method, with the same bucket_cap_mb"
+                    " method, with the same bucket_cap_mb, and unfreeze what was unfrozen then"
+                    " after the optimizer is made"
                 )
     for local, file in enumerate(files):
         for index, own, names in slots:
