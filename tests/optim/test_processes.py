@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -410,6 +411,44 @@ def one_file(r: int) -> list[list[str]]:
 
 
 @case
+def files_of_later_groups(r: int) -> list[bool]:
+    """Whether runs resume to the bit from process 0's state and all files, read in either order."""
+    found = []
+    methods = (DLion, {}), (LionCub, {}), (GAdamW, {}), (DiLoCo, {"local_steps": 4})
+    for (cls, options), files_first in itertools.product(methods, (True, False)):
+        models = net(), net()
+        ours, resumed = (cls(model[0].parameters(), lr=1e-2, **options) for model in models)
+        for optimizer, model in zip((ours, resumed), models, strict=True):
+            optimizer.workers_apart = True
+            for t in range(6) if optimizer is ours else ():
+                if t == 3:
+                    optimizer.add_param_group({"params": model[2].parameters()})
+                optimizer.zero_grad()
+                backward(model, 10 * t + r)
+                optimizer.step()
+        resumed.add_param_group({"params": models[1][2].parameters()})
+        box = [tempfile.mkdtemp(), copy.deepcopy(ours.state_dict()), models[0].state_dict()]
+        dist.broadcast_object_list(box)
+        folder, state, weights = box
+        ours.save_workers(folder)
+        dist.barrier()
+        models[1].load_state_dict(weights)
+        if files_first:
+            resumed.load_workers(folder)
+        resumed.load_state_dict(state)
+        if not files_first:
+            resumed.load_workers(folder)
+        for t in (6, 7, 8):
+            for optimizer, model in zip((ours, resumed), models, strict=True):
+                optimizer.zero_grad()
+                backward(model, 10 * t + r)
+                optimizer.step()
+        ends = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]
+        found.append(torch.equal(*ends))
+    return found
+
+
+@case
 def same_data(r: int) -> list[list[str]]:
     """Warnings of two steps with the same samples, and with others."""
     found = []
@@ -608,6 +647,10 @@ def test_a_file_of_one_process_alone_is_noticed(seen):
     for said in (called, written, apart):
         assert len(said) == 1 and "not that of every other" in said[0]
     assert not any([*silent, *others])
+
+
+def test_files_of_workers_with_groups_that_were_added_later_resume_to_the_bit(seen):
+    assert seen["files_of_later_groups"] == [[True] * 8] * 2
 
 
 def test_processes_that_read_the_same_samples_are_told(seen):

@@ -259,6 +259,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self._buckets: list[Bucket] = []
         self._waiting = False  # whether groups wait for buckets
         self._added = False  # whether a group was added since the buckets were in use
+        self._arranged = False  # whether buckets are those of a state that is loaded
         self.accumulates: Callable[[], bool] | None = None
         self.flag = self.flagged = False
         self.skipped = 0
@@ -458,8 +459,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         Groups that were added later then have buckets of their own, as they had. What others have
         put into ``param_groups``, as Lightning's BaseFinetuning does, is taken over.
         """
-        if self._step.taken or len(steps) != len(self.param_groups):
+        if self._step.taken or self._arranged or len(steps) != len(self.param_groups):
             return
+        self._arranged = True  # parts of a state are loaded one after the other, in either order
         edited = self._in_groups != self.members.ids
         if edited:
             self.members = self.members.fresh()

@@ -46,6 +46,7 @@ def save(optimizer: Any, folder: Path, name: str) -> None:
         content = {
             KEY: [worker, workers.count],
             saving.APART: saving.mark(optimizer),
+            "steps": [group["steps"] for group in optimizer.param_groups],
             "state": rows,
             "inner": [states[local] for states in inner],
         }
@@ -64,14 +65,17 @@ def load(optimizer: Any, folder: Path, name: str) -> None:
     """Read the file of each local worker; nothing is changed before all are known to fit."""
     if not optimizer.own_state_is_apart:
         return
-    optimizer.include_unfrozen()
-    slots, workers, files = _slots(optimizer), optimizer.workers, []
+    workers, paths = optimizer.workers, []
     for worker in workers.ids:
-        path = _file(folder, name, worker, workers.count)
-        if not path.exists():
-            raise ValueError(_missing(folder, name, path, workers.count))
-        files.append(torch.load(path, map_location="cpu", weights_only=True))
-        of, state = files[-1][saving.APART], files[-1]["state"]
+        paths.append(_file(folder, name, worker, workers.count))
+        if not paths[-1].exists():
+            raise ValueError(_missing(folder, name, paths[-1], workers.count))
+    files = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+    optimizer.arrange(files[0].get("steps", []))
+    optimizer.include_unfrozen()
+    slots = _slots(optimizer)
+    for path, file in zip(paths, files, strict=True):
+        of, state = file[saving.APART], file["state"]
         if of != files[0][saving.APART] or optimizer._awaits not in (None, of):
             raise ValueError(
                 f"{path} is of another save than the checkpoint: give the folder of one"
