@@ -90,7 +90,7 @@ class AdamW(Inner):
 
 
 class Muon(AdamW):
-    """Muon for groups of matrices, AdamW for the rest, as :class:`dlion.GMuon` splits groups.
+    """Muon for matrices, AdamW for the rest, as :class:`dlion.GMuon` tells them apart.
 
     ``m <- b1 m + (1 - b1) g``, ``y <- (1 - lr wd) y - 0.2 lr sqrt(max(rows, columns)) O`` with
     ``O = NS((1 - b1) g + b1 m)``, five iterations in float32. Source: GMuon's.

@@ -85,7 +85,7 @@ class MatricesApart(DistributedOptimizer):
         check_matches("adamw_names", adamw_names, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; ``use_muon`` of a group is read here, and not later."""
+        """As in torch; a group's ``use_muon`` has no effect after its buckets are made."""
         asked = param_group.get("use_muon") if isinstance(param_group, dict) else None
         if asked is not None and not isinstance(asked, bool):
             raise ValueError(f"use_muon={asked} is not possible: give True or False")
