@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from dlion.optim import (
     TernGrad,
 )
 from dlion.workers import Workers
+from tests.support.methods import of_all
 
 LION = [GLion, DLion, Signum, LionCub, EF21Sign, DLionADM]
 EVERY = [*LION, GAdamW, TernGrad, GradDrop, DGC, EFSignSGD, GMuon, PowerSGD, OneBitAdam, DeMo]
@@ -135,6 +137,22 @@ def test_an_optimizer_that_is_dropped_gives_everything_back():
             thread.join(10)
     assert threading.active_count() == threads
     assert not model[0].weight._post_accumulate_grad_hooks
+
+
+@of_all
+def test_an_optimizer_is_freed_when_nobody_holds_it(method, cls, options):
+    """Not by the garbage collector: that gives groups back at other moments in each process."""
+    model = net()
+    optimizer = cls(model.parameters(), **options)
+    train(model, optimizer, 2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_gradients_that_come_and_go_cost_no_memory():

@@ -1,7 +1,7 @@
 """Layout of parameters in buckets, in the order in which messages leave."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -186,9 +186,7 @@ class Members:
 
     Args:
         bucket_cap_mb: as for :func:`cut`.
-        kind: of a member; those of different kinds share no bucket.
         whole: as for :func:`by_kind`.
-        together: whether those of a member's kind are all in one bucket.
 
     Attributes:
         ids: of the parameters of each group.
@@ -196,14 +194,8 @@ class Members:
         frozen: those that were frozen when they were added or looked at last.
     """
 
-    def __init__(
-        self,
-        bucket_cap_mb: float | None,
-        kind: Callable[[Member], Hashable],
-        whole: bool,
-        together: Callable[[Member], bool],
-    ) -> None:
-        self._cap, self._kind, self._whole, self._together = bucket_cap_mb, kind, whole, together
+    def __init__(self, bucket_cap_mb: float | None, whole: bool) -> None:
+        self._cap, self._whole = bucket_cap_mb, whole
         self.frozen: list[Tensor] = []
         self.in_buckets = 0
         self.ids: list[list[int]] = []
@@ -211,7 +203,7 @@ class Members:
 
     def fresh(self) -> "Members":
         """Return one of these settings without groups."""
-        return Members(self._cap, self._kind, self._whole, self._together)
+        return Members(self._cap, self._whole)
 
     def add(self, group: dict[str, Any]) -> None:
         """Take note of a new group."""
@@ -225,34 +217,38 @@ class Members:
         """Return the parameters of a group that are trained and not empty."""
         return [p for p in group["params"] if p.requires_grad and share(p, self._whole)]
 
-    def buckets(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
-        """Return the trained parameters of some groups, those of each bucket by themselves."""
+    def trained(self, groups: list[dict[str, Any]]) -> list[Member]:
+        """Return the parameters of some groups that were not frozen."""
         frozen = set(map(id, self.frozen))
-        return self._lay_out(groups, lambda tensor: id(tensor) not in frozen)
+        return [member for member in _members(groups) if id(member.tensor) not in frozen]
 
-    def unfrozen(self, groups: list[dict[str, Any]]) -> list[list[Member]]:
-        """Return parameters that were unfrozen since the last step, as :meth:`buckets`."""
-        if not any(tensor.requires_grad for tensor in self.frozen):
-            return []
+    def unfrozen(self, groups: list[dict[str, Any]]) -> list[Member]:
+        """Return parameters that were unfrozen since the last step."""
         here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
+        if not here:
+            return []
         self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
-        buckets = self._lay_out(groups, lambda tensor: id(tensor) in here)
-        self.in_buckets += sum(map(len, buckets))
-        return buckets
+        members = [member for member in _members(groups) if id(member.tensor) in here]
+        self.in_buckets += sum(share(member.tensor, self._whole) > 0 for member in members)
+        return members
 
-    def _lay_out(
-        self, groups: list[dict[str, Any]], included: Callable[[Tensor], bool]
+    def lay_out(
+        self,
+        members: list[Member],
+        kind: Callable[[Member], Hashable],
+        together: Callable[[Member], bool],
     ) -> list[list[Member]]:
-        members = []
-        for group in groups:
-            names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
-            found = zip(group["params"], names, strict=False)
-            members += [Member(tensor, name, group) for tensor, name in found if included(tensor)]
+        """Return members by bucket.
+
+        Args:
+            kind: of a member; those of different kinds share no bucket.
+            together: whether those of a member's kind are all in one bucket.
+        """
         parts: list[list[Member]] = []
-        kinds = by_kind(members, self._kind, self._whole)
-        for kind in sorted(kinds, key=lambda kind: not self._kind(kind[0])):  # matrices first
-            cap = None if self._together(kind[0]) else self._cap
-            parts += cut(kind, cap, self._whole)
+        kinds = by_kind(members, kind, self._whole)
+        for alike in sorted(kinds, key=lambda alike: not kind(alike[0])):  # matrices first
+            cap = None if together(alike[0]) else self._cap
+            parts += cut(alike, cap, self._whole)
         return parts
 
     def check_sizes(self, sizes: list[int]) -> None:
@@ -263,3 +259,10 @@ class Members:
                 f"the saved state is of groups of {sizes} parameters, this optimizer has {here}:"
                 " load it into the same model with the same groups"
             )
+
+
+def _members(groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
+    for group in groups:
+        names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
+        for tensor, name in zip(group["params"], names, strict=False):
+            yield Member(tensor, name, group)

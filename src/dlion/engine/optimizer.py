@@ -263,12 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.accumulates: Callable[[], bool] | None = None
         self.flag = self.flagged = False
         self.skipped = 0
-        self.members = Members(
-            bucket_cap_mb,
-            self.kind,
-            self.whole_matrices,
-            self.has_owner,
-        )
+        self.members = Members(bucket_cap_mb, self.whole_matrices)
         self._step = Step(self, overlap)
         self._constructed, self._used = False, (0, 0)
         close = weakref.finalize(self, _close, self._step.overlap, self.workers, self.node)
@@ -411,8 +406,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Make the buckets of groups that have none."""
         self._waiting = False
         try:
-            for members in self.members.buckets(self.param_groups[self._used[0] :]):
-                self._add_bucket(members)
+            self._add_buckets(self.members.trained(self.param_groups[self._used[0] :]))
         except Exception:
             self._drop(self._used[1])
             self._waiting = True
@@ -426,6 +420,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             if self._step.overlap is not None:
                 self._step.overlap.forget(bucket)
         del self._buckets[first:]
+
+    def _add_buckets(self, members: list[Member]) -> None:
+        for part in self.members.lay_out(members, self.kind, self.has_owner):
+            self._add_bucket(part)
 
     def _add_bucket(self, members: list[Member]) -> None:
         owners = self.workers.count if self.has_owner(members[0]) else None
@@ -448,8 +446,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """
         buckets = self.buckets
         if self.members.frozen:
-            for members in self.members.unfrozen(self.param_groups):
-                self._add_bucket(members)
+            self._add_buckets(self.members.unfrozen(self.param_groups))
         self._used, self._added = (len(self.param_groups), len(buckets)), False
         return buckets
 
@@ -474,8 +471,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             self._waiting = False
             for count in sorted({*steps}, reverse=True):
                 pairs = zip(self.param_groups, steps, strict=True)
-                for members in self.members.buckets([group for group, n in pairs if n == count]):
-                    self._add_bucket(members)
+                chosen = [group for group, taken in pairs if taken == count]
+                self._add_buckets(self.members.trained(chosen))
 
     @property
     def _in_groups(self) -> list[list[int]]:

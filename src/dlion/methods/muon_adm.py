@@ -99,15 +99,17 @@ class MuonADM(MatricesApart, DeltaModulated):
                 " SignMuon"
             )
 
+        slots, newton_schulz = bucket.slots, self.newton_schulz  # which hold neither of the two
+
         def polar(indices: list[int], flat: list[Tensor]) -> list[Tensor]:
             alone = [
-                bucket.slots[index]._replace(start=0, stop=len(values))
+                slots[index]._replace(start=0, stop=len(values))
                 for index, values in zip(indices, flat, strict=True)
             ]
             matrices = [
                 slot.view(values).flatten(1) for slot, values in zip(alone, flat, strict=True)
             ]
-            found = orthogonalise(matrices, self.newton_schulz)
+            found = orthogonalise(matrices, newton_schulz)
             pairs = zip(alone, found, strict=True)
             return [slot.flatten(matrix.reshape(slot.shape)).float() for slot, matrix in pairs]
 
