@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import dlion
 from dlion.errors import UserError
 from dlion.suite.files import sha256_of_tensors
 from dlion.suite.models import gpt
@@ -44,6 +45,8 @@ def test_the_model_is_copied_with_what_it_is(run, tmp_path, capsys):
     assert names(folder) == ["config.yaml", "model.safetensors", "summary.json"]
     assert same(load_file(folder / "model.safetensors"))
     assert json.loads((folder / "summary.json").read_text())["optimizer"] == "g_lion"
+    with pytest.raises(UserError, match="is an export, for use without dlion: give the directory"):
+        dlion.load_model(folder)
     main([str(run)])  # again, and beside the run: it stays one run
     main([str(tmp_path), "-o", str(folder)])
     assert names(run / "export") == names(folder)

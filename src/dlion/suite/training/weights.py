@@ -284,6 +284,10 @@ def recorded_settings(run: Run, keys: Iterable[str], given: Collection[str] = ()
     """
     directory = run.directory
     if run.summary is None or run.config is None:
+        if (directory / Path(CONFIG).name).is_file():
+            raise UserError(
+                f"{directory} is an export, for use without dlion: give the directory of the run"
+            )
         raise UserError(f"{directory} holds no finished run: give the directory of one")
     _files(directory)
     settings = {key: with_present_names(run.config[key]) for key in keys if key in run.config}
