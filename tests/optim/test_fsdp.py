@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 
+from dlion.engine.shards import local_part
 from dlion.methods import simple
 from dlion.optim import (
     DGC,
@@ -169,6 +170,29 @@ def both_ways(method: type, settings: dict[str, Any], mesh: DeviceMesh) -> tuple
     return got, nn.utils.parameters_to_vector(plain.parameters()).detach()
 
 
+def left_out(mesh: DeviceMesh) -> bool:
+    """Whether a NaN in one shard leaves the whole matrix of that worker out."""
+    model, plain, (alone, _) = sharded(mesh), Net(), dist.new_subgroups(1)
+    settings = {**FLOAT32, "nonfinite": "skip"}
+    ours = SignMuon(model.named_parameters(), mesh=mesh["replicate"], **settings)
+    workers = Workers(local=2, group=alone)
+    theirs = SignMuon(plain.named_parameters(), workers=workers, **settings)
+    replica, shard = mesh.get_coordinate()
+    loss(model, 0, replica, shard).backward()
+    if (replica, shard) == (0, 0):
+        local_part(model.hidden.weight.grad)[0, 0] = torch.nan
+    ours.step()
+    for each in range(2):
+        for part in range(2):
+            (loss(plain, 0, each, part) / 2).backward()
+        if each == 0:
+            plain.hidden.weight.grad[0, 0] = torch.nan
+        theirs.collect(each)
+    theirs.step()
+    expected = nn.utils.parameters_to_vector(plain.parameters()).detach()
+    return torch.equal(whole(model), expected) and ours.skipped == (replica == 0)
+
+
 def in_each_process() -> dict[str, Any]:
     """Return what process 0 has seen; all take part in everything."""
     join_process_group("gloo", 60)
@@ -192,6 +216,7 @@ def in_each_process() -> dict[str, Any]:
         if replicas == 2:
             for name, (method, settings) in OTHERS.items():
                 seen[name] = torch.equal(*both_ways(method, settings, mesh))
+            seen["left out"] = left_out(mesh)
             seen |= {f"refused {name}": text for name, text in refusals(mesh).items()}
     dist.destroy_process_group()
     return seen
@@ -243,6 +268,10 @@ def test_state_is_sharded_as_the_parameters_are(seen):
 @pytest.mark.parametrize("method", OTHERS)
 def test_other_methods_work_on_shards_too(seen, method):
     assert seen[method]
+
+
+def test_a_matrix_that_is_not_finite_in_one_shard_is_left_out_whole(seen):
+    assert seen["left out"]
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,20 @@ def measure(buckets: Sequence[Bucket], local: int) -> None:
         bucket.flight.norms[local] = bucket.norms()
 
 
-def leave_out(buckets: Sequence[Bucket]) -> bool:
-    """Drop gradients that are not finite; return whether there were any. The host waits once."""
+def leave_out(buckets: Sequence[Bucket], whole: bool) -> bool:
+    """Drop gradients that are not finite; return whether there were any. The host waits once.
+
+    Args:
+        whole: drop all parts of a tensor that FSDP2 has sharded, if one is not finite.
+    """
     found = False
-    norms = download([bucket.norms() for bucket in buckets])
-    for bucket, here in zip(buckets, norms, strict=True):
-        for slot, finite in zip(bucket.slots, here.isfinite().tolist(), strict=True):
-            if not finite:
+    flags = [~bucket.norms().isfinite() for bucket in buckets]
+    if whole:
+        pairs = zip(buckets, flags, strict=True)
+        flags = [bucket.whole.anywhere(broken) for bucket, broken in pairs]
+    for bucket, here in zip(buckets, download(flags), strict=True):
+        for slot, broken in zip(bucket.slots, here.tolist(), strict=True):
+            if broken:
                 slot.tensor.grad = None
                 found = True
     return found

@@ -86,7 +86,7 @@ class Step:
             nonfinite.measure(buckets, local)
             if method.moves_alone:  # no header will stop the others first
                 nonfinite.refuse(buckets, local)
-        elif method.nonfinite == "skip" and nonfinite.leave_out(buckets):
+        elif method.nonfinite == "skip" and nonfinite.leave_out(buckets, method.whole_matrices):
             self._skipping.add(local)
         members = method.members
         trained = members.in_buckets + len([p for p in members.frozen if p.requires_grad])

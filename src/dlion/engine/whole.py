@@ -89,6 +89,14 @@ class Whole:
             slot.view(flat).copy_(piece.view(slot.shape))
         return flat
 
+    def anywhere(self, flags: Tensor) -> Tensor:
+        """Return for each tensor whether a flag is set on any process, bool ``[T]``."""
+        if self._mesh is None:
+            return flags
+        found = flags.to(torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        return found.bool()
+
     def _swap(self, parts: Sequence[Tensor], sent: list[int], received: list[int]) -> Tensor:
         assert self._mesh is not None
         outbox = torch.cat([part.flatten() for part in parts])
