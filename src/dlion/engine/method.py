@@ -16,6 +16,7 @@ class Method(StateNames, Protocol):
 
     skips_missing: ClassVar[bool]
     moves_alone: ClassVar[bool]
+    whole_matrices: bool
     members: Members
     workers: Workers
     channel: Channel
