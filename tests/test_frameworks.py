@@ -17,13 +17,28 @@ from dlion.suite.launch.meeting import join_process_group
 pytestmark = pytest.mark.slow
 
 
+def lightning_trainer(**settings: Any) -> Any:
+    """A trainer of one process that keeps workers, and says nothing."""
+    import lightning
+
+    from dlion.frameworks.lightning import KeepWorkers
+
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=KeepWorkers(),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
 def lightning_runs(folder: str) -> list[list[float]]:
     """Parameters and momenta after three epochs, and after two and one from ``last.ckpt``."""
     declare_missing_operators()
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from dlion.frameworks.lightning import KeepWorkers
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
@@ -38,15 +53,9 @@ def lightning_runs(folder: str) -> list[list[float]]:
             return DLion(self.parameters(), lr=1e-2)
 
     def fit(epochs: int, last: str | None = None) -> list[float]:
-        trainer = lightning.Trainer(
+        trainer = lightning_trainer(
             max_epochs=epochs,
-            accelerator="cpu",
-            devices=1,
-            strategy=KeepWorkers(),
             callbacks=[ModelCheckpoint(folder, "{epoch}", save_last="link")],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         model, samples = Model(), torch.arange(24.0).view(8, 3).sin()
         trainer.fit(model, torch.utils.data.DataLoader(samples, 2), ckpt_path=last)
@@ -70,8 +79,6 @@ def finetuned(folder: str) -> list[list[float]]:
     declare_missing_operators()
     import lightning
     from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
-
-    from dlion.frameworks.lightning import KeepWorkers
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
@@ -99,15 +106,9 @@ def finetuned(folder: str) -> list[list[float]]:
                 self.unfreeze_and_add_param_group(pl_module.body, optimizer, lr=1e-3)
 
     def fit(from_file: str | None = None) -> list[float]:
-        trainer = lightning.Trainer(
+        trainer = lightning_trainer(
             max_epochs=3,
-            accelerator="cpu",
-            devices=1,
-            strategy=KeepWorkers(),
             callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1), Unfreeze()],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         model, samples = Model(), torch.arange(24.0).view(8, 3).sin()
         trainer.fit(model, torch.utils.data.DataLoader(samples, 2), ckpt_path=from_file)
@@ -129,8 +130,6 @@ def lightning_refusals() -> list[str]:
     declare_missing_operators()
     import lightning
 
-    from dlion.frameworks.lightning import KeepWorkers
-
     class Model(lightning.LightningModule):
         def __init__(self, made: type[torch.optim.Optimizer]) -> None:
             super().__init__()
@@ -143,17 +142,11 @@ def lightning_refusals() -> list[str]:
             return self.made(self.parameters(), lr=1e-2)
 
     def fit(made: type[torch.optim.Optimizer]) -> str:
-        trainer = lightning.Trainer(
+        trainer = lightning_trainer(
             max_steps=2,
-            accelerator="cpu",
-            devices=1,
-            strategy=KeepWorkers(),
             precision="bf16-mixed",
             gradient_clip_val=0.5,
-            logger=False,
             enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         try:
             trainer.fit(Model(made), torch.utils.data.DataLoader(torch.ones(8, 3), 2))

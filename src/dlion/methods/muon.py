@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.checks import check_matches, check_pattern
-from dlion.engine.layout import Member, Slot
+from dlion.engine.layout import Member
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
@@ -268,18 +268,13 @@ def shape_scale(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def bucket_orthogonalise(
-    bucket: Bucket,
-    flat: Tensor,
-    newton_schulz: NewtonSchulz,
-    chosen: Callable[[Slot], bool] = lambda slot: True,
-) -> Tensor:
-    """Newton-Schulz of the chosen matrices of a bucket: float32 ``[padded]`` -> ``[padded]``.
+def bucket_orthogonalise(bucket: Bucket, flat: Tensor, newton_schulz: NewtonSchulz) -> Tensor:
+    """Newton-Schulz of the matrices of a bucket: float32 ``[padded]`` -> ``[padded]``.
 
     Matrices that FSDP2 has sharded are gathered, each on one process of the shard group.
     """
     whole = bucket.to_whole(flat)
-    slots = [slot for slot in bucket.whole.slots if chosen(slot)]
+    slots = bucket.whole.slots
     answer = torch.zeros_like(whole)
     found = orthogonalise([slot.view(whole).flatten(1) for slot in slots], newton_schulz)
     for slot, matrix in zip(slots, found, strict=True):
