@@ -96,11 +96,14 @@ class Launch:
 
 
 @contextmanager
-def compiling(capability: int) -> Iterator[list[Launch]]:
+def compiling(capability: int, ones: bool = False) -> Iterator[list[Launch]]:
     """Compile for a GPU wherever a kernel is launched; yield the list that launches are added to.
 
     Wrappers may be given tensors of any device, ``meta`` too: names, dtypes, strides, sizes and
     addresses decide what is compiled, as they do in a launch.
+
+    Args:
+        ones: compile with every integer 1, which Triton makes a constant of the kernel's code.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -109,6 +112,9 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
 
     def compile_only(self: JITFunction, grid: tuple[int, ...]) -> Any:
         def call(*args: Any, **options: Any) -> None:
+            if ones:
+                pairs = zip(args, self.params, strict=True)
+                args = tuple(1 if type(a) is int and not p.is_constexpr else a for a, p in pairs)
             compiled = self.run(*args, grid=grid, warmup=True, **options)
             launches.append(Launch(self.__name__, prod(grid), compiled))
 

@@ -38,9 +38,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores(), 4) + 1
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     from tests.support.runs import start_fork_server
 
+    if config.option.markexpr != "gpu":  # with a GPU, train.py would train there
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     start_fork_server()
 
 

@@ -107,6 +107,7 @@ def measure_training(key: Row, args: Namespace) -> list[Row]:
         adamw: partial(torch.optim.AdamW, fused=True),
         "dlion_mavo": optim.DLion,
         "dlion_mavo, overlap": partial(optim.DLion, overlap=True, bucket_cap_mb=25),
+        "dlion_mavo, overlap, 100 MB": partial(optim.DLion, overlap=True, bucket_cap_mb=100),
     }
     times = timed_in_turn({name: stepper(name, make) for name, make in makers.items()}, args)
     memory = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else None

@@ -113,6 +113,7 @@ def new(inner: Tensor) -> CudaTensor:
 
 _INDEXING = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_")
 _INDEXING += ("aten::_index_put_impl_",)
+_MASKS = (torch.bool, torch.uint8)
 # whose sizes, or values, the host has to know
 _WAITING = {
     "aten::_local_scalar_dense",
@@ -214,7 +215,7 @@ def _note_indices(indices: Sequence[Tensor | None]) -> None:
         if index is not None and not isinstance(index, CudaTensor):
             device.launch("copy HtoD")
             device.wait("copy HtoD of an index")
-        elif index is not None and index.dtype in (torch.bool, torch.uint8):
+        elif index is not None and index.dtype in _MASKS:
             device.wait("index of bool")
 
 
@@ -305,6 +306,9 @@ class Functions(TorchFunctionMode):
             if name == "tolist":
                 return to_host(first).tolist()
             if name == "__setitem__" and isinstance(args[2], int | float):
+                if any(index.dtype not in _MASKS for index in tensors_in(args[1])):
+                    self.gpu.launch("copy HtoD")
+                    self.gpu.wait("copy HtoD of a number")  # seen on an H100
                 args = (*args[:2], CudaTensor(torch.tensor(args[2], dtype=first.dtype)))
         if kwargs.get("pin_memory"):
             return self._pinned(func(*args, **{**kwargs, "pin_memory": False}))

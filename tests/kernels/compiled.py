@@ -41,18 +41,25 @@ FUSED = re.compile(r"\b[FD]FMA2?\b")
 
 
 class Call(NamedTuple):
-    """A call of a wrapper; ``aligned``: whether addresses and sizes are multiples of 16."""
+    """A call of a wrapper.
+
+    Attributes:
+        aligned: whether addresses and sizes are multiples of 16.
+        ones: whether all integers that its kernels are given are to be 1.
+    """
 
     label: str
     name: str
     arguments: tuple[Any, ...]
     aligned: bool = False
+    ones: bool = False
 
 
 def calls() -> Iterator[Call]:
     """Yield calls of all kernels: dtypes, sizes, addresses and numbers of planes."""
     for call in benchmarked(ALIGNED, "cpu"):
         yield call._replace(aligned=True)
+        yield call._replace(label=f"{call.label}, ones", ones=True)
         if call.label in ODD:
             arguments = shifted(call.arguments)
             yield call._replace(label=f"{call.label}, odd addresses", arguments=arguments)
@@ -136,7 +143,7 @@ def main(capability: int, some: bool = False) -> None:
     facts = {"capability": capability, "triton": triton.__version__}
     for call in benchmarked(ALIGNED, "cpu") if some else calls():
         row = {**facts, "kernel": call.name, "label": call.label}
-        with compiling(capability) as launches:
+        with compiling(capability, call.ones) as launches:
             try:
                 getattr(triton_cuda, call.name)(*call.arguments)
             except Exception as error:

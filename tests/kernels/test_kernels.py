@@ -18,6 +18,7 @@ Compiled, Case, INF, NAN = shared.Compiled, shared.Case, shared.INF, shared.NAN
 both, coder, coins, copied = shared.both, shared.coder, shared.coins, shared.copied
 message, same, vector, words = shared.message, shared.same, shared.vector, shared.words
 at = shared.at
+pytestmark = pytest.mark.gpu
 CPU = Compiled(kernels, "cpu")
 COMPILED = {
     "cpu": CPU,

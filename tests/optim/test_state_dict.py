@@ -2,11 +2,16 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from dlion.optim import DistributedOptimizer, DLion, GAdamW, LionCub, Signum
+from dlion.optim import DiLoCo, DistributedOptimizer, DLion, GAdamW, LionCub, Signum
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
 from tests.support.methods import of_all
 from tests.support.small_model import flat, loss_of, net, samples, train
@@ -31,6 +36,55 @@ def test_state_dict_resumes_to_the_bit(method, cls, options, tmp_path):
         loss_of(resumed, *samples(t)).backward()
         optimizer.step()
     assert torch.equal(flat(resumed), expected)
+
+
+@of_all
+def test_state_follows_the_parameters_to_another_device(method, cls, options):
+    """The buckets are told that they are elsewhere; tests/cuda/test_gpu.py moves a model."""
+    results = []
+    for moves in (False, True):
+        model = net()
+        optimizer = cls(model.parameters(), **options)
+        for t in range(6):
+            if moves and t in (0, 3):
+                optimizer.buckets[0].device = torch.device("meta")
+            optimizer.zero_grad()
+            loss_of(model, *samples(t)).backward()
+            optimizer.step()
+        results.append((flat(model), optimizer.state_dict()))
+    (one, before), (other, after) = results
+    assert torch.equal(one, other)
+    torch.testing.assert_close(before["state"], after["state"], rtol=0, atol=0)
+
+
+def resumed_from_copies() -> bool:
+    """Whether a state is loaded whose DTensors have no memory of the optimizer's.
+
+    On a mesh of GPUs that is so for what is in main memory, as DTensor moves it there.
+    """
+    join_process_group("gloo", 60)
+    from_local = DTensor.from_local
+
+    def copied(here: torch.Tensor, *args: Any, **kwargs: Any) -> DTensor:
+        return from_local(here.clone(), *args, **kwargs)
+
+    with patch.object(DTensor, "from_local", copied):
+        model, resumed = net(), net()
+        optimizer = DiLoCo(model.parameters(), local_steps=4)
+        train(model, optimizer, 3)
+        state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        train(model, optimizer, 3)
+        resumed.load_state_dict(state[0])
+        optimizer = DiLoCo(resumed.parameters(), local_steps=4)
+        optimizer.load_state_dict(state[1])
+        train(resumed, optimizer, 3)
+    dist.destroy_process_group()
+    return torch.equal(flat(model), flat(resumed))
+
+
+@pytest.mark.slow
+def test_state_in_main_memory_is_loaded_beside_parameters_on_a_gpu():
+    assert run_processes(2, resumed_from_copies)
 
 
 def test_state_of_another_spread_or_cut_is_refused():

@@ -99,6 +99,7 @@ class Bucket:
     Attributes:
         index: its number among the buckets of the optimizer.
         kind: what its parameters have in common, if the method makes a difference.
+        members: the parameters, as they were given.
         groups: the optimizer's parameter group of each parameter; hyperparameters are read from
             them at every step, see :meth:`runs`.
         edges: the slots at which the parameters of another group begin, 0 among them.
@@ -128,6 +129,7 @@ class Bucket:
         kind: Hashable = None,
     ):
         self.index, self.kind, first = index, kind, members[0].tensor
+        self.members = list(members)
         self.device, self.dtype = first.device, first.dtype
         self.sharded = isinstance(first, DTensor)
         if owners is None:
@@ -271,6 +273,20 @@ class Bucket:
         for slot in self.slots:
             mask[slot.start : slot.stop] = True
         return mask
+
+    @property
+    def left(self) -> bool:
+        """Whether the parameters are on another device than this bucket, unless only some are."""
+        return self._tensors[0].device != self.device
+
+    @torch.no_grad()
+    def take_over(self, other: "Bucket") -> None:
+        """Copy all state of a bucket of the same parameters on another device."""
+        kinds = ("own", "shared", "counters", "own_counters")
+        pairs = [(getattr(self, kind), getattr(other, kind)) for kind in kinds]
+        for here, there in (*pairs, (self.exchange.state, other.exchange.state)):
+            for name, values in there.items():
+                here[name].copy_(values)
 
     def adopt(self) -> None:
         """Point parameters back into the buffer, should anyone have replaced their storage.

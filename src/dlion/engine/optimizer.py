@@ -239,7 +239,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         check_ordered(params)
         params = params if isinstance(params, Tensor) else [*map(listed, params)]
         check_whole()
-        check_gpus(given, _device_of(params))
+        self._device = _device_of(params)  # that check_gpus has seen
+        check_gpus(given, self._device)
         check_local_workers(given)
         self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
@@ -253,11 +254,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
         self.channel, self.node = Channel(self.workers), None
         if dense_group is not None:
-            check_gpus(Workers.current(group=dense_group), _device_of(params))
+            check_gpus(Workers.current(group=dense_group), self._device)
             self.node = Node(dense_group, dense_wire, given, overlap, manager is not None)
             self.node.check_equal({"settings": settings})
         self._buckets: list[Bucket] = []
         self._waiting = False  # whether groups wait for buckets
+        self._moving = False  # whether buckets are being made on another device
         self._added = False  # whether a group was added since the buckets were in use
         self._arranged = False  # whether buckets are those of a state that is loaded
         self.accumulates: Callable[[], bool] | None = None
@@ -396,11 +398,29 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     def buckets(self) -> list[Bucket]:
         """The buckets of all groups, in the order in which their messages leave.
 
-        Those of groups that were added in a loop are made when they are needed first.
+        Those of groups that were added in a loop are made when they are needed first. All follow a
+        model that ``model.to(device)`` has moved, as frameworks do after the optimizer was made.
         """
         if self._waiting:
             self._lay_out()
+        elif self._buckets and self._buckets[0].left and not self._step.under_way:
+            self._move()
         return self._buckets
+
+    def _move(self) -> None:
+        """Make the buckets again where their parameters are now, with their state."""
+        if self._moving:
+            return
+        self._moving = True
+        try:
+            left, inner = self._buckets[:], self.inner_state()
+            self._drop(0)
+            for bucket in left:
+                self._add_bucket(bucket.members)
+                self._buckets[-1].take_over(bucket)
+            self.load_inner(inner)
+        finally:
+            self._moving = False
 
     def _lay_out(self) -> None:
         """Make the buckets of groups that have none."""
@@ -644,6 +664,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     def _check_ready(self) -> None:
         """Refuse a step that would go wrong."""
+        if (device := self.params[0].device) != self._device:
+            check_gpus(self._peers, device)
+            self._device = device
         if not self._step.taken:
             check_bare(self.params)
             if self.node is None and self._peers.processes > 1 and self._peers.local == 1:
@@ -744,6 +767,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         where one alone does. Where FSDP has sharded the parameters, all processes
         must call this together.
         """
+        _ = self.buckets  # torch copies what they publish before it asks for more
         return super().state_dict()
 
     def inner_state(self) -> list[list[dict[str, Any]]]:

@@ -259,11 +259,25 @@ def mark(optimizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def put_back(buckets: Sequence[Bucket], here: States, flats: Elementwise, saved: States) -> None:
-    """Copy saved state into an optimizer; :func:`distributed_state` leads to its own."""
+def put_back(
+    buckets: Sequence[Bucket],
+    state: dict[Tensor, Any],
+    here: States,
+    flats: Elementwise,
+    saved: States,
+) -> None:
+    """Copy saved state into an optimizer.
+
+    Args:
+        state: what the buckets have published.
+        here: the result of :func:`distributed_state`. It leads to what is not published. On a mesh
+            of GPUs it has copies of what is in main memory.
+    """
     for param, tensors in saved.items():
         for name, value in tensors.items():
-            local_part(here[param][name]).copy_(local_part(value))
+            target = state[param].get(name)
+            target = local_part(here[param][name] if target is None else target)
+            target.copy_(local_part(value))
     sharded = (bucket.exchange for bucket in buckets if bucket.sharded)
     for exchange, values in zip(sharded, flats, strict=True):
         exchange.set_elementwise(values)

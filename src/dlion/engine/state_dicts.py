@@ -73,7 +73,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.state.clear()
     for bucket in optimizer.buckets:
         saving.publish(bucket, optimizer.state, optimizer.saved_workers)
-    saving.put_back(optimizer.buckets, here, flats, saved)
+    saving.put_back(optimizer.buckets, optimizer.state, here, flats, saved)
     for key, value in foreign.items():
         if isinstance(key, Tensor):
             optimizer.state[key] |= value

@@ -542,7 +542,7 @@ def _sum_planes(rows, row, plane, words, n, PLANES: tl.constexpr, out, BITS: tl.
         tl.store(out + b * words + word, sums[b], mask=inside)
 
 
-@triton.jit(do_not_specialize=_PLACE)
+@triton.jit(do_not_specialize=[*_PLACE, "constant"])  # 1 would be a number of Python there
 def _compare_sum(
     rows,
     row,

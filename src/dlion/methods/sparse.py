@@ -85,7 +85,7 @@ class GradDrop(SparseOptimizer):
             part.add_(grad.to(torch.float32))
         indices = largest_entries(residual, bucket.spans, self.density)
         values = residual[indices]
-        residual[indices] = 0
+        residual.index_fill_(0, indices, 0)  # a number that is assigned waits for a GPU
         bucket.exchange.encode(local, indices, values)
 
     def update(self, bucket: Bucket) -> None:
@@ -162,8 +162,8 @@ class DGC(SparseOptimizer):
                 kernels.accumulate(*run.of(velocity, accumulated, grad), *run.values)
         indices = largest_entries(accumulated, bucket.spans, self._density(bucket.step))
         values = accumulated[indices]
-        accumulated[indices] = 0
-        velocity[indices] = 0
+        for vector in (accumulated, velocity):
+            vector.index_fill_(0, indices, 0)
         bucket.exchange.encode(local, indices, values)
 
     def update(self, bucket: Bucket) -> None:

@@ -1,0 +1,87 @@
+"""What users do, on a real GPU: ``pytest -m gpu --dist load``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlion.methods import METHODS
+from dlion.optim import DiLoCo, DistributedOptimizer
+from dlion.suite.launch.local import run_processes
+from dlion.suite.launch.meeting import join_process_group
+from tests.support.methods import of_all
+from tests.support.runs import train
+from tests.support.small_model import flat, loss_of, net, samples
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU: type pytest -m gpu", allow_module_level=True)
+
+SETTINGS = ("steps=6", "eval_every=3", "batch_size=8", "checkpoint_every=3", "logger=none")
+SPREAD = ("processes=2", "backend=gloo")  # NCCL refuses two processes on one GPU
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_spread_and_resumed_workers_train_to_the_same_bits(method, workers, tmp_path):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    same = f"optimizer={method}", f"workers={workers}", "device=cuda", *SETTINGS
+    train(*same, f"output_dir={whole}", code=0)
+    train(*same, f"output_dir={parted}", *SPREAD, "stop_after=3", code=75)
+    train(*same, f"output_dir={parted}", "resume=auto", code=0)
+    weights = [Path(run, "model.safetensors").read_bytes() for run in (whole, parted)]
+    assert weights[0] == weights[1]
+
+
+def steps(model: torch.nn.Module, optimizer: DistributedOptimizer, first: int, last: int) -> None:
+    device = next(model.parameters()).device
+    for t in range(first, last):
+        optimizer.zero_grad()
+        loss_of(model, *(part.to(device) for part in samples(t))).backward()
+        optimizer.step()
+
+
+def moved(make: Callable[..., DistributedOptimizer], options: dict[str, Any]) -> list[Tensor]:
+    """Train on the GPU, with optimizers that were made before and after the model went there."""
+    found = []
+    for early in (False, True):
+        model = net() if early else net().cuda()
+        optimizer = make(model.parameters(), **options)
+        steps(model.cuda(), optimizer, 0, 3)
+        if early:  # to save it, say, and the state comes along as it is asked for
+            model.cpu()
+            optimizer.state_dict()
+        steps(model.cuda(), optimizer, 3, 6)
+        found.append(flat(model).cpu())
+    return found
+
+
+@of_all
+def test_an_optimizer_follows_its_model_to_the_gpu_and_back(method, cls, options):
+    one, other = run_processes(1, moved, cls, options)
+    assert torch.equal(one, other)
+
+
+def resumed() -> bool:
+    """Whether a state of processes that differ continues to the bit, within a round too."""
+    join_process_group("gloo", 60)
+    model, again = net().cuda(), net().cuda()
+    optimizer = DiLoCo(model.parameters(), local_steps=4)
+    steps(model, optimizer, 0, 3)
+    weights, state = ({**kept.state_dict()} for kept in (model, optimizer))
+    weights = {name: values.clone() for name, values in weights.items()}
+    again.load_state_dict(weights)
+    optimizer_again = DiLoCo(again.parameters(), local_steps=4)
+    optimizer_again.load_state_dict(state)
+    steps(model, optimizer, 3, 6)
+    steps(again, optimizer_again, 3, 6)
+    dist.destroy_process_group()
+    return torch.equal(flat(model), flat(again))
+
+
+def test_the_state_of_two_processes_on_a_gpu_continues_to_the_bit():
+    assert run_processes(2, resumed)
