@@ -107,6 +107,27 @@ def test_parameters_may_be_on_a_gpu_and_in_main_memory(alone, devices, nonfinite
     assert all(map(torch.equal, found, trained_alone(DLion, options, "cpu", "cpu", "cpu")))
 
 
+def apart(methods: list[str]) -> dict[str, str]:
+    """Train in two processes over a pretended NCCL, in some steps without workers in one."""
+    join_process_group("gloo")
+    found = {}
+    for method in methods:
+        case = same_bits.Case(method, method, partial=True, steps=STEPS)
+        with pretended_cuda():
+            try:
+                found[method] = same_bits.run_case(case, Workers.current(2), False, "cuda")
+            except Exception as error:
+                found[method] = f"{type(error).__name__}: {error}"
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_whose_workers_stay_away_is_on_its_gpu_too():
+    methods = [*same_bits.METHODS]
+    assert run_processes(2, apart, methods) == {name: on_cpu(name, True) for name in methods}
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, bool], Measured | str]:
     return measure(MEASURED)

@@ -46,7 +46,8 @@ from dlion.values import Positive
 from dlion.workers import Workers, check_gpus, voters
 
 Nonfinite = Literal["stop", "skip"]
-BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
+# results/speed: each costs a GPU's host a millisecond; with more workers buckets grow
+BUCKET_MB, BUCKET_WORKERS = {"cpu": 5.0, "cuda": 100.0}, 8
 
 
 class Common(TypedDict, total=False):
@@ -149,8 +150,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             fit on the GPU.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
-            one bucket, of all groups. ``auto``: 5, and in proportion to n beyond 8 workers, so that
-            a slice, and what a message about it costs, stays as large.
+            one bucket, of all groups. ``auto``: 5, or 100 of parameters on a GPU, and in proportion
+            to n beyond 8 workers, so that a slice, and what a message about it costs, stays as
+            large.
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
             raises TrainingFailed on all workers before the parameters of that bucket are updated
             (state may hold the gradient by then: resume from a checkpoint only); ``skip`` treats it
@@ -245,7 +247,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
-            bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
+            bucket_cap_mb = BUCKET_MB.get(self._device.type, 5.0)
+            bucket_cap_mb *= max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
         self.stochastic_rounding = stochastic_rounding

@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,14 @@ from dlion.transfer import keep_for_this_stream
 Work = Callable[[], None]
 
 
+class _Noted(NamedTuple):
+    """Gradients with their versions, and what was measured of each, float64 ``[T, m]``."""
+
+    gradients: list[tuple[Slot, Tensor, int]]
+    measure: Callable[[list[Tensor]], Tensor]
+    measured: Tensor
+
+
 @dataclass
 class _Pass:
     """A bucket in the backward pass of this step.
@@ -34,16 +43,13 @@ class _Pass:
         waiting: trained parameters whose gradient is not there yet; None before the first is.
         sent: whether its message has left.
         restarted: whether zero_grad() has given up the pass that the message was made in.
-        gradients: those that the message was made of, with their versions, what was measured of
-            them, and how.
+        noted: of the gradients that the message was made of.
     """
 
     waiting: int | None = None
     sent: bool = False
     restarted: bool = False
-    gradients: list[tuple[Slot, Tensor, int, Tensor, Callable[[Tensor], Tensor]]] = field(
-        default_factory=list
-    )
+    noted: _Noted | None = None
 
 
 class Overlap:
@@ -181,18 +187,25 @@ class Overlap:
                     " step(), when messages had left: set it before backward(), or create the"
                     " optimizer with overlap=False"
                 )
-            for slot, grad, version, content, measure in [] if here.restarted else here.gradients:
-                same = slot.tensor.grad is grad
-                if same and local_part(grad)._version != version:
-                    # clip_grad_norm_(params, inf), say, multiplies by 1
-                    self._written = True
-                    same = _same_bits(content, measure(grad))
-                if not same:
-                    raise RuntimeError(
-                        f"the gradient of {slot.name or 'a parameter'} was changed between"
-                        " backward() and step(), when it had been sent: clip or scale gradients"
-                        " with overlap=False (torch.nn.utils.get_total_norm only measures them)"
-                    )
+            if here.noted is not None and not here.restarted:
+                self._check_gradients(here.noted)
+
+    def _check_gradients(self, noted: _Noted) -> None:
+        """Refuse gradients of a bucket that were changed after its message had left."""
+        found = noted.gradients
+        same = [slot.tensor.grad is grad for slot, grad, _ in found]
+        if all(same) and any(local_part(grad)._version != version for _, grad, version in found):
+            # clip_grad_norm_(params, inf), say, multiplies by 1
+            self._written = True
+            now = noted.measure([grad for _, grad, _ in found])
+            same = (now.view(torch.int64) == noted.measured.view(torch.int64)).all(1).tolist()
+        for (slot, *_), unchanged in zip(found, same, strict=True):
+            if not unchanged:
+                raise RuntimeError(
+                    f"the gradient of {slot.name or 'a parameter'} was changed between"
+                    " backward() and step(), when it had been sent: clip or scale gradients"
+                    " with overlap=False (torch.nn.utils.get_total_norm only measures them)"
+                )
 
     def check_restart(self) -> None:
         """Refuse zero_grad() after a successful pass whose messages have left."""
@@ -230,13 +243,12 @@ class Overlap:
 
     def _note_gradients(self, bucket: Bucket) -> None:
         """Record the gradients of a message."""
-        for slot in bucket.slots:
-            grad = slot.tensor.grad
-            if grad is not None:
-                version = local_part(grad)._version
-                measure = _hash if self._written else _norm
-                noted = slot, grad, version, measure(grad), measure
-                self._passes[bucket].gradients.append(noted)
+        slots = [(slot, slot.tensor.grad) for slot in bucket.slots]
+        found = [(slot, g, local_part(g)._version) for slot, g in slots if g is not None]
+        if found:
+            measure = _hashes if self._written else _norms
+            measured = measure([grad for _, grad, _ in found])
+            self._passes[bucket].noted = _Noted(found, measure, measured)
 
     @torch.no_grad()
     def _run(
@@ -295,25 +307,22 @@ class Overlap:
         return all(future.done() for future in self._running.values())
 
 
-def _norm(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(local_part(grad)).double()
+def _norms(grads: list[Tensor]) -> Tensor:
+    """Return the norms of gradients, ``[T, 1]``: on a GPU a few launches for all of them."""
+    return torch.stack(torch._foreach_norm([*map(local_part, grads)])).double()[:, None]
 
 
-def _hash(grad: Tensor) -> Tensor:
-    """Return a hash of a gradient's bits, its sum and norm, ``[3]`` on its device.
+def _hashes(grads: list[Tensor]) -> Tensor:
+    """Return a hash of each gradient's bits, its sum and norm, ``[T, 3]``.
 
     The hash, of xor, is blind to pairs of equal values.
     """
-    values = local_part(grad)
-    double = torch.float64
-    hashed = torch.hash_tensor(values).view(double)
-    return torch.stack(
-        [hashed, values.sum(dtype=double), torch.linalg.vector_norm(values, dtype=double)]
-    )
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int64), other.view(torch.int64))  # NaN too
+    double, found = torch.float64, []
+    for values in map(local_part, grads):
+        hashed = torch.hash_tensor(values).view(double)
+        found += [hashed, values.sum(dtype=double)]
+        found.append(torch.linalg.vector_norm(values, dtype=double))
+    return torch.stack(found).view(-1, 3)
 
 
 def _call(method: weakref.WeakMethod, tensor: Tensor) -> None:

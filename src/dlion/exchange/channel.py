@@ -214,13 +214,16 @@ class Channel:
                 result[index_of(places, flat.device)] = incoming[q]
         return result.view(parts.shape)
 
-    def scatter_ragged(self, parts: list[list[Tensor]], sizes: Tensor) -> list[list[Tensor]]:
+    def scatter_ragged(
+        self, parts: list[list[Tensor]], sizes: Tensor, device: torch.device | str
+    ) -> list[list[Tensor]]:
         """Like :meth:`scatter` for parts of differing size.
 
         Args:
             parts: ``parts[i][j]``, 1-D, from the i-th local participant to worker j.
             sizes: ``[m, k]``, the bytes that local worker j will receive from each participant.
                 (They are known beforehand: the exchange sends them in a header.)
+            device: of the parts, which a process without participants has none of.
 
         Returns:
             ``[i][j]``: what the i-th participant sent to local worker j.
@@ -239,7 +242,8 @@ class Channel:
         if self.alone:
             return parts
         ordered = [p for q in blocks for row in parts for p in row[q * k : (q + 1) * k]]
-        outgoing = torch.cat(ordered) if ordered else sizes.new_empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        outgoing = torch.cat([nothing, *ordered])
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
         receive = [int(rows.sum()) for rows in sizes.split(self._senders_of)]
         incoming = outgoing.new_empty(sum(receive))

@@ -63,7 +63,7 @@ class SparseMean(Exchange):
             list(packed.split((unit * counts).tolist()))
             for (packed, _), counts in zip(messages, mine, strict=True)
         ]
-        rows = channel.scatter_ragged(parts, unit * received.to(torch.int64))
+        rows = channel.scatter_ragged(parts, unit * received.to(torch.int64), self.device)
         with channel.timer.vote:
             means = [self._mean([row[i] for row in rows]) for i in range(channel.workers.local)]
         counts = torch.stack([count for _, count in means]).to(torch.int32)
