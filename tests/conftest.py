@@ -19,6 +19,8 @@ from tests.support.markers import (  # noqa: F401 - pytest finds them here
 )
 
 os.environ.setdefault("WANDB_MODE", "offline")
+# torch asks the driver without starting CUDA, which must not happen before a fork
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 torch.set_num_threads(1)
 remember_compositions()
 # a shell ignores the one in what ends in &, nohup the other, and children would ignore them too

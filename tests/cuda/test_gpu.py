@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlion.methods import METHODS
-from dlion.optim import DiLoCo, DistributedOptimizer
+from dlion.optim import DiLoCo, DistributedOptimizer, DLion
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from tests.support.methods import of_all
@@ -85,3 +85,20 @@ def resumed() -> bool:
 
 def test_the_state_of_two_processes_on_a_gpu_continues_to_the_bit():
     assert run_processes(2, resumed)
+
+
+def half_moved() -> str:
+    model = net()
+    optimizer = DLion(model.parameters())
+    model[0].weight.data = model[0].weight.data.cuda()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        model.cuda()
+        steps(model, optimizer, 0, 2)
+        return str(error)
+    return "accepted"
+
+
+def test_a_model_that_moved_in_part_is_refused_and_moves_nothing():
+    assert run_processes(1, half_moved).startswith("some parameters of bucket 0 have moved")

@@ -414,6 +414,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         """Make the buckets again where their parameters are now, with their state."""
         if self._moving:
             return
+        for bucket in self._buckets:
+            if len({member.tensor.device for member in bucket.members}) > 1:
+                raise RuntimeError(
+                    f"some parameters of bucket {bucket.index} have moved to another device, and"
+                    " others have not: create the optimizer after model.to(...)"
+                )
         self._moving = True
         try:
             left, inner = self._buckets[:], self.inner_state()
