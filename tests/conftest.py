@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_configure(config: pytest.Config) -> None:
     from tests.support.runs import start_fork_server
 
-    if config.option.markexpr != "gpu":  # with a GPU, train.py would train there
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        # with a GPU, train.py would train there
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     start_fork_server()
 

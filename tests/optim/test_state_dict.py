@@ -7,9 +7,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dlion.optim import DiLoCo, DistributedOptimizer, DLion, GAdamW, LionCub, Signum
+from dlion.optim import (
+    DiLoCo,
+    DistributedOptimizer,
+    DLion,
+    GAdamW,
+    LionCub,
+    OneBitAdam,
+    Signum,
+)
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
@@ -38,23 +48,80 @@ def test_state_dict_resumes_to_the_bit(method, cls, options, tmp_path):
     assert torch.equal(flat(resumed), expected)
 
 
+def leave(optimizer: DistributedOptimizer) -> None:
+    """Tell the first bucket that it is elsewhere; tests/cuda/test_gpu.py moves a model."""
+    optimizer.buckets[0].device = torch.device("meta")
+
+
 @of_all
 def test_state_follows_the_parameters_to_another_device(method, cls, options):
-    """The buckets are told that they are elsewhere; tests/cuda/test_gpu.py moves a model."""
     results = []
     for moves in (False, True):
         model = net()
         optimizer = cls(model.parameters(), **options)
         for t in range(6):
-            if moves and t in (0, 3):
-                optimizer.buckets[0].device = torch.device("meta")
+            if t in (0, 3):  # what others write to model and state comes along
+                for param in model.parameters():
+                    optimizer.state[param]["tag"] = t
+                with torch.no_grad():
+                    model[0].weight.add_(0.01)
+                if moves:
+                    leave(optimizer)
+                    assert optimizer.buckets[0].device.type == "cpu"
             optimizer.zero_grad()
             loss_of(model, *samples(t)).backward()
             optimizer.step()
+        assert all(optimizer.state[param]["tag"] == 3 for param in model.parameters())
         results.append((flat(model), optimizer.state_dict()))
     (one, before), (other, after) = results
     assert torch.equal(one, other)
     torch.testing.assert_close(before["state"], after["state"], rtol=0, atol=0)
+
+
+def test_values_put_into_the_state_come_along_and_groups_that_wait_for_buckets_do_too():
+    model, late = net(), [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = DLion(model.parameters())
+    train(model, optimizer, 1)
+    first = model[0].weight
+    optimizer.state[first]["momentum"] = torch.full((1, *first.shape), 7.0)
+    for param in late:
+        optimizer.add_param_group({"params": [param]})
+    optimizer._buckets[0].device = torch.device("meta")
+    assert [bucket.left for bucket in optimizer.buckets] == [False, False]
+    assert (optimizer.state_dict()["state"][0]["momentum"] == 7).all()
+
+
+@pytest.mark.parametrize("method", ["make_exchange", "dtype"])
+def test_buckets_move_all_or_none(method):
+    model = net()
+    optimizer = DLion(model.parameters(), bucket_cap_mb=1e-3)
+    train(model, optimizer, 2)
+    buckets = optimizer.buckets
+    assert len(buckets) > 2
+    saved = copy.deepcopy(optimizer.state_dict()["state"])
+    for bucket in buckets:
+        bucket.device = torch.device("meta")
+    if method == "dtype":
+        model[2].to(torch.float64)  # has its own buckets, and they are the first
+        with pytest.raises(RuntimeError, match="its dtype changed: create the optimizer after"):
+            optimizer.state_dict()
+        model[2].to(torch.float32)
+    else:
+        make, calls = optimizer.make_exchange, []
+
+        def fail(bucket: Any) -> Any:
+            calls.append(bucket)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no room")
+            return make(bucket)
+
+        with patch.object(optimizer, "make_exchange", fail), pytest.raises(RuntimeError):
+            optimizer.state_dict()
+    assert all(bucket.left for bucket in optimizer._buckets)
+    torch.testing.assert_close(optimizer.state_dict()["state"], saved, rtol=0, atol=0)
+    before = flat(model)
+    train(model, optimizer, 1)
+    assert (flat(model) != before).all()
 
 
 def resumed_from_copies() -> bool:
@@ -80,6 +147,38 @@ def resumed_from_copies() -> bool:
         train(resumed, optimizer, 3)
     dist.destroy_process_group()
     return torch.equal(flat(model), flat(resumed))
+
+
+def shards_from_copies() -> list[list[float]]:
+    """Return how many warm-up exchanges one-bit Adam counts, saved and loaded, as above."""
+    join_process_group("gloo", 60)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    from_local, found = DTensor.from_local, []
+
+    def copied(here: torch.Tensor, *args: Any, **kwargs: Any) -> DTensor:
+        return from_local(here.clone() if here.numel() == 1 else here, *args, **kwargs)
+
+    with patch.object(DTensor, "from_local", copied):
+        state: dict[str, Any] | None = None
+        for steps in (3, 0):
+            model = fully_shard(net(), mesh=mesh["shard"])
+            options = {"warmup_steps": 9, "mesh": mesh["replicate"]}
+            optimizer = OneBitAdam(model.parameters(), **options)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            for t in range(steps):
+                loss_of(model, *samples(t)).backward()
+                optimizer.step()
+            state = copy.deepcopy(optimizer.state_dict())
+            found.append(optimizer.buckets[0].exchange.state["runs"].flatten().tolist())
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_what_an_exchange_of_shards_keeps_in_main_memory_is_loaded_too():
+    saved, loaded = run_processes(2, shards_from_copies)
+    assert saved == loaded == [3.0]
 
 
 @pytest.mark.slow

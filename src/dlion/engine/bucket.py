@@ -99,7 +99,6 @@ class Bucket:
     Attributes:
         index: its number among the buckets of the optimizer.
         kind: what its parameters have in common, if the method makes a difference.
-        members: the parameters, as they were given.
         groups: the optimizer's parameter group of each parameter; hyperparameters are read from
             them at every step, see :meth:`runs`.
         edges: the slots at which the parameters of another group begin, 0 among them.
@@ -129,7 +128,6 @@ class Bucket:
         kind: Hashable = None,
     ):
         self.index, self.kind, first = index, kind, members[0].tensor
-        self.members = list(members)
         self.device, self.dtype = first.device, first.dtype
         self.sharded = isinstance(first, DTensor)
         if owners is None:
@@ -280,13 +278,34 @@ class Bucket:
         return self._tensors[0].device != self.device
 
     @torch.no_grad()
-    def take_over(self, other: "Bucket") -> None:
-        """Copy all state of a bucket of the same parameters on another device."""
-        kinds = ("own", "shared", "counters", "own_counters")
-        pairs = [(getattr(self, kind), getattr(other, kind)) for kind in kinds]
-        for here, there in (*pairs, (self.exchange.state, other.exchange.state)):
-            for name, values in there.items():
-                here[name].copy_(values)
+    def follow(self, make_exchange: Callable[["Bucket"], Exchange]) -> None:
+        """Continue on the device to which the parameters have moved, with all state.
+
+        Nothing is changed in place, so that ``vars`` of before restore this bucket.
+        """
+        self._check_moved()
+        self.device = self._tensors[0].device
+        vars(self).pop("whole", None)
+        exchange, former = make_exchange(self), self.exchange
+        for name, values in former.state.items():
+            exchange.state[name].copy_(values)
+        self.exchange = exchange
+        self.params = torch.zeros_like(self.params, device=self.device)
+        self.own = {name: rows.to(self.device) for name, rows in self.own.items()}
+        self.shared = {name: flat.to(self.device) for name, flat in self.shared.items()}
+        self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
+        self._fragments, self._row = {}, None
+        self.adopt()
+
+    def _check_moved(self) -> None:
+        found = {(tensor.device, tensor.dtype) for tensor in self._tensors}
+        device, dtype = next(iter(found - {(self.device, self.dtype)}))
+        if found != {(device, self.dtype)}:
+            raise RuntimeError(
+                f"a parameter moved from {self.dtype} on {self.device} to {dtype} on {device}, and"
+                " not all of its bucket, or its dtype changed: create the optimizer after"
+                " model.to(...)"
+            )
 
     def adopt(self) -> None:
         """Point parameters back into the buffer, should anyone have replaced their storage.

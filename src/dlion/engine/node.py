@@ -106,7 +106,8 @@ class Node:
         if not headers.agree:
             bucket.check_in_step(headers, self._ranks, "process")
         numel = bucket.exchange.numel
-        if bucket.index not in self._means:
+        known = self._means.get(bucket.index)
+        if known is None or known.device != bucket.device:
             mean = RoundedMean(self._channel, numel, self._wire, device=bucket.device)
             self._means[bucket.index] = mean
         exchange = self._means[bucket.index]

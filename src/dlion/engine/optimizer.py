@@ -46,8 +46,7 @@ from dlion.values import Positive
 from dlion.workers import Workers, check_gpus, voters
 
 Nonfinite = Literal["stop", "skip"]
-# results/speed: each costs a GPU's host a millisecond; with more workers buckets grow
-BUCKET_MB, BUCKET_WORKERS = {"cpu": 5.0, "cuda": 100.0}, 8
+BUCKET_MB, BUCKET_WORKERS = 5.0, 8  # results/speed; with more workers buckets grow
 
 
 class Common(TypedDict, total=False):
@@ -150,9 +149,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             fit on the GPU.
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
             float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
-            one bucket, of all groups. ``auto``: 5, or 100 of parameters on a GPU, and in proportion
-            to n beyond 8 workers, so that a slice, and what a message about it costs, stays as
-            large.
+            one bucket, of all groups. ``auto``: 5, and in proportion to n beyond 8 workers, so that
+            a slice, and what a message about it costs, stays as large. On a GPU, whose host each
+            bucket costs a millisecond, give 100 or more.
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
             raises TrainingFailed on all workers before the parameters of that bucket are updated
             (state may hold the gradient by then: resume from a checkpoint only); ``skip`` treats it
@@ -241,14 +240,17 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         check_ordered(params)
         params = params if isinstance(params, Tensor) else [*map(listed, params)]
         check_whole()
-        self._device = _device_of(params)  # that check_gpus has seen
-        check_gpus(given, self._device)
+        self._device = _device_of(params)  # of which it was checked who shares it
+        self._meeting = [given]
+        if dense_group is not None:
+            self._meeting.append(Workers.current(group=dense_group))
+        for group in self._meeting:
+            check_gpus(group, self._device)
         check_local_workers(given)
         self._peers = given
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
-            bucket_cap_mb = BUCKET_MB.get(self._device.type, 5.0)
-            bucket_cap_mb *= max(1.0, given.count / BUCKET_WORKERS)
+            bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
         self.seed, self.overlap, self.bucket_cap_mb = seed, overlap, bucket_cap_mb
         self.nonfinite, self.dense_wire = nonfinite, dense_wire
         self.stochastic_rounding = stochastic_rounding
@@ -257,12 +259,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.workers = given.with_own_group() if overlap else given  # others talk meanwhile
         self.channel, self.node = Channel(self.workers), None
         if dense_group is not None:
-            check_gpus(Workers.current(group=dense_group), self._device)
             self.node = Node(dense_group, dense_wire, given, overlap, manager is not None)
             self.node.check_equal({"settings": settings})
         self._buckets: list[Bucket] = []
         self._waiting = False  # whether groups wait for buckets
-        self._moving = False  # whether buckets are being made on another device
         self._added = False  # whether a group was added since the buckets were in use
         self._arranged = False  # whether buckets are those of a state that is loaded
         self.accumulates: Callable[[], bool] | None = None
@@ -330,6 +330,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
+
+    def follow(self, bucket: Bucket) -> None:
+        """Bring what is kept beside a bucket to the device that it has moved to."""
 
     def host(self, local: int | None) -> None:
         """Put the parameters of a local worker into the model; None: those that all share.
@@ -404,32 +407,32 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         Those of groups that were added in a loop are made when they are needed first. All follow a
         model that ``model.to(device)`` has moved, as frameworks do after the optimizer was made.
         """
+        if self._buckets and self._buckets[0].left and not self._step.under_way:
+            self._move()
         if self._waiting:
             self._lay_out()
-        elif self._buckets and self._buckets[0].left and not self._step.under_way:
-            self._move()
         return self._buckets
 
     def _move(self) -> None:
-        """Make the buckets again where their parameters are now, with their state."""
-        if self._moving:
-            return
-        for bucket in self._buckets:
-            if len({member.tensor.device for member in bucket.members}) > 1:
-                raise RuntimeError(
-                    f"some parameters of bucket {bucket.index} have moved to another device, and"
-                    " others have not: create the optimizer after model.to(...)"
-                )
-        self._moving = True
+        """Bring the buckets to where their parameters are now, with their state: all or none.
+
+        Raises:
+            RuntimeError: if only some parameters of a bucket moved, or their dtype changed.
+        """
+        left = [bucket for bucket in self._buckets if bucket.left]
+        before = [{**vars(bucket)} for bucket in left]
         try:
-            left, inner = self._buckets[:], self.inner_state()
-            self._drop(0)
             for bucket in left:
-                self._add_bucket(bucket.members)
-                self._buckets[-1].take_over(bucket)
-            self.load_inner(inner)
-        finally:
-            self._moving = False
+                bucket.adopt_state(self.state)
+                bucket.follow(self.make_exchange)
+        except BaseException:
+            for bucket, known in zip(left, before, strict=True):
+                vars(bucket).clear()
+                vars(bucket).update(known)
+            raise
+        for bucket in left:
+            saving.publish(bucket, self.state, self.saved_workers)
+            self.follow(bucket)
 
     def _lay_out(self) -> None:
         """Make the buckets of groups that have none."""
@@ -674,7 +677,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
     def _check_ready(self) -> None:
         """Refuse a step that would go wrong."""
         if (device := self.params[0].device) != self._device:
-            check_gpus(self._peers, device)
+            for group in self._meeting:
+                check_gpus(group, device)
             self._device = device
         if not self._step.taken:
             check_bare(self.params)

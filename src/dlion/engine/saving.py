@@ -17,7 +17,7 @@ from dlion.engine.shards import EXCHANGE, local_part
 from dlion.exchange import Channel
 from dlion.workers import Workers
 
-States = dict[torch.nn.Parameter, dict[str, Tensor]]  # of each parameter, by name
+States = dict[Tensor, dict[str, Tensor]]  # of each parameter, by name
 APART = "workers_apart"  # the entry of a state without each worker's own: which save it is of
 Elementwise = list[dict[str, Tensor]]  # of each bucket whose parameters are sharded, by name
 
@@ -165,9 +165,9 @@ def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
     ``worker`` says whose the per-worker state is. What an exchange keeps for its bucket is with the
     first parameter, ``exchange.NAME``.
     """
-    worker = of_workers(workers)
+    worker, published = of_workers(workers), []
     for index, slot in enumerate(bucket.slots):
-        own = state[slot.tensor]
+        own: dict[str, Tensor] = {}
         if bucket.own:
             own["worker"] = worker
         for name, flat in (bucket.own | bucket.shared).items():
@@ -176,28 +176,26 @@ def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
             own[name] = counts[index]
         for name, counts in bucket.own_counters.items():
             own[name] = counts[:, index]
-    if not bucket.sharded:
-        first = state[bucket.slots[0].tensor]
-        first |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
-    bucket.published = [
-        (slot.tensor, name, value)
-        for slot in bucket.slots
-        for name, value in state[slot.tensor].items()
-    ]
+        if not index and not bucket.sharded:
+            own |= {EXCHANGE + name: rows for name, rows in bucket.exchange.state.items()}
+        state[slot.tensor].update(own)  # others' entries stay
+        published += [(slot.tensor, name, value) for name, value in own.items()]
+    bucket.published = published
 
 
 @torch.no_grad()
 def distributed_state(
-    state: dict[Tensor, Any],
     params: Sequence[torch.nn.Parameter],
     buckets: Sequence[Bucket],
     workers: Workers,
     own_state: Sequence[str],
     files: Files,
-) -> tuple[States, Elementwise]:
+) -> tuple[States, States, Elementwise]:
     """Return an optimizer's state, sharing its memory, as DTensors where processes differ.
 
-    Beside it, what exchanges keep of each parameter: the state shares that, and they do not.
+    Beside it the same, as much as is here and where it is: on a mesh of GPUs a DTensor has a copy
+    of what is in main memory. And what exchanges keep of each parameter: the state shares that,
+    and they do not.
 
     Args:
         own_state: names of per-worker state, for parameters of which this process has nothing.
@@ -205,40 +203,38 @@ def distributed_state(
     """
     placements = Placements(workers, params[0], files)
     found: States = {}
+    local: States = {}
     flats: Elementwise = []
     for bucket in buckets:
-        for slot in bucket.slots:
-            param = slot.tensor
-            known = _known(bucket)
-            for name, value in state[param].items():
-                if name not in known and not name.startswith(EXCHANGE):
-                    continue
-                if name in bucket.shared:
-                    kept = placements.shared(value, param)
-                elif name in bucket.counters:
-                    kept = value
-                else:
-                    kept = placements.own(value, param if name in bucket.own else None)
-                found.setdefault(param, {})[name] = kept
+        for param, name, value in bucket.published:
+            if name in bucket.shared:
+                kept = placements.shared(value, param)
+            elif name in bucket.counters:
+                kept = value
+            else:
+                kept = placements.own(value, param if name in bucket.own else None)
+            found.setdefault(param, {})[name] = kept
+            local.setdefault(param, {})[name] = value
         if placements.shards is not None:
-            exchange, first = bucket.exchange, found[bucket.slots[0].tensor]
+            exchange, first = bucket.exchange, bucket.slots[0].tensor
             flats.append(exchange.elementwise())
             for name, flat in flats[-1].items():
                 for slot in bucket.slots:
+                    local[slot.tensor][EXCHANGE + name] = slot.view(flat)
                     kept = placements.shared(slot.view(flat), slot.tensor)
                     found[slot.tensor][EXCHANGE + name] = kept
             at = "x".join(map(str, placements.shards.get_coordinate() or ()))
             for name, rows in exchange.state.items():
                 if name not in flats[-1]:
-                    first[f"{EXCHANGE}{name}.{at}"] = placements.of_shard(rows)
+                    local[first][f"{EXCHANGE}{name}.{at}"] = rows
+                    found[first][f"{EXCHANGE}{name}.{at}"] = placements.of_shard(rows)
     for param in params:  # of some parameters this process has an empty shard
         if isinstance(param, DTensor) and param.requires_grad and param not in found:
             here, k = local_part(param), workers.local
-            found[param] = {
-                name: placements.own(here.new_zeros(k, *here.shape, dtype=torch.float32), param)
-                for name in own_state
-            }
-    return found, flats
+            rows = here.new_zeros(k, *here.shape, dtype=torch.float32)
+            local[param] = dict.fromkeys(own_state, rows)
+            found[param] = {name: placements.own(rows, param) for name in own_state}
+    return found, local, flats
 
 
 def _known(bucket: Bucket) -> set[str]:
@@ -259,25 +255,11 @@ def mark(optimizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def put_back(
-    buckets: Sequence[Bucket],
-    state: dict[Tensor, Any],
-    here: States,
-    flats: Elementwise,
-    saved: States,
-) -> None:
-    """Copy saved state into an optimizer.
-
-    Args:
-        state: what the buckets have published.
-        here: the result of :func:`distributed_state`. It leads to what is not published. On a mesh
-            of GPUs it has copies of what is in main memory.
-    """
+def put_back(buckets: Sequence[Bucket], local: States, flats: Elementwise, saved: States) -> None:
+    """Copy saved state into an optimizer; :func:`distributed_state` leads to its own."""
     for param, tensors in saved.items():
         for name, value in tensors.items():
-            target = state[param].get(name)
-            target = local_part(here[param][name] if target is None else target)
-            target.copy_(local_part(value))
+            local_part(local[param][name]).copy_(local_part(value))
     sharded = (bucket.exchange for bucket in buckets if bucket.sharded)
     for exchange, values in zip(sharded, flats, strict=True):
         exchange.set_elementwise(values)

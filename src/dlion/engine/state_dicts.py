@@ -49,7 +49,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     _check_names(groups, optimizer.param_groups)
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
-    here, flats = _distributed(optimizer)
+    here, local, flats = _distributed(optimizer)
     state = _with_steps(state_dict["state"], groups)
     saved, foreign = _sort_out(state, param_of, here, apart is not None)
     _check_groups(groups, {*optimizer._hyperparameters})
@@ -73,7 +73,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.state.clear()
     for bucket in optimizer.buckets:
         saving.publish(bucket, optimizer.state, optimizer.saved_workers)
-    saving.put_back(optimizer.buckets, optimizer.state, here, flats, saved)
+    saving.put_back(optimizer.buckets, local, flats, saved)
     for key, value in foreign.items():
         if isinstance(key, Tensor):
             optimizer.state[key] |= value
@@ -81,11 +81,9 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
             optimizer.state[key] = value
 
 
-def _distributed(optimizer: Any) -> tuple[States, saving.Elementwise]:
-    state, params, buckets = optimizer.state, optimizer.params, optimizer.buckets
-    return saving.distributed_state(
-        state, params, buckets, optimizer.saved_workers, optimizer.own_state, optimizer.files
-    )
+def _distributed(optimizer: Any) -> tuple[States, States, saving.Elementwise]:
+    workers, own_state, files = optimizer.saved_workers, optimizer.own_state, optimizer.files
+    return saving.distributed_state(optimizer.params, optimizer.buckets, workers, own_state, files)
 
 
 def _without_own(packed: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -112,6 +112,9 @@ class LocalUpdate(MatricesApart):
             bucket.write_back()
             self._hosted[bucket] = bucket.versions
 
+    def follow(self, bucket: Bucket) -> None:
+        self._inner.follow(bucket)
+
     def end_round(self) -> None:
         self._last = True
 

@@ -93,7 +93,8 @@ class MomentumSync:
         if channel.workers is not self._workers:  # exchanges are for one number of workers
             self._means.clear()
             self._workers = channel.workers
-        if bucket not in self._means:
+        known = self._means.get(bucket)
+        if known is None or known.device != bucket.device:
             spans = [(place.start, place.stop) for place in places]
             made = make_mean(self.wire, channel, end, spans, device=bucket.device)
             self._means[bucket] = made

@@ -216,8 +216,8 @@ class Settings:
         device: null: cuda where there is one.
         backend: null: gloo on cpu, nccl on cuda.
         overlap: exchange messages during the backward pass.
-        bucket_cap_mb: MB of float32 parameters that are exchanged together; auto: 5, on a GPU 100,
-            and more in proportion to the workers beyond 8; null: all.
+        bucket_cap_mb: MB of float32 parameters that are exchanged together; auto: 5, and more in
+            proportion to the workers beyond 8; null: all.
         threads: compute threads per process; another number may change the last bit of results.
         participation: share of the workers that take part in a step, drawn for each step.
         local_steps: steps of SGD of each worker between two exchanges; epochs count them.
