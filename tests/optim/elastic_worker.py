@@ -118,8 +118,12 @@ def main(
 
 
 if __name__ == "__main__":
+    code = 0
     try:
         main(*sys.argv[1:])
-    except (dlion.UserError, dlion.TrainingFailed) as error:
+    except (dlion.UserError, dlion.TrainingFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    if dist.is_initialized():  # a thread of gloo may abort Python as it ends
+        dist.destroy_process_group()
+    sys.exit(code)

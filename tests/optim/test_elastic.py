@@ -316,7 +316,7 @@ def test_processes_of_one_worker_with_a_model_each_are_refused(
         run.start(str(rank), store=f"{tmp_path / 'store'},{rank},2", apart="1")
     for process in run.processes.values():
         done = process.wait(60)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert "join() was given 2 processes that are one worker" in done.stderr
 
 
