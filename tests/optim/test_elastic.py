@@ -6,7 +6,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
@@ -14,10 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dlion
+from dlion.engine import joining
+from dlion.exchange import Channel
 from dlion.methods import METHODS
 from dlion.suite.lighthouse import start as lighthouse_at
+from dlion.workers import Workers
 from tests.optim.elastic_worker import clip, loss, model, sha256
 from tests.support.runs import Run
 
@@ -305,6 +311,33 @@ def test_workers_of_several_processes_die_and_join_whole(
         agree(*rows)
         seen = set.union(*map(set, rows))
         assert seen == {*range(max(seen) + 1)} and min(rows[2]) > 0
+
+
+@pytest.mark.parametrize("what", ["state", "messages"])
+def test_who_is_slow_is_waited_for_longer_than_connecting_took(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    state = {"x": torch.arange(400_000.0)}  # several parts
+
+    def work(rank: int) -> Any:
+        group = joining._make_group(60.0)
+        group.configure(f"127.0.0.1:{store.port}/", str(rank), rank, 2, 1, 0, 1, [0, 1])
+        time.sleep(3 * rank)  # connecting may take two seconds
+        if what == "messages":
+            channel = Channel(Workers())
+            channel.move(Workers(rank, 2, group=group.parent))
+            return {"x": channel.gather(state["x"][None])[1 - rank]}
+        transport = joining.GroupTransport(group)
+        if rank:
+            transport.send_checkpoint([0], 1, state, timedelta(seconds=60))
+            return state
+        return transport.recv_checkpoint(1, "", 1, timedelta(seconds=60))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    assert torch.equal(first["x"], state["x"]) and torch.equal(second["x"], state["x"])
 
 
 @pytest.mark.slow

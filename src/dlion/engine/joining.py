@@ -34,6 +34,7 @@ _SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 _MEETING = 2.0  # seconds in which a new worker has to connect to the others
 _AGAIN = 0.5  # seconds, at least, in which it has to do so again
 _ADDRESS = 256  # bytes, at most, of an address
+_PART = 1 << 20  # bytes of a state that must arrive within the timeout
 _INSTALL = "type pip install 'dlion[elastic]'"
 
 
@@ -312,16 +313,17 @@ class GroupTransport:
         data = packed(state_dict)
         with self.watched():
             for rank in dst_ranks:
-                for part in (torch.tensor([len(data)]), data):
-                    self._group.parent.send([part], rank, 0).wait()
+                for part in (torch.tensor([len(data)]), *data.split(_PART)):
+                    self._group.parent.send([part], rank, 0).wait(timeout)
                 self.sent_bytes += len(data) if step else 0
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         with self.watched():
             size = torch.empty(1, dtype=torch.int64)
-            self._group.parent.recv([size], src_rank, 0).wait()
+            self._group.parent.recv([size], src_rank, 0).wait(timeout)
             data = torch.empty(int(size), dtype=torch.uint8)
-            self._group.parent.recv([data], src_rank, 0).wait()
+            for part in data.split(_PART):
+                self._group.parent.recv([part], src_rank, 0).wait(timeout)
         return unpacked(data)
 
     def disallow_checkpoint(self) -> None:

@@ -335,12 +335,19 @@ class Channel:
             rounds.append((size, requests))
             in_flight += size
             while in_flight > limit:
-                in_flight -= _complete(*rounds.popleft())
+                in_flight -= self._complete(*rounds.popleft())
         for round_ in rounds:
-            _complete(*round_)
+            self._complete(*round_)
         if received is not incoming:
             for q, part in received.items():
                 part.copy_(incoming[q])
+
+    def _complete(self, size: int, requests: list[Any]) -> int:
+        """Wait for the messages of a round; return its size."""
+        limit = self._group._get_backend(torch.device("cpu")).options._timeout
+        for request in requests:  # gloo's own limit is what it was when the group was made
+            request.wait(limit)
+        return size
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received all earlier messages."""
@@ -407,13 +414,6 @@ def _route(rank: int, local: int, line: Line, senders: frozenset[int] | None) ->
 def is_broken(error: RuntimeError) -> bool:
     """Whether a collective failed; only the text tells gloo's errors from others."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _complete(size: int, requests: list[Any]) -> int:
-    """Wait for the messages of a round; return its size."""
-    for request in requests:
-        request.wait()
-    return size
 
 
 def sum_in_order(rows: Tensor, out: Tensor | None = None) -> Tensor:
