@@ -237,14 +237,10 @@ def distributed_state(
     return found, local, flats
 
 
-def _known(bucket: Bucket) -> set[str]:
-    return {"worker", *bucket.own, *bucket.own_counters, *bucket.shared, *bucket.counters}
-
-
 def own_names(bucket: Bucket, names: Iterable[str]) -> list[str]:
     """Return which names of a parameter's state are of one worker alone."""
-    shared = _known(bucket) - {*bucket.shared, *bucket.counters}
-    return [name for name in names if name in shared or str(name).startswith(EXCHANGE)]
+    own = {"worker", *bucket.own, *bucket.own_counters}
+    return [name for name in names if name in own or str(name).startswith(EXCHANGE)]
 
 
 def mark(optimizer: Any) -> list[int]:
