@@ -76,7 +76,7 @@ def main(
     stops = [os.environ["STOPS"]] if "STOPS" in os.environ else []
 
     def stop(at: str) -> None:
-        """Stop this process as it connects, takes a state, gives its own or steps."""
+        """Stop this process as it connects, takes a state, gives its own, waits or steps."""
         if at in stops and (at == "takes" or optimizer.workers.count == 2):
             stops.remove(at)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -84,6 +84,8 @@ def main(
     manager.register_state_dict_fn("stop", lambda state: stop("takes"), lambda: stop("gives"))
     connect = manager._pg.configure
     manager._pg.configure = lambda *args: (stop("connects"), connect(*args))
+    complete = optimizer.channel._complete
+    optimizer.channel._complete = lambda *args: (stop("waits"), complete(*args))[1]
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
     while True:

@@ -218,6 +218,25 @@ def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
 
 
 @pytest.mark.slow
+def test_a_worker_that_dies_in_the_midst_of_its_message_is_not_waited_for(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("g_adamw", "{}", least=1)
+    width = str(400_000)  # a message of 21 MB is longer than what sockets hold
+    run.start("a", width=width)
+    run.see("a", 1)
+    run.start("b", width=width, stops="waits")
+    run.see_stopped("b")
+    time.sleep(0.5)  # in which the sockets are filled
+    for name, what in (("a", signal.SIGSTOP), ("b", signal.SIGCONT), ("a", signal.SIGKILL)):
+        run.processes[name].send_signal(what)
+        time.sleep(0.3)  # in which b takes what was in the sockets
+    reached = max(run.rows("b"), default=0)
+    run.wait(lambda: max(run.rows("b")) > reached + 2)
+    run.stop()
+
+
+@pytest.mark.slow
 def test_of_a_worker_whose_process_has_stopped_the_others_end_and_its_peers_go_on(
     crew: Callable[..., Crew], tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Lock, Thread
@@ -32,7 +31,7 @@ from dlion.engine.lighthouse import Known, is_refused, page_of
 from dlion.engine.method import Method
 from dlion.engine.shards import local_part
 from dlion.errors import Stopped, TrainingFailed
-from dlion.exchange import Traffic, is_broken
+from dlion.exchange import Channel, Traffic, is_broken, settled
 from dlion.exchange.vote import AGREEMENT
 from dlion.workers import Workers
 
@@ -212,8 +211,7 @@ class Elastic:
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
-        asked: Future[None] = Future()
-        Thread(target=_settle, args=(asked, self.manager.start_quorum), daemon=True).start()
+        asked = settled(self.manager.start_quorum)
         looks = 0  # at a lighthouse that is not there
         while True:
             try:
@@ -285,7 +283,7 @@ class Elastic:
         optimizer = self._optimizer
         rank, count = self.manager.participating_rank(), self.manager.num_participants()
         optimizer.workers = Workers(rank, count, group=group)
-        optimizer.channel.move(optimizer.workers)
+        self.meet(optimizer.channel)
         before, optimizer.channel.traffic = optimizer.channel.traffic, Traffic()
         try:
             steps = optimizer.param_groups[0]["steps"]
@@ -326,6 +324,10 @@ class Elastic:
             self._deal(bucket, everyones)
         self._everyones = everyones
         return True
+
+    def meet(self, channel: Channel) -> None:
+        """Move a channel to the workers of this quorum."""
+        channel.move(self._optimizer.workers, getattr(self.manager._pg, "waits", None))
 
     def _deal(self, bucket: Bucket, everyones: list[int]) -> None:
         """Give a new exchange the known part of its state."""
@@ -620,13 +622,6 @@ def check_dealt(bucket: Bucket, method: str) -> None:
             f" its exchange keeps {', '.join(lost)}, which is not transferred when workers change:"
             " choose dlion_mavo, lion_cub or another method without a memory in its exchange"
         )
-
-
-def _settle(result: Future[None], work: Callable[[], None]) -> None:
-    try:
-        result.set_result(work())
-    except Exception as error:
-        result.set_exception(error)
 
 
 def _lost(how: str) -> TrainingFailed:

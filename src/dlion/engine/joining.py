@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dlion.engine.lighthouse import START, bracketed, check_lighthouse, split_address
 from dlion.errors import UserError
+from dlion.exchange import Waits
 from dlion.workers import Workers
 
 RETRY = 0.5  # seconds between two looks at who is there
@@ -217,6 +218,7 @@ def _make_group(timeout: float) -> Any:
         usual = limit = _MEETING  # seconds
         failed = 0  # workers that could not all connect
         sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
+        waits = Waits(None)
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
             store, _, _, workers, *_ = args
@@ -238,11 +240,13 @@ def _make_group(timeout: float) -> Any:
             self.failed, self.usual = 0, max(_AGAIN, 4 * (time.monotonic() - began))
             gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
             gloo._set_default_timeout(timedelta(seconds=timeout))
+            self.waits = Waits(self.parent)
 
         def abort(self, errored: bool = True) -> None:
             for descriptor, inode in self.sockets:
                 _shut_down(descriptor, inode)
             self.sockets = frozenset()
+            self.waits.end()
             super().abort(errored)
 
     return Group(timeout=timedelta(seconds=timeout))
@@ -314,16 +318,16 @@ class GroupTransport:
         with self.watched():
             for rank in dst_ranks:
                 for part in (torch.tensor([len(data)]), *data.split(_PART)):
-                    self._group.parent.send([part], rank, 0).wait(timeout)
+                    self._group.waits.wait([self._group.parent.send([part], rank, 0)], timeout)
                 self.sent_bytes += len(data) if step else 0
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         with self.watched():
             size = torch.empty(1, dtype=torch.int64)
-            self._group.parent.recv([size], src_rank, 0).wait(timeout)
+            self._group.waits.wait([self._group.parent.recv([size], src_rank, 0)], timeout)
             data = torch.empty(int(size), dtype=torch.uint8)
             for part in data.split(_PART):
-                self._group.parent.recv([part], src_rank, 0).wait(timeout)
+                self._group.waits.wait([self._group.parent.recv([part], src_rank, 0)], timeout)
         return unpacked(data)
 
     def disallow_checkpoint(self) -> None:

@@ -20,6 +20,7 @@ from dlion.exchange.switch import Switch
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.exchange.topk import CosineTopKMean, TopKMean
 from dlion.exchange.vote import LevelMean, Ties, Vote, WeightedVote
+from dlion.exchange.waits import Waits, settled
 
 __all__ = [
     "MEAN_WIRES",
@@ -51,11 +52,13 @@ __all__ = [
     "TrackingVote",
     "Traffic",
     "Vote",
+    "Waits",
     "WeightedVote",
     "grid_shape",
     "is_broken",
     "make_mean",
     "measure_costs",
     "run_together",
+    "settled",
     "sum_in_order",
 ]

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlion.exchange.waits import Waits
 from dlion.timer import Timer
 from dlion.transfer import index_of
 from dlion.workers import Workers, backends
@@ -20,6 +22,7 @@ AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measure
 IN_FLIGHT = 128 * 1024
 SLOW = 2_000_000  # bytes a second, below which messages leave one after the other
 TELLING = 64 * 1024  # bytes that tell it: 32 ms, in which even one of many processes has its turn
+_NO_LIMIT = timedelta(0)  # but that of the group
 ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
 
 Tensors = Tensor | Sequence[Tensor]
@@ -81,14 +84,19 @@ class Channel:
         self._backends = backends(workers.group) if dist.is_initialized() else {}
         self.slow = self._one_by_one = False
         self._fastest = 0.0  # bytes a second
+        self._waits: Waits | None = None
         self.set_participants(None)
 
-    def move(self, workers: Workers) -> None:
-        """Continue with other workers, on a gloo group that torch need not know."""
+    def move(self, workers: Workers, waits: Waits | None = None) -> None:
+        """Continue with other workers, on a gloo group that torch need not know.
+
+        Args:
+            waits: for its messages, if workers may leave.
+        """
         self.workers, self.alone = workers, workers.processes == 1
         self._backends = dict.fromkeys(("cpu", "cuda"), "gloo")
         self.slow = self._one_by_one = False
-        self._fastest = 0.0
+        self._fastest, self._waits = 0.0, waits
         self.set_participants(None)
 
     def adapt(self, slow: bool) -> None:
@@ -296,7 +304,7 @@ class Channel:
                 and not self._one_by_one
             ):
                 sent = outgoing.contiguous().view(-1)
-                self._group.alltoall_base(incoming.view(-1), sent, [], []).wait()
+                self._wait(self._group.alltoall_base(incoming.view(-1), sent, [], []))
             else:
                 self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
@@ -344,17 +352,23 @@ class Channel:
 
     def _complete(self, size: int, requests: list[Any]) -> int:
         """Wait for the messages of a round; return its size."""
-        limit = self._group._get_backend(torch.device("cpu")).options._timeout
-        for request in requests:  # gloo's own limit is what it was when the group was made
-            request.wait(limit)
+        # gloo's own limit is what it was when the group was made
+        self._wait(*requests, limit=self._group._get_backend(torch.device("cpu")).options._timeout)
         return size
+
+    def _wait(self, *requests: Any, limit: timedelta = _NO_LIMIT) -> None:
+        if self._waits is not None:
+            self._waits.wait(requests, limit)
+            return
+        for request in requests:
+            request.wait(limit)
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received all earlier messages."""
         if self.alone:
             return
         if self._backends.get("cpu") == "gloo":
-            self._group.barrier().wait()
+            self._wait(self._group.barrier())
         else:
             dist.barrier(group=self.workers.group)
 

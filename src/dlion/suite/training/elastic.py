@@ -237,13 +237,12 @@ class ElasticWorker:
 
     def _meet(self) -> None:
         """Learn who is there."""
-        workers = self.optimizer.workers
-        self.control.move(workers)
+        self.elastic.meet(self.control)
         said = json.dumps(asdict(self.me)).encode().ljust(_NAME)
         everyone = self.control.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8)[None])
         self.crew = [Member(**json.loads(bytes(row.tolist()))) for row in everyone]
         self.checkpoints.gone = [member.seat for member in self._saving - {*self.crew}]
-        self.virtual.workers = workers
+        self.virtual.workers = self.control.workers
 
     def _note_changes(self) -> None:
         """Record who has joined and left since the commit before."""
