@@ -17,7 +17,7 @@ class Waits:
     When a connection ends, gloo tells those whose message has not begun. Who has sent or received a
     part of one is not told, and waits for the whole timeout (``Pair::signalException`` in gloo's
     ``transport/tcp/pair.cc`` leaves out ``rx_`` and the unbound buffers of ``tx_``). On a slow link
-    most workers that die do so in the midst of a message. So a thread waits, and may be left behind.
+    most workers that die do so in the midst of a message. So a thread waits, which may be left.
 
     Args:
         group: kept as long as a thread waits; who drops it last waits for its threads.
@@ -31,7 +31,7 @@ class Waits:
         """Wait for each of the ``requests`` of this group, as long as ``limit``; 0: its timeout.
 
         Raises:
-            DistError: at the end of waiting.
+            RuntimeError: at the end of waiting, or for a message that failed.
         """
         there = settled(partial(self._wait, requests, limit))
         wait((there, self._ended), return_when=FIRST_COMPLETED)
