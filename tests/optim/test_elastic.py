@@ -237,6 +237,23 @@ def test_a_worker_that_dies_in_the_midst_of_its_message_is_not_waited_for(
 
 
 @pytest.mark.slow
+def test_a_worker_whose_peer_gave_up_in_the_midst_of_a_message_does_too(
+    crew: Callable[..., Crew],
+) -> None:
+    run = crew("g_adamw", "{}", least=2, together=2)  # so that no quorum without it tells
+    width = str(400_000)
+    run.start("a", width=width, stops="waits")
+    run.start("b", width=width)
+    run.see_stopped("a")
+    time.sleep(4)  # in which b gives up
+    run.processes["a"].send_signal(signal.SIGCONT)
+    reached = max(run.rows("b"))
+    run.wait(lambda: all(max(run.rows(name), default=0) > reached + 2 for name in "ab"))
+    run.stop()
+    agree(*(run.rows(name) for name in "ab"))
+
+
+@pytest.mark.slow
 def test_of_a_worker_whose_process_has_stopped_the_others_end_and_its_peers_go_on(
     crew: Callable[..., Crew], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Lock, Thread
@@ -31,8 +32,9 @@ from dlion.engine.lighthouse import Known, is_refused, page_of
 from dlion.engine.method import Method
 from dlion.engine.shards import local_part
 from dlion.errors import Stopped, TrainingFailed
-from dlion.exchange import Channel, Traffic, is_broken, settled
+from dlion.exchange import Channel, Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
+from dlion.exchange.waits import settle
 from dlion.workers import Workers
 
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
@@ -211,7 +213,8 @@ class Elastic:
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
-        asked = settled(self.manager.start_quorum)
+        asked: Future[None] = Future()
+        Thread(target=settle, args=(asked, self.manager.start_quorum), daemon=True).start()
         looks = 0  # at a lighthouse that is not there
         while True:
             try:
@@ -442,7 +445,8 @@ class Elastic:
         """Wait for peers inside, unless that is in vain, as the lighthouse's page tells.
 
         Who stops, or loses power or network, closes no connection: all would wait for ``timeout``.
-        And who comes back then may wait for peers that have left.
+        And who comes back then may wait for peers that have left. A peer that has given up is not
+        silent, and gloo may not say that its connection is gone: that tells, half a second later.
         """
         over, lock = Event(), Lock()
         Thread(target=self._watch, args=(over, lock), daemon=True).start()
@@ -453,18 +457,20 @@ class Elastic:
                 over.set()
 
     def _watch(self, over: Event, lock: Lock) -> None:
-        began, seconds = time.monotonic(), _SILENT
+        began, seconds, parted = time.monotonic(), _SILENT, False
+        group = self.manager._pg
         while not over.wait(seconds):
             # rarer and rarer: answers may come over the same link as the page
             seconds = min(max(_LOOK, (time.monotonic() - began) / 4), _SILENT)
             known = Known.read(page_of(self.manager) or "")
             silent = self._silent_peers(known)
+            was_parted, parted = parted, getattr(group, "parted", False)
             with lock:
                 if over.is_set():
                     return
-                if silent or known.quorum > self.manager._quorum_id:
+                if silent or was_parted or known.quorum > self.manager._quorum_id:
                     self._suspects |= silent
-                    self.manager._pg.abort()  # whoever waits gets an error
+                    group.abort()  # whoever waits gets an error
                     return
 
     def _silent_peers(self, known: Known) -> set[str]:

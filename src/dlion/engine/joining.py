@@ -229,9 +229,8 @@ def _make_group(timeout: float) -> Any:
             host, port = split_address(store.partition("/")[0], store)
             with socket.create_connection((host, port), self.limit) as probe:
                 there = _peer(probe)
-            over = Event()
-            waits = over, self.limit, there, _open_sockets(every=True)
-            Thread(target=_forsake, args=waits, daemon=True).start()
+            over, before = Event(), _open_sockets(every=True)
+            Thread(target=_forsake, args=(over, self.limit, there, before), daemon=True).start()
             try:
                 super().configure(*args, **kwargs)
             finally:
@@ -241,6 +240,11 @@ def _make_group(timeout: float) -> Any:
             gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
             gloo._set_default_timeout(timedelta(seconds=timeout))
             self.waits = Waits(self.parent)
+
+        @property
+        def parted(self) -> bool:
+            """Whether a connection has ended, whose descriptor gloo has closed."""
+            return not self.sockets <= _open_sockets()
 
         def abort(self, errored: bool = True) -> None:
             for descriptor, inode in self.sockets:
@@ -318,17 +322,20 @@ class GroupTransport:
         with self.watched():
             for rank in dst_ranks:
                 for part in (torch.tensor([len(data)]), *data.split(_PART)):
-                    self._group.waits.wait([self._group.parent.send([part], rank, 0)], timeout)
+                    self._wait(self._group.parent.send([part], rank, 0), timeout)
                 self.sent_bytes += len(data) if step else 0
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         with self.watched():
             size = torch.empty(1, dtype=torch.int64)
-            self._group.waits.wait([self._group.parent.recv([size], src_rank, 0)], timeout)
+            self._wait(self._group.parent.recv([size], src_rank, 0), timeout)
             data = torch.empty(int(size), dtype=torch.uint8)
             for part in data.split(_PART):
-                self._group.waits.wait([self._group.parent.recv([part], src_rank, 0)], timeout)
+                self._wait(self._group.parent.recv([part], src_rank, 0), timeout)
         return unpacked(data)
+
+    def _wait(self, request: Any, timeout: timedelta) -> None:
+        self._group.waits.wait([request], timeout)
 
     def disallow_checkpoint(self) -> None:
         """Nothing is under way once :meth:`send_checkpoint` has returned."""

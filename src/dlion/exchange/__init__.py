@@ -20,7 +20,7 @@ from dlion.exchange.switch import Switch
 from dlion.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.exchange.topk import CosineTopKMean, TopKMean
 from dlion.exchange.vote import LevelMean, Ties, Vote, WeightedVote
-from dlion.exchange.waits import Waits, settled
+from dlion.exchange.waits import Waits
 
 __all__ = [
     "MEAN_WIRES",
@@ -59,6 +59,5 @@ __all__ = [
     "make_mean",
     "measure_costs",
     "run_together",
-    "settled",
     "sum_in_order",
 ]
