@@ -394,7 +394,7 @@ def test_methods_that_are_typed_or_named_replace_the_table():
     assert methods_in("experiment=dlion_cifar10", "optimizer=demo") == ["demo"]
     assert len(methods_in("experiment=dlion_cifar10_full")) == 7  # of the paper's figures
     assert methods_in("experiment=dlion_cifar10_tune_full") == table
-    assert len(methods_in("experiment=board_text_workers", "workers=4")) == 4
+    assert len(methods_in("experiment=board_text_workers", "workers=4")) == 6
 
 
 @pytest.mark.slow
@@ -451,7 +451,8 @@ def test_a_line_of_the_board_has_the_best_of_its_trials(recipe, workers, folder,
     search = OmegaConf.load(CONF / "search" / "board.yaml")
     # a search that continues has no line yet
     over = [row for row in table[1:] if int(row[3]) == 8 and row[0] in search.methods]
-    assert len(over) == len(settings)
+    not_searched = {"sign_muon_mavo", "sign_muon_avg"} if workers == "32" else set()
+    assert {row[0] for row in over} == {*settings} - not_searched
     for method, _, search.candidate, *_ in over:
         chosen = OmegaConf.to_container(search.methods[method], resolve=True)
         assert {key: settings[method][key] for key in chosen if key != "<<"} == {
