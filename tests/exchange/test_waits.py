@@ -46,5 +46,11 @@ def test_all_waits_end(groups: list[Any]) -> None:
     with ThreadPoolExecutor(3) as pool:
         ends = [pool.submit(waits.wait, [request], LIMIT) for request in requests]
     assert all("a peer has left" in str(end.exception()) for end in ends)
+    barrier = groups[0].barrier()
+    with pytest.raises(RuntimeError, match="a peer has left"):
+        waits.wait_queued(barrier)
+    groups[1].barrier().wait()
+    barrier.wait()
+    waits.wait_queued(barrier)  # it is there
     for tag in range(3):  # so that no thread is left in gloo
         groups[1].send([torch.zeros(1)], 0, tag).wait(LIMIT)

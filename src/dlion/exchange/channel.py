@@ -5,7 +5,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measure
 IN_FLIGHT = 128 * 1024
 SLOW = 2_000_000  # bytes a second, below which messages leave one after the other
 TELLING = 64 * 1024  # bytes that tell it: 32 ms, in which even one of many processes has its turn
-_NO_LIMIT = timedelta(0)  # but that of the group
 ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
 
 Tensors = Tensor | Sequence[Tensor]
@@ -304,7 +302,7 @@ class Channel:
                 and not self._one_by_one
             ):
                 sent = outgoing.contiguous().view(-1)
-                self._wait(self._group.alltoall_base(incoming.view(-1), sent, [], []))
+                self._wait_queued(self._group.alltoall_base(incoming.view(-1), sent, [], []))
             else:
                 self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
@@ -353,22 +351,26 @@ class Channel:
     def _complete(self, size: int, requests: list[Any]) -> int:
         """Wait for the messages of a round; return its size."""
         # gloo's own limit is what it was when the group was made
-        self._wait(*requests, limit=self._group._get_backend(torch.device("cpu")).options._timeout)
-        return size
-
-    def _wait(self, *requests: Any, limit: timedelta = _NO_LIMIT) -> None:
+        limit = self._group._get_backend(torch.device("cpu")).options._timeout
         if self._waits is not None:
             self._waits.wait(requests, limit)
-            return
-        for request in requests:
-            request.wait(limit)
+        else:
+            for request in requests:
+                request.wait(limit)
+        return size
+
+    def _wait_queued(self, request: Any) -> None:
+        if self._waits is not None:
+            self._waits.wait_queued(request)
+        else:
+            request.wait()
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received all earlier messages."""
         if self.alone:
             return
         if self._backends.get("cpu") == "gloo":
-            self._wait(self._group.barrier())
+            self._wait_queued(self._group.barrier())
         else:
             dist.barrier(group=self.workers.group)
 

@@ -4,11 +4,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from functools import partial
 from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
+
+_NO_LIMIT = timedelta(0)  # but that of the group
+_LOOK = timedelta(seconds=0.2)  # between two looks at whether to wait
 
 
 class Waits:
@@ -17,8 +20,8 @@ class Waits:
     When a connection ends, gloo tells those whose message has not begun. Who has sent or received a
     part of one is not told, and waits for the whole timeout (``Pair::signalException`` in gloo's
     ``transport/tcp/pair.cc`` leaves out ``rx_`` and the unbound buffers of ``tx_``). On a slow link
-    most workers that die do so in the midst of a message. So threads wait, which may be left. Such
-    a one stays until the timeout; if Python ends at that very moment, it aborts.
+    most workers that die do so in the midst of a message. So a thread waits, which may be left. It
+    stays until the timeout; if Python ends at that very moment, it aborts.
 
     Args:
         group: its destructor waits for gloo's threads, so nobody drops it before they are done.
@@ -27,22 +30,28 @@ class Waits:
     def __init__(self, group: Any):
         self._group = group
         self._ended: Future[None] = Future()
-        self._threads: list[SimpleQueue[Any]] = []  # what they have to do
-        self._idle: list[SimpleQueue[Any]] = []
+
+    def wait_queued(self, request: Any) -> None:
+        """Wait for a collective, which gloo's own thread runs; errors are those of :meth:`wait`."""
+        try:
+            while not request.is_completed() and not self._ended.done():
+                with suppress(RuntimeError):  # not yet there; the last line says what has failed
+                    request.wait(_LOOK)
+        except BaseException:  # of a signal, see wait()
+            request.wait()
+            raise
+        if not request.is_completed():
+            self._start([request], _NO_LIMIT)
+            raise dist.DistError("a peer has left, or stopped")
+        request.wait()
 
     def wait(self, requests: Sequence[Any], limit: timedelta) -> None:
-        """Wait for each of the ``requests`` as long as ``limit``; 0: as long as gloo does.
+        """Wait for messages of ``send`` and ``recv``, each as long as ``limit``.
 
         Raises:
             RuntimeError: at the end of waiting, or for a message that failed.
         """
-
-        def work() -> None:
-            for request in requests:
-                request.wait(limit)
-
-        there: Future[None] = Future()
-        self._idle_thread().put((there, work))
+        there = self._start(requests, limit)
         try:
             try:
                 wait((there, self._ended), return_when=FIRST_COMPLETED)
@@ -59,22 +68,17 @@ class Waits:
         """Let all who wait go on, with an error."""
         with suppress(InvalidStateError):  # it has ended
             self._ended.set_result(None)
-        for jobs in self._threads:
-            jobs.put(None)
 
-    def _idle_thread(self) -> "SimpleQueue[Any]":
-        with suppress(IndexError):
-            return self._idle.pop()
-        jobs: SimpleQueue[Any] = SimpleQueue()
-        self._threads.append(jobs)
-        Thread(target=self._work, args=(jobs,), daemon=True).start()
-        return jobs
+    def _start(self, requests: Sequence[Any], limit: timedelta) -> "Future[None]":
+        """Start a thread that waits; it keeps the group."""
+        there: Future[None] = Future()
+        work = partial(self._wait, requests, limit)
+        Thread(target=settle, args=(there, work), daemon=True).start()
+        return there
 
-    def _work(self, jobs: "SimpleQueue[Any]") -> None:
-        while not self._ended.done() and (job := jobs.get()):
-            settle(*job)
-            del job  # and its messages
-            self._idle.append(jobs)
+    def _wait(self, requests: Sequence[Any], limit: timedelta) -> None:
+        for request in requests:
+            request.wait(limit)
 
 
 def settle(result: Future[None], work: Callable[[], None]) -> None:
