@@ -445,8 +445,8 @@ class Elastic:
         """Wait for peers inside, unless that is in vain, as the lighthouse's page tells.
 
         Who stops, or loses power or network, closes no connection: all would wait for ``timeout``.
-        And who comes back then may wait for peers that have left. A peer that has given up is not
-        silent, and gloo may not say that its connection is gone: that tells, half a second later.
+        And who comes back then may wait for peers that have left. A peer that gave up is not
+        silent, and gloo may not tell: that its connection is gone does, half a second later.
         """
         over, lock = Event(), Lock()
         Thread(target=self._watch, args=(over, lock), daemon=True).start()
