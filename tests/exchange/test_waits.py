@@ -34,17 +34,17 @@ def test_a_wait_that_a_signal_interrupts_stays_until_the_message_is_there(
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     Timer(1.0, lambda: groups[1].send([torch.ones(1)], 0, 0).wait(LIMIT)).start()
     with pytest.raises(KeyboardInterrupt):
-        Waits(groups[0]).wait([groups[0].recv([received], 1, 0)], LIMIT)
+        Waits(groups[0], LIMIT).wait([groups[0].recv([received], 1, 0)])
     signal.signal(signal.SIGALRM, before)
     assert received == 1, "no thread is left in gloo, which may abort Python as it ends"
 
 
 def test_all_waits_end(groups: list[Any]) -> None:
-    waits = Waits(groups[0])
+    waits = Waits(groups[0], LIMIT)
     Timer(0.5, waits.end).start()
     requests = [groups[0].recv([torch.zeros(1)], 1, tag) for tag in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        ends = [pool.submit(waits.wait, [request], LIMIT) for request in requests]
+        ends = [pool.submit(waits.wait, [request]) for request in requests]
     assert all("a peer has left" in str(end.exception()) for end in ends)
     barrier = groups[0].barrier()
     with pytest.raises(RuntimeError, match="a peer has left"):

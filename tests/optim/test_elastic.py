@@ -363,7 +363,7 @@ def test_who_is_slow_is_waited_for_longer_than_connecting_took(
         time.sleep(3 * rank)  # connecting may take two seconds
         if what == "messages":
             channel = Channel(Workers())
-            channel.move(Workers(rank, 2, group=group.parent))
+            channel.move(Workers(rank, 2, group=group.parent), group.waits)
             return {"x": channel.gather(state["x"][None])[1 - rank]}
         transport = joining.GroupTransport(group)
         if rank:

@@ -14,7 +14,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Lock, Thread
@@ -34,7 +33,7 @@ from dlion.engine.shards import local_part
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
-from dlion.exchange.waits import settle
+from dlion.exchange.waits import in_thread
 from dlion.workers import Workers
 
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
@@ -213,8 +212,7 @@ class Elastic:
 
     def _ask(self) -> None:
         """Wait for a quorum, in a thread: torchft would wait deaf for as long as it may take."""
-        asked: Future[None] = Future()
-        Thread(target=settle, args=(asked, self.manager.start_quorum), daemon=True).start()
+        asked = in_thread(self.manager.start_quorum)
         looks = 0  # at a lighthouse that is not there
         while True:
             try:

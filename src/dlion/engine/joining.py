@@ -218,7 +218,7 @@ def _make_group(timeout: float) -> Any:
         usual = limit = _MEETING  # seconds
         failed = 0  # workers that could not all connect
         sockets: frozenset[tuple[int, int]] = frozenset()  # of the connections between workers
-        waits = Waits(None)
+        waits = Waits(None, timedelta(seconds=timeout))
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
             store, _, _, workers, *_ = args
@@ -239,7 +239,7 @@ def _make_group(timeout: float) -> Any:
             self.failed, self.usual = 0, max(_AGAIN, 4 * (time.monotonic() - began))
             gloo = cast(Any, self.parent)._get_backend(torch.device("cpu"))
             gloo._set_default_timeout(timedelta(seconds=timeout))
-            self.waits = Waits(self.parent)
+            self.waits = Waits(self.parent, timedelta(seconds=timeout))
 
         @property
         def parted(self) -> bool:
@@ -322,20 +322,17 @@ class GroupTransport:
         with self.watched():
             for rank in dst_ranks:
                 for part in (torch.tensor([len(data)]), *data.split(_PART)):
-                    self._wait(self._group.parent.send([part], rank, 0), timeout)
+                    self._group.waits.wait([self._group.parent.send([part], rank, 0)])
                 self.sent_bytes += len(data) if step else 0
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         with self.watched():
             size = torch.empty(1, dtype=torch.int64)
-            self._wait(self._group.parent.recv([size], src_rank, 0), timeout)
+            self._group.waits.wait([self._group.parent.recv([size], src_rank, 0)])
             data = torch.empty(int(size), dtype=torch.uint8)
             for part in data.split(_PART):
-                self._wait(self._group.parent.recv([part], src_rank, 0), timeout)
+                self._group.waits.wait([self._group.parent.recv([part], src_rank, 0)])
         return unpacked(data)
-
-    def _wait(self, request: Any, timeout: timedelta) -> None:
-        self._group.waits.wait([request], timeout)
 
     def disallow_checkpoint(self) -> None:
         """Nothing is under way once :meth:`send_checkpoint` has returned."""

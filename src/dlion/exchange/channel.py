@@ -350,13 +350,11 @@ class Channel:
 
     def _complete(self, size: int, requests: list[Any]) -> int:
         """Wait for the messages of a round; return its size."""
-        # gloo's own limit is what it was when the group was made
-        limit = self._group._get_backend(torch.device("cpu")).options._timeout
         if self._waits is not None:
-            self._waits.wait(requests, limit)
+            self._waits.wait(requests)
         else:
             for request in requests:
-                request.wait(limit)
+                request.wait()
         return size
 
     def _wait_queued(self, request: Any) -> None:

@@ -1,6 +1,6 @@
 """Waiting for messages over gloo, which forgets some of those who wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-_NO_LIMIT = timedelta(0)  # but that of the group
 _LOOK = timedelta(seconds=0.2)  # between two looks at whether to wait
 
 
@@ -25,10 +24,11 @@ class Waits:
 
     Args:
         group: its destructor waits for gloo's threads, so nobody drops it before they are done.
+        limit: for a message. Gloo's own is what it was when the group was made.
     """
 
-    def __init__(self, group: Any):
-        self._group = group
+    def __init__(self, group: Any, limit: timedelta):
+        self._group, self._limit = group, limit
         self._ended: Future[None] = Future()
 
     def wait_queued(self, request: Any) -> None:
@@ -40,18 +40,18 @@ class Waits:
         except BaseException:  # of a signal, see wait()
             request.wait()
             raise
-        if not request.is_completed():
-            self._start([request], _NO_LIMIT)
-            raise dist.DistError("a peer has left, or stopped")
-        request.wait()
+        if request.is_completed():
+            request.wait()
+        else:
+            self.wait([request])  # which has ended
 
-    def wait(self, requests: Sequence[Any], limit: timedelta) -> None:
-        """Wait for messages of ``send`` and ``recv``, each as long as ``limit``.
+    def wait(self, requests: Iterable[Any]) -> None:
+        """Wait for messages of ``send`` and ``recv``.
 
         Raises:
             RuntimeError: at the end of waiting, or for a message that failed.
         """
-        there = self._start(requests, limit)
+        there = in_thread(partial(self._wait, requests))
         try:
             try:
                 wait((there, self._ended), return_when=FIRST_COMPLETED)
@@ -69,20 +69,19 @@ class Waits:
         with suppress(InvalidStateError):  # it has ended
             self._ended.set_result(None)
 
-    def _start(self, requests: Sequence[Any], limit: timedelta) -> "Future[None]":
-        """Start a thread that waits; it keeps the group."""
-        there: Future[None] = Future()
-        work = partial(self._wait, requests, limit)
-        Thread(target=settle, args=(there, work), daemon=True).start()
-        return there
-
-    def _wait(self, requests: Sequence[Any], limit: timedelta) -> None:
+    def _wait(self, requests: Iterable[Any]) -> None:
         for request in requests:
-            request.wait(limit)
+            request.wait(self._limit)
 
 
-def settle(result: Future[None], work: Callable[[], None]) -> None:
-    """Do some work, and give a future its result."""
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    """Start some work in a thread that may be left behind; return its result."""
+    result: Future[None] = Future()
+    Thread(target=_settle, args=(result, work), daemon=True).start()
+    return result
+
+
+def _settle(result: Future[None], work: Callable[[], None]) -> None:
     try:
         result.set_result(work())
     except Exception as error:
