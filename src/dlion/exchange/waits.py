@@ -35,7 +35,7 @@ class Waits:
         """Wait for a collective, which gloo's own thread runs; errors are those of :meth:`wait`."""
         try:
             while not request.is_completed() and not self._ended.done():
-                with suppress(RuntimeError):  # not yet there; the last line says what has failed
+                with suppress(RuntimeError):  # not yet there; what failed is raised below
                     request.wait(_LOOK)
         except BaseException:  # of a signal, see wait()
             request.wait()
@@ -43,7 +43,7 @@ class Waits:
         if request.is_completed():
             request.wait()
         else:
-            self.wait([request])  # which has ended
+            self.wait([request])  # which raises: waiting has ended
 
     def wait(self, requests: Iterable[Any]) -> None:
         """Wait for messages of ``send`` and ``recv``.
