@@ -239,6 +239,27 @@ def _interrupt_launcher(times, finish=False, number=signal.SIGINT):
     return "finished" if finish else time.sleep(60)
 
 
+def test_ctrl_c_is_not_lost_in_a_callback():
+    lost = """
+import os, signal, time, weakref
+from dlion.suite.arguments import errors_end_the_command
+
+class Freed: pass
+
+def interrupt(_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+with errors_end_the_command():
+    freed = Freed()
+    noticed = weakref.ref(freed, interrupt)
+    del freed
+    time.sleep(60)
+"""
+    done = Run(["-c", lost]).wait()
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 def test_a_second_ctrl_c_does_not_wait():
     with pytest.raises(Stopped) as stop:
         run_processes(1, _interrupt_launcher, 1)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from dlion.errors import RunFailed, UserError
 from dlion.suite.files import is_stream, whole_file, write_atomically
-from dlion.suite.terminal import in_one_line
+from dlion.suite.terminal import in_one_line, interrupts_raised_again
 from dlion.suite.units import parse_rate
 
 DEFAULT_RUNS = Path("outputs")  # where train.py writes
@@ -68,7 +68,8 @@ def beside(runs: list[Path], name: str) -> Path:
 def errors_end_the_command() -> Iterator[None]:
     """Print an error as one line and exit: 2 if the input was wrong, 1 otherwise, 130 at Ctrl-C."""
     try:
-        yield
+        with interrupts_raised_again():
+            yield
         sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {in_one_line(str(error))}", 2)

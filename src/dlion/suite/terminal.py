@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Timer
+from threading import Timer, main_thread
 from typing import Any, NoReturn, TextIO
 
 _LONGEST = 1000  # characters of a sentence
+_AGAIN = 0.01  # seconds, in which Python leaves a callback
 
 
 def prepare() -> None:
@@ -39,6 +40,30 @@ def prepare() -> None:
 def raise_interrupts() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, as there is something to clean up from here on."""
     _at_interrupt(signal.default_int_handler)
+
+
+@contextmanager
+def interrupts_raised_again() -> Iterator[None]:
+    """Raise a Ctrl-C again that Python drops: in a weakref's callback, or a destructor.
+
+    That is no rarity. What a library computes in C++ or Rust holds a signal back until it returns,
+    and what comes next is often that something is freed.
+    """
+    before = sys.unraisablehook
+
+    def again(dropped: Any) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            before(dropped)
+            return
+        timer = Timer(_AGAIN, signal.pthread_kill, (main_thread().ident, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def ignore_interrupts() -> None:
