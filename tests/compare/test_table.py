@@ -89,6 +89,24 @@ def test_a_number_is_one_value_however_it_is_typed(tmp_path, table):
     assert cells(table(tmp_path, "--show", "seeds").stdout)[2:] == [["dgc", "2"]]
 
 
+def test_a_precision_chosen_by_the_device_is_what_it_was_there(tmp_path, table):
+    for seed, (chosen, device) in enumerate([("auto", "cpu"), ("auto", "cuda"), ("bf16", "cpu")]):
+        write_run(tmp_path, "g_muon", seed)
+        directory = tmp_path / f"g_muon-{seed}-0.001"
+        reconfigure(directory, optimizer={"name": "g_muon", "ns_precision": chosen})
+        summary = json.loads((directory / "summary.json").read_text())
+        (directory / "summary.json").write_text(json.dumps(summary | {"device": device}))
+    rows = cells(table(tmp_path, "--show", "seeds").stdout)[2:]
+    assert rows == [["g_muon ns_precision=bf16", "2"], ["g_muon ns_precision=float32", "1"]]
+
+
+def test_a_run_from_before_a_setting_is_a_seed_of_runs_with_its_default(tmp_path, table):
+    for seed, recorded in enumerate([{}, {"label_smoothing": 0.0}]):
+        write_run(tmp_path, "dgc", seed)
+        reconfigure(tmp_path / f"dgc-{seed}-0.001", local_steps=1, **recorded)
+    assert cells(table(tmp_path, "--show", "seeds").stdout)[2:] == [["dgc", "2"]]
+
+
 def test_runs_that_would_have_been_stopped_are_seeds_of_those_that_would_not(tmp_path, table):
     for seed, nonfinite in enumerate(["stop", None, "skip"]):
         write_run(tmp_path, "dgc", seed)

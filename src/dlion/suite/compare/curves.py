@@ -25,6 +25,7 @@ _GROUPS = [*filter(is_group, _COMPARED)]
 # in the order in which they are asked whether runs differ by them
 _SETTINGS = sorted(filterfalse(is_group, _COMPARED), key=lambda name: TRAITS[name].compared)
 _TASK = ("model", "dataset")
+_AUTO_PRECISION = {"cpu": "float32", "cuda": "bf16"}  # of Newton-Schulz, see GMuon
 _NOT_COMPARED = ("_target_", "loaders")  # of a group: they say where, not what
 
 
@@ -178,7 +179,7 @@ def settings_of(run: Run) -> Settings:
     for group in _GROUPS:
         for key, value in (config.get(group) or {}).items():
             if key not in _NOT_COMPARED and not isinstance(value, dict):
-                settings[f"{group}.{key}"] = _plain(value)
+                settings[f"{group}.{key}"] = value
     for key in ("model.path", "dataset.path"):  # where that lies is another matter
         if isinstance(settings.get(key), str):
             settings[key] = Path(settings[key]).name
@@ -188,7 +189,7 @@ def settings_of(run: Run) -> Settings:
         settings[group] = settings.pop(f"{group}.name", "?")
     for key in _SETTINGS:
         if key in config:
-            settings.setdefault(key, _plain(config[key]))
+            settings.setdefault(key, config[key])
     if "local_steps" in settings:
         settings = unrecorded(_SETTINGS) | settings
     if settings.get("nonfinite", "") is None:  # not looked at: trained like what would be stopped
@@ -196,7 +197,10 @@ def settings_of(run: Run) -> Settings:
     if run.summary is not None:
         settings["optimizer.name"] = run.summary["optimizer"]
         settings |= {key: run.summary[key] for key in ("model", "dataset", "workers")}
-    return settings
+        if settings.get("optimizer.ns_precision") == "auto":
+            meant = _AUTO_PRECISION.get(run.summary.get("device"), "auto")
+            settings["optimizer.ns_precision"] = meant
+    return {key: _plain(value) for key, value in settings.items()}
 
 
 def _plain(value: Any) -> Any:
