@@ -1,6 +1,7 @@
 """Styles and names of curves, in every kind of figure and table."""
 
 import math
+import random
 from collections import defaultdict
 from typing import Any, NamedTuple
 
@@ -86,10 +87,11 @@ SIDES = {
 
 # of a figure's width and height: what a label beside a point takes
 _LABEL_GAP = (0.03, 0.045)
-_LETTER_WIDTH = 0.012
+_LETTER_WIDTH = 0.013
 _LINE_HEIGHT = 0.034
 _MARKER_WIDTH = 0.04
 _PASSES = 4
+_ORDERS = 64  # in which names choose their sides, until none covers another
 
 
 def looks(number: int) -> tuple[str, str]:
@@ -246,10 +248,20 @@ def label_sides(points: dict[str, tuple[float, float]], tallness: float = 1.0) -
     if not points:
         return {}
     markers = _markers(points, tallness)
+    order = sorted(points, key=lambda name: -points[name][1])  # the highest first
+    draws = random.Random(0)
+    tried = [_sides_in_turn(markers, order)]
+    while tried[-1][1] > 0 and len(tried) < _ORDERS:
+        tried.append(_sides_in_turn(markers, draws.sample(order, len(order))))
+    return min(tried, key=lambda found: found[1])[0]
+
+
+def _sides_in_turn(markers: dict[str, _Label], order: list[str]) -> tuple[dict[str, str], float]:
+    """Choose the sides of names in turn; return also the area that they cover of others."""
     labels: dict[str, _Label] = {}
     sides: dict[str, str] = {}
-    highest_first = sorted(points, key=lambda name: -points[name][1])
-    for name in _PASSES * highest_first:  # again, as the first knew nothing of the last
+    covered: dict[str, float] = {}
+    for name in _PASSES * order:  # again, as the first knew nothing of the last
         choices = {side: _label_beside(markers[name], name, side) for side in SIDES}
         others = [label for other, label in labels.items() if other != name]
         overlaps = {
@@ -257,8 +269,8 @@ def label_sides(points: dict[str, tuple[float, float]], tallness: float = 1.0) -
             for side, label in choices.items()
         }
         sides[name] = min(overlaps, key=overlaps.__getitem__)
-        labels[name] = choices[sides[name]]
-    return sides
+        labels[name], covered[name] = choices[sides[name]], overlaps[sides[name]]
+    return sides, sum(covered.values())
 
 
 def _markers(points: dict[str, tuple[float, float]], tallness: float) -> dict[str, _Label]:
