@@ -1,6 +1,7 @@
 """Real commands that tests start, disturb and compare: train.py and whatever else Python runs."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -146,7 +147,8 @@ class Run:
     def kill(self) -> None:
         """End it at once, if it has not ended, and wait until it is gone."""
         if self._process.poll() is None:
-            self.send_signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now: the server reaps
+                self.send_signal(signal.SIGKILL)
             self._process.wait()
 
     def send_signal(self, number: int) -> None:
