@@ -13,9 +13,9 @@ from dlion.methods import METHODS
 from dlion.optim import DiLoCo, DistributedOptimizer, DLion
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
+from tests.support import runs
 from tests.support.methods import of_all
-from tests.support.runs import train
-from tests.support.small_model import flat, loss_of, net, samples
+from tests.support.small_model import net, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 if not torch.cuda.is_available():
@@ -30,20 +30,12 @@ SPREAD = ("processes=2", "backend=gloo")  # NCCL refuses two processes on one GP
 def test_spread_and_resumed_workers_train_to_the_same_bits(method, workers, tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     same = f"optimizer={method}", f"workers={workers}", "device=cuda", *SETTINGS
-    train(*same, f"output_dir={whole}", code=0)
-    train(*same, f"output_dir={parted}", *SPREAD, "stop_after=3", code=75)
-    train(*same, f"output_dir={parted}", "resume=auto", code=0)
+    runs.train(*same, f"output_dir={whole}", code=0)
+    runs.train(*same, f"output_dir={parted}", *SPREAD, "stop_after=3", code=75)
+    runs.train(*same, f"output_dir={parted}", "resume=auto", code=0)
     one, other = (load_file(run / "model.safetensors") for run in (whole, parted))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def steps(model: torch.nn.Module, optimizer: DistributedOptimizer, first: int, last: int) -> None:
-    device = next(model.parameters()).device
-    for t in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, *(part.to(device) for part in samples(t))).backward()
-        optimizer.step()
 
 
 def follows(make: Callable[..., DistributedOptimizer], options: dict[str, Any]) -> bool:
@@ -52,12 +44,11 @@ def follows(make: Callable[..., DistributedOptimizer], options: dict[str, Any]) 
     for early in (False, True):
         model = net() if early else net().cuda()
         optimizer = make(model.parameters(), **options)
-        steps(model.cuda(), optimizer, 0, 3)
+        train(model.cuda(), optimizer, 3)
         if early:  # to save it, say, and the state comes along as it is asked for
             model.cpu()
             optimizer.state_dict()
-        steps(model.cuda(), optimizer, 3, 6)
-        found.append(flat(model).cpu())
+        found.append(train(model.cuda(), optimizer, 3, first=3).cpu())
     return torch.equal(*found)
 
 
@@ -71,16 +62,15 @@ def resumed() -> bool:
     join_process_group("gloo", 60)
     model, again = net().cuda(), net().cuda()
     optimizer = DiLoCo(model.parameters(), local_steps=4)
-    steps(model, optimizer, 0, 3)
+    train(model, optimizer, 3)
     weights, state = ({**kept.state_dict()} for kept in (model, optimizer))
     weights = {name: values.clone() for name, values in weights.items()}
     again.load_state_dict(weights)
     optimizer_again = DiLoCo(again.parameters(), local_steps=4)
     optimizer_again.load_state_dict(state)
-    steps(model, optimizer, 3, 6)
-    steps(again, optimizer_again, 3, 6)
+    trained = train(model, optimizer, 3, first=3), train(again, optimizer_again, 3, first=3)
     dist.destroy_process_group()
-    return torch.equal(flat(model), flat(again))
+    return torch.equal(*trained)
 
 
 def test_the_state_of_two_processes_on_a_gpu_continues_to_the_bit():
@@ -95,7 +85,7 @@ def half_moved() -> str:
         optimizer.step()
     except RuntimeError as error:
         model.cuda()
-        steps(model, optimizer, 0, 2)
+        train(model, optimizer, 2)
         return str(error)
     return "accepted"
 

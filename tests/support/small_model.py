@@ -17,10 +17,13 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return (model(x) - y).square().mean()
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> torch.Tensor:
-    for t in range(steps):
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
+) -> torch.Tensor:
+    device = next(model.parameters()).device
+    for t in range(first, first + steps):
         optimizer.zero_grad()
-        loss_of(model, *samples(t)).backward()
+        loss_of(model, *(part.to(device) for part in samples(t))).backward()
         optimizer.step()
     return flat(model)
 
