@@ -1,10 +1,10 @@
-"""Muon, PowerSGD and 1-bit Adam: equal to others' code, and what is special about each."""
+"""Muon, PowerSGD, Dion and 1-bit Adam: equal to others' code, and what is special about each."""
 
 import pytest
 import torch
 from torch import nn
 
-from dlion.optim import GAdamW, GMuon, OneBitAdam, PowerSGD
+from dlion.optim import Dion, GAdamW, GMuon, OneBitAdam, PowerSGD
 from dlion.suite.models.transformer import GPT, ViT
 from dlion.workers import Workers
 
@@ -137,6 +137,30 @@ def test_powersgd_loses_nothing_and_finds_what_comes_late(n):
         kept = optimizer.state[param]["residual"].mean(0)
         assert param.any() and kept.any() == (param.dim() > 1)
         torch.testing.assert_close(kept - param.detach(), gradients)
+
+
+# ------------------------------------------------------------------ Dion and PowerSGD
+
+
+@pytest.mark.parametrize("n", [4, 32])
+@pytest.mark.parametrize("cls", [Dion, PowerSGD])
+def test_factors_of_low_rank_depend_on_the_mean_gradient_alone(cls, n):
+    """What a worker keeps of its own cancels out: its settings are those of any number of workers."""
+    ends = []
+    for workers in (1, n):
+        params, generator = matrices(), torch.Generator().manual_seed(n)
+        optimizer = cls(params, lr=1e-2, workers=Workers(local=workers))
+        for _ in range(20):
+            rows = [torch.randn(n, *shape, generator=generator) for shape in SHAPES]
+            for worker in range(workers):
+                for param, row in zip(params, rows, strict=True):
+                    param.grad = row[worker].clone() if workers == n else row.mean(0)
+                optimizer.collect(worker)
+            optimizer.step()
+        ends.append([param.detach() for param in params])
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-4)
+    before = matrices()
+    assert all((one - end).abs().max() > 0.02 for one, end in zip(before, ends[0], strict=True))
 
 
 # ------------------------------------------------------------------ 1-bit Adam

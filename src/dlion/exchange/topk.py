@@ -13,6 +13,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, Exchange
 from dlion.exchange.low_rank import Matrix
@@ -104,9 +105,9 @@ class TopKMean(Exchange):
         """Write the message of a local worker; return its decoded value: float32 ``[numel]``."""
         for group in self._groups:
             chunks = torch.cat([block.of(values) for block in group.blocks])
-            largest = chunks.abs().topk(group.wire.k, sorted=False).indices.sort().values
+            places = _largest(chunks, group.wire.k)
             message = self._messages[local, group.part]
-            message.copy_(group.wire.encode((largest, chunks.gather(1, largest))))
+            message.copy_(group.wire.encode((places, chunks.gather(1, places))))
         return self.sent(local)
 
     def sent(self, local: int) -> Tensor:
@@ -145,6 +146,13 @@ class TopKMean(Exchange):
         """Return where in the vector the entries of a message belong, and their values."""
         indices, values = group.wire.decode(message, len(group.starts))
         return (group.starts + indices).flatten(), values.flatten()
+
+
+def _largest(chunks: Tensor, k: int) -> Tensor:
+    """Return the places of the k largest sizes of each row, ascending: int64 ``[rows, k]``."""
+    if chunks.is_cpu and 64 * k > chunks.shape[1]:  # up to 13 times as fast, row by row
+        return torch.stack([kernels.largest(chunk, k) for chunk in chunks])
+    return chunks.abs().topk(k, sorted=False).indices.sort().values
 
 
 class Tiles(NamedTuple):
