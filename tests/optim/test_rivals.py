@@ -145,7 +145,7 @@ def test_powersgd_loses_nothing_and_finds_what_comes_late(n):
 @pytest.mark.parametrize("n", [4, 32])
 @pytest.mark.parametrize("cls", [Dion, PowerSGD])
 def test_factors_of_low_rank_depend_on_the_mean_gradient_alone(cls, n):
-    """What a worker keeps of its own cancels out: its settings are those of any number of workers."""
+    """What workers keep of their own cancels out: settings hold for any number of them."""
     ends = []
     for workers in (1, n):
         params, generator = matrices(), torch.Generator().manual_seed(n)

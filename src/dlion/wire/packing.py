@@ -33,7 +33,10 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 def pack_planes(values: Tensor, bits: int) -> Tensor:
     """Write integers ``[..., m]`` below ``2**bits`` as planes ``[..., bits, ceil(m / 8)]``."""
-    return torch.stack([pack_bits((values >> b & 1).bool()) for b in range(bits)], dim=-2)
+    octets = torch.stack([(values >> b).to(torch.uint8) for b in range(0, bits, 8)], dim=-2)
+    places = torch.arange(min(bits, 8), dtype=torch.uint8, device=values.device).unsqueeze(-1)
+    planes = (octets.unsqueeze(-2) >> places & 1).flatten(-3, -2)
+    return pack_bits(planes[..., :bits, :].bool())
 
 
 def unpack_planes(planes: Tensor, numel: int) -> Tensor:
