@@ -394,7 +394,7 @@ def test_methods_that_are_typed_or_named_replace_the_table():
     assert methods_in("experiment=dlion_cifar10", "optimizer=demo") == ["demo"]
     assert len(methods_in("experiment=dlion_cifar10_full")) == 7  # of the paper's figures
     assert methods_in("experiment=dlion_cifar10_tune_full") == table
-    assert len(methods_in("experiment=board_text_workers", "workers=4")) == 6
+    assert len(methods_in("experiment=board_text_workers", "workers=4")) == 8
 
 
 @pytest.mark.slow
