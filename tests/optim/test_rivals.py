@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dlion.optim import Dion, GAdamW, GMuon, OneBitAdam, PowerSGD
+from dlion.methods.muon import is_hidden
+from dlion.optim import Dion, GAdamW, GMuon, OneBitAdam, PowerSGD, SignMuon
+from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.models.transformer import GPT, ViT
 from dlion.workers import Workers
 
@@ -74,6 +76,53 @@ def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
         optimizer = GMuon(model.named_parameters())
         assert names(optimizer, True) == {f"blocks.{i}.{name}" for i in (0, 1) for name in block}
         assert len(names(optimizer, False)) == len(list(model.parameters())) - 8
+
+
+SMALL = {
+    "bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8},
+    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
+    "llama": {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1},
+    "bert": {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "head"),
+    [
+        ("bart", "Seq2SeqLM", "lm_head"),
+        ("bart", "SequenceClassification", "classification_head.out_proj"),
+        ("t5", "Seq2SeqLM", "lm_head"),
+        ("llama", "CausalLM", "lm_head"),
+        ("llama", "SequenceClassification", "score"),
+        ("bert", "MaskedLM", "cls.predictions.decoder"),
+        ("bert", "SequenceClassification", "classifier"),
+    ],
+)
+def test_embeddings_and_heads_of_transformers_models_are_not_orthogonalised(kind, task, head):
+    declare_missing_operators()
+    import transformers
+
+    settings = {"vocab_size": 20, "tie_word_embeddings": False, **SMALL[kind]}
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    with torch.device("meta"):
+        model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
+    embeddings = {n for n, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    found = {n for n, p in model.named_parameters() if p.dim() > 1 and not is_hidden(n)}
+    assert found >= {f"{n}.weight" for n in (*embeddings, head)} & {*dict(model.named_parameters())}
+    layers = {n for n, p in model.named_parameters() if p.dim() > 1 and "layer" in n}
+    assert layers - found == {n for n in layers if "relative_attention_bias" not in n} != set()
+
+
+@pytest.mark.parametrize("cls", [GMuon, SignMuon])
+def test_a_model_without_names_is_warned_of(cls, recwarn):
+    """A list of matrices, as torch.optim.Muon takes them, needs no names."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6))
+    cls(model.named_parameters())
+    cls([param for param in model.parameters() if param.dim() > 1])
+    cls([{"params": model.parameters(), "use_muon": True}])
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"embeddings and heads are orthogonalised .* give model"):
+        cls(model.parameters())
 
 
 def test_a_group_says_itself_who_is_muons():

@@ -220,7 +220,7 @@ class Members:
     def trained(self, groups: list[dict[str, Any]]) -> list[Member]:
         """Return the parameters of some groups that were not frozen."""
         frozen = set(map(id, self.frozen))
-        return [member for member in _members(groups) if id(member.tensor) not in frozen]
+        return [member for member in members_of(groups) if id(member.tensor) not in frozen]
 
     def unfrozen(self, groups: list[dict[str, Any]]) -> list[Member]:
         """Return parameters that were unfrozen since the last step."""
@@ -228,7 +228,7 @@ class Members:
         if not here:
             return []
         self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
-        members = [member for member in _members(groups) if id(member.tensor) in here]
+        members = [member for member in members_of(groups) if id(member.tensor) in here]
         self.in_buckets += sum(share(member.tensor, self._whole) > 0 for member in members)
         return members
 
@@ -261,7 +261,8 @@ class Members:
             )
 
 
-def _members(groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
+def members_of(groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
+    """Return the parameters of groups, in order."""
     for group in groups:
         names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
         for tensor, name in zip(group["params"], names, strict=False):

@@ -22,6 +22,8 @@ class Dion(BesideAdamW):
     step, and ``x <- (1 - lr wd) x - lr s P^ Q^T``. The rank is ``rank_fraction`` of the smaller
     side, rounded up. The rest: AdamW on the mean gradient, as in :class:`GMuon`, which also says
     how matrices are found.
+    What workers keep of their own cancels out: a step depends on the mean gradient alone, and
+    settings hold for any number of workers at one global batch.
     Source: Ahn et al. 2025 (arXiv 2504.05295), with mu 0.95, and their code
     (github.com/microsoft/dion), which by now prefers a successor. Differences:
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
@@ -11,16 +12,20 @@ from torch import Tensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.checks import check_matches, check_pattern
-from dlion.engine.layout import Member
+from dlion.engine.layout import Member, members_of
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
-# what ViT and GPT here, torchvision, timm and transformers call them
+# what ViT and GPT here, torchvision, timm, transformers and torchtitan call them
 EMBEDDINGS_AND_HEADS = (
-    r"embed|(^|\.)(tokens|positions|wte|wpe|\w+_token|fc|heads?|lm_head|classifier)(\.|$)"
+    r"embed|(^|\.)(tokens|positions|wte|wpe|conv_proj|shared|relative_attention_bias|\w+_token"
+    r"|(\w+_)?emb|(\w+_)?(lm|cls|class|classification|ctc|dist|output|score|value)_head|heads?"
+    r"|head_dist|fc|classifier|score|predictions\.decoder|output_projection|pred_layer|lm_loss"
+    r"|logits_proj|vocab_projector|sequence_summary)(\.|$)"
+    r"|^((model|module|_orig_mod)\.)*(decoder|output|proj_out)\.weight$"
 )
 QUINTIC = 3.4445, -4.7750, 2.0315
 POLAR_EXPRESS = (  # arXiv 2505.16932, Algorithm 1: for singular values of 0.001 to 1
@@ -38,6 +43,11 @@ RMS = 0.2  # of AdamW's steps at the same rate
 SMALLEST_NORM = 1e-7
 # of products of batches: with fewer rows their bits depend on the size of a batch on some CPUs
 BATCHED_ROWS, BATCHED_ELEMENTS = 16, 2**20
+
+_UNNAMED = (
+    "parameters have no names here, so embeddings and heads are orthogonalised like other matrices:"
+    " give model.named_parameters(), or groups with use_muon"
+)
 
 AdjustLR = Literal["match_rms_adamw", "original"]
 Precision = Literal["auto", "bf16", "float32"]
@@ -83,6 +93,14 @@ class MatricesApart(DistributedOptimizer):
         self.adamw_names = adamw_names
         super().__init__(params, *options, **common)
         check_matches("adamw_names", adamw_names, self.param_groups)
+        unnamed = [
+            member
+            for member in members_of(self.param_groups)
+            if not member.name and member.group.get("use_muon") is None
+        ]
+        # all of a model's, not a list of matrices
+        if any(map(self.kind, unnamed)) and any(member.tensor.dim() < 2 for member in unnamed):
+            warnings.warn(_UNNAMED, stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group's ``use_muon`` has no effect after its buckets are made."""
@@ -185,9 +203,10 @@ class GMuon(BesideAdamW):
     Muon is for hidden layers. Parameters of fewer than two dimensions are AdamW's, as in
     :class:`GAdamW`, and so are embeddings (of tokens, positions, patches) and output heads. They
     are known by their names (EMBEDDINGS_AND_HEADS), so give ``named_parameters()``: without names
-    all matrices are Muon's. The first convolution of a ResNet is Muon's, too. A parameter group
-    with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none. Other
-    rates for the rest take a group of its own.
+    all matrices are Muon's, and a warning says so where vectors are among the parameters. The first
+    convolution of a ResNet is Muon's, too. A parameter group with ``use_muon`` says it itself: with
+    True all its matrices are Muon's, with False none. Other rates for the rest take a group of its
+    own.
 
     Memory: 4 bytes of state a parameter of a matrix, 8 of the others.
 
