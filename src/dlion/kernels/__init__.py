@@ -249,9 +249,12 @@ def accumulate(velocity: Tensor, accumulated: Tensor, grad: Tensor, momentum: fl
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Return the indices of the ``count`` largest sizes of a float32 vector, int64, ascending.
+    """Return where the ``count`` largest sizes are in each row of float32 ``[..., d]``.
 
     NaN is larger than everything; of equal sizes the first are taken.
+
+    Returns:
+        Indices in a row, ascending: int64 ``[..., count]``.
     """
     return choose(values).largest(values, count)
 

@@ -174,7 +174,8 @@ def accumulate(velocity, accumulated, grad, momentum):
 
 
 def largest(values, count):
-    return torch.from_numpy(_largest(values.numpy().view(np.uint32), count))
+    rows = values.view(-1, values.shape[-1]).numpy().view(np.uint32)
+    return torch.from_numpy(_largest_of_rows(rows, count)).view(*values.shape[:-1], count)
 
 
 def add_entries(total, entries):
@@ -719,6 +720,14 @@ def _accumulate(velocity, accumulated, grad, momentum, start, stop):
 
 
 @_compile
+def _largest_of_rows(rows, count):
+    found = np.empty((len(rows), count), np.int64)
+    for i in range(len(rows)):
+        found[i] = _largest(rows[i], count)
+    return found
+
+
+@_inline
 def _largest(values, count):
     bound = np.uint32(0)
     stride = values.size // _SAMPLE | 1  # odd, lest only a few columns of a matrix are looked at

@@ -1,5 +1,7 @@
 """The specification of the passes of :mod:`dlion.kernels`, in plain torch for any device."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -150,10 +152,12 @@ def accumulate(velocity, accumulated, grad, momentum):
 
 def largest(values, count):
     sizes = (values.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)  # any NaN is the largest
-    bound = sizes.topk(count, sorted=False).values.min()
+    bound = sizes.topk(count, sorted=False).values.amin(-1, keepdim=True)
     above, tied = sizes > bound, sizes == bound
-    chosen = above | (tied & (tied.cumsum(0) <= count - above.sum()))
-    return torch.nonzero_static(chosen, size=count).squeeze(-1)  # a GPU's host need not count them
+    chosen = above | (tied & (tied.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    shape = *values.shape[:-1], count
+    found = torch.nonzero_static(chosen, size=math.prod(shape))  # a GPU's host need not count them
+    return found[:, -1].view(shape)
 
 
 def add_entries(total, entries):

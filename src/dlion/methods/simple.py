@@ -701,11 +701,15 @@ def rounded(v: Tensor, bits: int) -> Tensor:
 
 
 def take_topk(v: Tensor, chunks: Sequence[Tensor], k: int, bits: int) -> Tensor:
-    """Take out and return the k largest entries of each chunk, as rounded as they travel."""
+    """Take out and return the k largest entries of each chunk, as rounded as they travel.
+
+    Of equal ones the first are taken.
+    """
     sent = torch.zeros_like(v)
     for chunk in chunks:
         for row, taken in zip(v, sent, strict=True):
-            top = chunk[row[chunk].abs().topk(min(k, len(chunk))).indices]
+            sizes = row[chunk].abs()
+            top = chunk[sizes.sort(descending=True, stable=True).indices[:k]]
             taken[top] = rounded(row[top], bits)
     v -= sent
     return sent
