@@ -730,8 +730,8 @@ def _largest_of_rows(rows, count):
 @_inline
 def _largest(values, count):
     bound = np.uint32(0)
-    stride = values.size // _SAMPLE | 1  # odd, lest only a few columns of a matrix are looked at
-    if stride > 8 and 4 * count < values.size:  # the answer is exact whatever a sample tells
+    stride = max(8, values.size // _SAMPLE) | 1  # odd, lest only a few columns are looked at
+    if values.size > 1024 and 4 * count < values.size:  # exact whatever a sample tells
         sample = np.minimum(values[::stride] & _SIZE, _NAN)
         expected = count / stride  # in the sample; four standard deviations more, at least 4
         bound, _ = _threshold(sample, int(expected + 4 * math.sqrt(expected)) + 4)
