@@ -251,10 +251,8 @@ def accumulate(velocity: Tensor, accumulated: Tensor, grad: Tensor, momentum: fl
 def largest(values: Tensor, count: int) -> Tensor:
     """Return where the ``count`` largest sizes are in each row of float32 ``[..., d]``.
 
-    NaN is larger than everything; of equal sizes the first are taken.
-
-    Returns:
-        Indices in a row, ascending: int64 ``[..., count]``.
+    These are int64 ``[..., count]``, ascending. NaN is larger than everything; of equal sizes the
+    first are taken.
     """
     return choose(values).largest(values, count)
 
