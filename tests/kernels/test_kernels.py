@@ -164,11 +164,20 @@ def test_sizes_without_a_step_size_below_them_have_level_0():
 
 
 @pytest.mark.parametrize("module", [kernels, reference], ids=["compiled", "reference"])
-@pytest.mark.parametrize("count", [1, 100, 3000, 50_000])
-def test_of_equal_sizes_in_a_row_the_first_are_taken(module, count):
-    """In rows of this length a sample says first which values may be among them."""
+@pytest.mark.parametrize(
+    ("length", "count"),
+    [
+        (1000, 30),
+        (1025, 1),
+        (4096, 32),
+        (4096, 1023),
+        *((50_000, k) for k in (1, 100, 3000, 50_000)),
+    ],
+)
+def test_of_equal_sizes_in_a_row_the_first_are_taken(module, length, count):
+    """In all but the shortest rows a sample says first which values may be among them."""
     generator = torch.Generator().manual_seed(count)
-    rows = torch.randint(-20, 20, (3, 50_000), generator=generator).float()
+    rows = torch.randint(-20, 20, (3, length), generator=generator).float()
     rows[1] = 0.0
     rows[2, 700:900] = torch.nan
     order = rows.abs().nan_to_num(nan=torch.inf).sort(descending=True, stable=True).indices
