@@ -42,7 +42,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Net(nn.Module):
-    """Tied weights, sizes that two and four do not divide, and fewer rows than processes."""
+    """Tied weights, sizes that two and four do not divide, and fewer rows than processes.
+
+    Experts are in one parameter, also where there is one of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +54,15 @@ class Net(nn.Module):
         self.hidden = nn.Linear(6, 5)
         self.narrow = nn.Linear(5, 1)
         self.back = nn.Linear(1, 6)
+        self.experts = nn.ParameterDict({"w": torch.randn(3, 6, 6)})
+        self.shared_experts = nn.ParameterDict({"w": torch.randn(1, 6, 6)})
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.back(self.narrow(torch.tanh(self.hidden(self.embed(tokens)))))
+        experts = self.experts["w"].mean(0) + self.shared_experts["w"][0]
+        hidden = torch.tanh(hidden @ experts) + hidden
         return self.head(hidden).float()
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlion.methods.muon import is_hidden
-from dlion.optim import Dion, GAdamW, GMuon, OneBitAdam, PowerSGD, SignMuon
+from dlion.methods.matrices import is_hidden
+from dlion.optim import DiLoCo, Dion, GAdamW, GMuon, MuonADM, OneBitAdam, PowerSGD, SignMuon
 from dlion.suite.data.torchvision_ops import declare_missing_operators
 from dlion.suite.models.transformer import GPT, ViT
 from dlion.workers import Workers
@@ -47,6 +47,46 @@ def test_muon_of_a_convolution_is_that_of_its_matrix():
     for param in (one, two):
         GMuon([param], lr=0.1).step()
     assert torch.equal(one.flatten(1), two)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (GMuon, {}),
+        (SignMuon, {"local_polar": True}),
+        (DiLoCo, {"inner": "muon", "local_steps": 2}),
+        (Dion, {"bucket_cap_mb": None}),
+        (PowerSGD, {"bucket_cap_mb": None}),
+    ],
+)
+def test_experts_in_one_parameter_are_trained_as_a_matrix_each(cls, settings):
+    generator = torch.Generator().manual_seed(0)
+    together = nn.Parameter(torch.randn(3, 18, 20, generator=generator))
+    apart = [nn.Parameter(matrix.clone()) for matrix in together.detach()]
+    one = cls([("mlp.experts.w", together)], lr=0.1, **settings)
+    many = cls(
+        [(f"mlp.experts.{i}.w", matrix) for i, matrix in enumerate(apart)], lr=0.1, **settings
+    )
+    for t in range(4):
+        give_gradients([together], t)
+        for matrix, grad in zip(apart, together.grad, strict=True):
+            matrix.grad = grad.clone()
+        one.step(), many.step()
+    assert not torch.equal(apart[0], apart[1])
+    assert torch.equal(together, torch.stack(apart))
+
+
+def test_delta_modulation_of_experts_is_that_of_their_matrices():
+    """Its step is one for a parameter, so that the same gradient for all makes the same signs."""
+    together = nn.Parameter(torch.zeros(2, 18, 20))
+    alone = nn.Parameter(torch.zeros(18, 20))
+    optimizers = MuonADM([("mlp.experts.w", together)]), MuonADM([("mlp.w", alone)])
+    for t in range(4):
+        give_gradients([alone], t)
+        together.grad = torch.stack([alone.grad, alone.grad])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(together, torch.stack([alone, alone]))
 
 
 def test_polar_express_reaches_the_polar_factor_and_the_quintic_does_not():
@@ -111,6 +151,20 @@ def test_embeddings_and_heads_of_transformers_models_are_not_orthogonalised(kind
     assert found >= {f"{n}.weight" for n in (*embeddings, head)} & {*dict(model.named_parameters())}
     layers = {n for n, p in model.named_parameters() if p.dim() > 1 and "layer" in n}
     assert layers - found == {n for n in layers if "relative_attention_bias" not in n} != set()
+
+
+def test_vectors_in_tensors_of_more_dimensions_and_tables_of_biases_are_not_orthogonalised():
+    declare_missing_operators()
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "head_dim": 4, "num_attention_heads": 4}
+    layers = {"num_hidden_layers": 1, "num_local_experts": 4, "vocab_size": 20}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **layers))
+    model.scale, model.gate = nn.Parameter(torch.ones(8, 1, 1)), nn.Linear(8, 1)
+    attention = {f"self_attn.{each}_proj.weight" for each in "qkvo"}
+    experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"}
+    found = names(GMuon(model.named_parameters()), True)
+    assert found == {f"model.layers.0.{name}" for name in attention | experts}
 
 
 @pytest.mark.parametrize("cls", [GMuon, SignMuon])

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket, Names
-from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, matrix_shape, rms_scale
+from dlion.methods.matrices import matrix_shape
+from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, rms_scale
 from dlion.methods.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -117,7 +118,7 @@ class Muon(AdamW):
         steps = bucket_orthogonalise(bucket, directions, _NEWTON_SCHULZ)
         for slot, group in zip(bucket.slots, bucket.groups, strict=True):
             part = slice(slot.start, slot.stop)
-            step = steps[part] * rms_scale(*matrix_shape(slot.tensor))
+            step = steps[part] * rms_scale(*matrix_shape(slot))
             kernels.descend(own[part], step, group["lr"], group["weight_decay"])
 
 

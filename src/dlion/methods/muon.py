@@ -1,7 +1,6 @@
 """Muon on the mean gradient: orthogonalised momenta for matrices, AdamW for the rest."""
 
 import math
-import re
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,17 +15,10 @@ from dlion.engine.layout import Member, members_of
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
+from dlion.methods.matrices import is_hidden, is_matrix, matrix_shape, tensors_of
 from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
-# what ViT and GPT here, torchvision, timm, transformers and torchtitan call them
-EMBEDDINGS_AND_HEADS = (
-    r"embed|(^|\.)(tokens|positions|wte|wpe|conv_proj|shared|relative_attention_bias|\w+_token"
-    r"|(\w+_)?emb|(\w+_)?(lm|cls|class|classification|ctc|dist|output|score|value)_head|heads?"
-    r"|head_dist|fc|classifier|score|predictions\.decoder|output_projection|pred_layer|lm_loss"
-    r"|logits_proj|vocab_projector|sequence_summary)(\.|$)"
-    r"|^((model|module|_orig_mod)\.)*(decoder|output|proj_out)\.weight$"
-)
 QUINTIC = 3.4445, -4.7750, 2.0315
 POLAR_EXPRESS = (  # arXiv 2505.16932, Algorithm 1: for singular values of 0.001 to 1
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -75,11 +67,6 @@ class NewtonSchulz(NamedTuple):
         return (safe + [LIMIT] * self.steps)[: self.steps]
 
 
-def is_hidden(name: str, others: str | None = None) -> bool:
-    """Whether a matrix of this name is of a hidden layer; ``others``: a pattern of the others."""
-    return not re.search(others or EMBEDDINGS_AND_HEADS, name)
-
-
 class MatricesApart(DistributedOptimizer):
     """An optimizer with one method for matrices of hidden layers and another for the rest.
 
@@ -112,7 +99,7 @@ class MatricesApart(DistributedOptimizer):
     def kind(self, member: Member) -> bool:
         asked = member.group.get("use_muon")
         chosen = is_hidden(member.name, self.adamw_names) if asked is None else asked
-        return member.tensor.dim() > 1 and chosen
+        return chosen and is_matrix(member)
 
 
 class BesideAdamW(MatricesApart, MeanGradientOptimizer):
@@ -190,6 +177,7 @@ class GMuon(BesideAdamW):
     (a, b, c) = (3.4445, -4.775, 2.0315). With R rows and C columns s is ``0.2 sqrt(max(R, C))``
     (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
     decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
+    Parameters ``experts.*`` of three dimensions have a matrix for each expert.
 
     With ``ns_coefficients=polar_express`` each iteration has coefficients of its own, and
     ``X = G / (1.01 |G|)`` (Amsel et al. 2025, arXiv 2505.16932, Algorithm 1): singular values come
@@ -200,13 +188,13 @@ class GMuon(BesideAdamW):
     The first authors' code adds to the norm 1e-7, which is its least value here, and takes R and C
     of a convolution from the height and width of its kernel.
 
-    Muon is for hidden layers. Parameters of fewer than two dimensions are AdamW's, as in
-    :class:`GAdamW`, and so are embeddings (of tokens, positions, patches) and output heads. They
-    are known by their names (EMBEDDINGS_AND_HEADS), so give ``named_parameters()``: without names
-    all matrices are Muon's, and a warning says so where vectors are among the parameters. The first
-    convolution of a ResNet is Muon's, too. A parameter group with ``use_muon`` says it itself: with
-    True all its matrices are Muon's, with False none. Other rates for the rest take a group of its
-    own.
+    Muon is for hidden layers. Vectors are AdamW's, as in :class:`GAdamW`, also as one row or column
+    of a matrix, and so are embeddings (of tokens, positions, patches), output heads and tables of
+    biases. These are known by their names (EMBEDDINGS_AND_HEADS and TABLES), so give
+    ``named_parameters()``: without names all matrices are Muon's, and a warning says so where
+    vectors are among the parameters. The first convolution of a ResNet is Muon's, too. A parameter
+    group with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none.
+    Other rates for the rest take a group of its own.
 
     Memory: 4 bytes of state a parameter of a matrix, 8 of the others.
 
@@ -269,12 +257,7 @@ def matrix_descent(bucket: Bucket, answer: Tensor, scale: Callable[[int, int], f
         for slot, group in zip(bucket.slots, bucket.groups, strict=True):
             x, lr = slot.view(params), group["lr"]
             x.mul_(1 - lr * group["weight_decay"])
-            x.add_(slot.view(answer), alpha=-lr * scale(*matrix_shape(slot.tensor)))
-
-
-def matrix_shape(tensor: Tensor) -> tuple[int, int]:
-    """Return rows and columns of a tensor as a matrix [out, rest], also where it is sharded."""
-    return len(tensor), tensor.shape[1:].numel()
+            x.add_(slot.view(answer), alpha=-lr * scale(*matrix_shape(slot)))
 
 
 def rms_scale(rows: int, columns: int) -> float:
@@ -293,12 +276,22 @@ def bucket_orthogonalise(bucket: Bucket, flat: Tensor, newton_schulz: NewtonSchu
     Matrices that FSDP2 has sharded are gathered, each on one process of the shard group.
     """
     whole = bucket.to_whole(flat)
-    slots = bucket.whole.slots
     answer = torch.zeros_like(whole)
-    found = orthogonalise([slot.view(whole).flatten(1) for slot in slots], newton_schulz)
-    for slot, matrix in zip(slots, found, strict=True):
-        slot.view(answer).copy_(matrix.reshape(slot.shape))
+
+    def tensors(flat: Tensor) -> list[Tensor]:
+        return [tensor for slot in bucket.whole.slots for tensor in tensors_of(slot, flat)]
+
+    orthogonalise_to(tensors(answer), tensors(whole), newton_schulz)
     return bucket.to_shards(answer)
+
+
+def orthogonalise_to(
+    targets: Iterable[Tensor], tensors: Sequence[Tensor], newton_schulz: NewtonSchulz
+) -> None:
+    """Write Newton-Schulz of tensors, as matrices [out, rest], to others of their shapes."""
+    found = orthogonalise([tensor.flatten(1) for tensor in tensors], newton_schulz)
+    for target, matrix in zip(targets, found, strict=True):
+        target.copy_(matrix.reshape(target.shape))
 
 
 def orthogonalise(matrices: Sequence[Tensor], newton_schulz: NewtonSchulz) -> list[Tensor]:

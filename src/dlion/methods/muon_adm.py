@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Unpack
 
+import torch
 from torch import Tensor
 
 from dlion import kernels
@@ -12,13 +13,14 @@ from dlion.engine.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
 from dlion.methods.adm import DeltaModulated
 from dlion.methods.dlion import sign_descent
+from dlion.methods.matrices import tensors_of
 from dlion.methods.muon import (
     RMS,
     Coefficients,
     MatricesApart,
     NewtonSchulz,
     Precision,
-    orthogonalise,
+    orthogonalise_to,
 )
 from dlion.methods.sign_muon import LION_SHARE
 from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
@@ -106,12 +108,14 @@ class MuonADM(MatricesApart, DeltaModulated):
                 slots[index]._replace(start=0, stop=len(values))
                 for index, values in zip(indices, flat, strict=True)
             ]
-            matrices = [
-                slot.view(values).flatten(1) for slot, values in zip(alone, flat, strict=True)
-            ]
-            found = orthogonalise(matrices, newton_schulz)
-            pairs = zip(alone, found, strict=True)
-            return [slot.flatten(matrix.reshape(slot.shape)).float() for slot, matrix in pairs]
+            answers = [torch.empty_like(values) for values in flat]
+
+            def tensors(flat: list[Tensor]) -> list[Tensor]:
+                pairs = zip(alone, flat, strict=True)
+                return [tensor for slot, values in pairs for tensor in tensors_of(slot, values)]
+
+            orthogonalise_to(tensors(answers), tensors(flat), newton_schulz)
+            return answers
 
         return PolarDeltaVote(
             self.channel,

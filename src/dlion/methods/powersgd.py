@@ -1,6 +1,6 @@
 """PowerSGD: gradients as matrices of low rank, with error feedback."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Unpack
 
 import torch
@@ -9,6 +9,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Channel, LowRankMean, Matrix
 from dlion.exchange.low_rank import is_smaller
+from dlion.methods.matrices import tensor_shapes
 from dlion.methods.updates import momentum_descent
 from dlion.streams import stream, stream_seed
 from dlion.values import Count, NotNegative, Probability
@@ -21,7 +22,8 @@ class PowerSGD(DistributedOptimizer):
     gets the mean P of all and makes its columns orthonormal (P^), sends ``Q_i = M_i^T P^`` and gets
     the mean Q, which it also starts from in the next step; ``r_i <- M_i - P^ Q_i^T``. Everyone:
     ``a = P^ Q^T``, ``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``. Vectors, and matrices that are
-    not larger than their P and Q together, are sent as they are.
+    not larger than their P and Q together, are sent as they are. Parameters ``experts.*`` of three
+    dimensions have a matrix for each expert.
     Source: Vogels et al. 2019 (arXiv 1905.13727), Algorithms 1 and 2; ranks of 1 to 4, momentum
     0.9, and the rate of SGD.
 
@@ -111,26 +113,42 @@ def low_rank_mean(
         rank: of a matrix of so many rows and columns.
         seed, unit: of the first Q, and as for :class:`dlion.exchange.LowRankMean`.
     """
-    shapes = [_as_matrix(shape) for shape in bucket.whole.shapes]
-    ranks = [rank(*shape) for shape in shapes]
+    shapes = [
+        [_as_matrix(part) for part in tensor_shapes(slot.name, shape)]
+        for slot, shape in zip(bucket.slots, bucket.whole.shapes, strict=True)
+    ]
+    ranks = [[rank(*shape) for shape in parts] for parts in shapes]
     sizes = [
-        columns * r if unit or is_smaller(r, rows, columns) else 0
-        for (rows, columns), r in zip(shapes, ranks, strict=True)
+        sum(
+            columns * r if unit or is_smaller(r, rows, columns) else 0
+            for (rows, columns), r in zip(*both, strict=True)
+        )
+        for both in zip(shapes, ranks, strict=True)
     ]
     # made in main memory: the same on every kind of device
     draws = torch.randn(
         sum(sizes), generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
     ).split(sizes)
-    mine, slots = bucket.whole.mine, bucket.whole.slots
+    mine = bucket.whole.mine
     return LowRankMean(
         channel,
         bucket.whole.numel,
-        [Matrix(slot.start, slot.stop, slot.rows) for slot in slots],
-        [ranks[index] for index in mine],
+        [
+            matrix
+            for slot, index in zip(bucket.whole.slots, mine, strict=True)
+            for matrix in _matrices(slot.start, shapes[index])
+        ],
+        [r for index in mine for r in ranks[index]],
         torch.cat([torch.zeros(0, dtype=torch.float32), *(draws[index] for index in mine)]),
         unit,
         **bucket.buffers,
     )
+
+
+def _matrices(start: int, shapes: list[tuple[int, int]]) -> Iterator[Matrix]:
+    for rows, columns in shapes:
+        yield Matrix(start, start + rows * columns, rows)
+        start += rows * columns
 
 
 def _as_matrix(shape: torch.Size) -> tuple[int, int]:
