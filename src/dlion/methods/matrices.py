@@ -1,4 +1,4 @@
-"""Which parameters are matrices of hidden layers, by name and shape, and what matrices they are."""
+"""Which parameters are matrices of hidden layers, by name and shape; one may hold several."""
 
 import re
 
@@ -17,7 +17,7 @@ EMBEDDINGS_AND_HEADS = (
 )
 # tables of biases, relative positions and decays
 TABLES = r"(^|\.)(\w*bias(es)?(_table|_[a-z])?|rel_pos_[hw]|A_log)$"
-# [experts, rows, columns]
+# of three dimensions [experts, rows, columns]
 EXPERTS = r"(^|\.)(\w+_)?experts\.\w+$"
 
 
@@ -26,14 +26,14 @@ def is_hidden(name: str, others: str | None = None) -> bool:
     return not re.search(others or f"{EMBEDDINGS_AND_HEADS}|{TABLES}", name)
 
 
-def is_matrix(of: Member | Slot) -> bool:
+def is_matrix(param: Member | Slot) -> bool:
     """Whether a parameter has more than one row and more than one column."""
-    return of.tensor.dim() > 1 and min(matrix_shape(of)) > 1
+    return param.tensor.dim() > 1 and min(matrix_shape(param)) > 1
 
 
-def matrix_shape(of: Member | Slot) -> tuple[int, int]:
+def matrix_shape(param: Member | Slot) -> tuple[int, int]:
     """Return rows and columns [out, rest] of the whole parameter, or of each of its matrices."""
-    shape = tensor_shapes(of.name, of.tensor.shape)[0]
+    shape = tensor_shapes(param.name, param.tensor.shape)[0]
     return shape[0], shape[1:].numel()
 
 
