@@ -139,5 +139,5 @@ def main(arguments: list[str]) -> None:
     add_printed_output(parser, ".csv")
     options = parser.parse_args(arguments)
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(map(guarded, row) for row in collect(options.runs))
+    csv.writer(text, lineterminator="\n").writerows(map(guarded, row) for row in collect(options.runs))
     print_or_write(text.getvalue(), options.output, "runs.csv")
