@@ -139,5 +139,6 @@ def main(arguments: list[str]) -> None:
     add_printed_output(parser, ".csv")
     options = parser.parse_args(arguments)
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(map(guarded, row) for row in collect(options.runs))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows(map(guarded, row) for row in collect(options.runs))
     print_or_write(text.getvalue(), options.output, "runs.csv")
