@@ -1,6 +1,7 @@
 """Which parameters are matrices of hidden layers, by name and shape; one may hold several."""
 
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ def tensor_shapes(name: str, shape: torch.Size) -> list[torch.Size]:
     return [shape[1:]] * shape[0] if len(shape) == 3 and re.search(EXPERTS, name) else [shape]
 
 
-def tensors_of(slot: Slot, flat: Tensor) -> list[Tensor]:
-    """Return views of a flat buffer in the shapes of the tensors that a parameter holds."""
-    view = slot.view(flat)
-    return [view] if tensor_shapes(slot.name, slot.shape) == [slot.shape] else [*view]
+def tensors_of(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> list[Tensor]:
+    """Return views of each slot's flat buffer in the shapes of the tensors that it holds."""
+    found: list[Tensor] = []
+    for slot, flat in zip(slots, buffers, strict=True):
+        view = slot.view(flat)
+        found += [view] if tensor_shapes(slot.name, slot.shape) == [slot.shape] else [*view]
+    return found

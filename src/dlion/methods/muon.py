@@ -276,12 +276,9 @@ def bucket_orthogonalise(bucket: Bucket, flat: Tensor, newton_schulz: NewtonSchu
     Matrices that FSDP2 has sharded are gathered, each on one process of the shard group.
     """
     whole = bucket.to_whole(flat)
-    answer = torch.zeros_like(whole)
-
-    def tensors(flat: Tensor) -> list[Tensor]:
-        return [tensor for slot in bucket.whole.slots for tensor in tensors_of(slot, flat)]
-
-    orthogonalise_to(tensors(answer), tensors(whole), newton_schulz)
+    slots, answer = bucket.whole.slots, torch.zeros_like(whole)
+    targets, tensors = (tensors_of(slots, [flat] * len(slots)) for flat in (answer, whole))
+    orthogonalise_to(targets, tensors, newton_schulz)
     return bucket.to_shards(answer)
 
 

@@ -109,12 +109,7 @@ class MuonADM(MatricesApart, DeltaModulated):
                 for index, values in zip(indices, flat, strict=True)
             ]
             answers = [torch.empty_like(values) for values in flat]
-
-            def tensors(flat: list[Tensor]) -> list[Tensor]:
-                pairs = zip(alone, flat, strict=True)
-                return [tensor for slot, values in pairs for tensor in tensors_of(slot, values)]
-
-            orthogonalise_to(tensors(answers), tensors(flat), newton_schulz)
+            orthogonalise_to(tensors_of(alone, answers), tensors_of(alone, flat), newton_schulz)
             return answers
 
         return PolarDeltaVote(
