@@ -1,5 +1,8 @@
 """Groups of processes: which backends they have, and which processes may not be in one."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +78,34 @@ def test_processes_that_share_a_gpu_are_named_on_all_of_them():
     told = run_processes(3, on_gpus, ["a 0", "b 0", "b 0"])
     assert [text.partition(",")[0] for text in told] == 3 * ["processes 1 and 2 share a GPU"]
     assert "torch.cuda.set_device(int(os.environ" in told[0]
+
+
+def of_a_world_that_has_ended() -> list[str]:
+    """Make groups, and end all; return the names of gloo's threads."""
+    join_process_group("gloo", 60)
+    workers = Workers.current().with_own_group()
+    total(workers)
+    del workers
+    dist.destroy_process_group()
+    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def test_groups_go_with_their_world():
+    assert run_processes(2, of_a_world_that_has_ended) == []
+
+
+def test_python_that_ends_while_gloo_frees_a_message_is_not_aborted():
+    script = """
+import sys
+import torch
+import torch.distributed as dist
+from dlion import Workers
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+workers = Workers.current(group=dist.group.WORLD)  # it outlives destroy_process_group()
+sys.setswitchinterval(100)  # seconds: gloo's thread gets Python's lock if this one waits
+dist.all_reduce(torch.ones(1), async_op=True)
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,20 +1,26 @@
 """Workers: processes x virtual workers. The one place where ranks are known."""
 
+import atexit
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from types import FunctionType
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlion.errors import TrainingFailed
+
+_FREEING = 1.0  # seconds, at most, that threads take to free what they have carried
 
 
 @dataclass(frozen=True)
@@ -104,17 +110,16 @@ class Workers:
 
     def give_back(self) -> None:
         """Let others use the group of :meth:`with_own_group`; nothing may be under way on it."""
-        for groups in _groups.values():
+        for groups in [groups for there in _groups.values() for groups in there.values()]:
             for pool in groups.own.values():
                 if self.group in pool.groups:
                     pool.free[pool.groups.index(self.group)] = True
 
     def _made_here(self) -> "_Groups":
-        """Return the groups of these processes; forget those of a world that has ended."""
-        world = dist.group.WORLD
-        for key in [key for key in _groups if key[0] is not world]:
-            del _groups[key]
-        return _groups.setdefault((world, tuple(self.ranks), self._limit), _Groups())
+        """Return the groups of these processes."""
+        assert dist.group.WORLD is not None
+        there = _groups.setdefault(dist.group.WORLD, {})
+        return there.setdefault((tuple(self.ranks), self._limit), _Groups())
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         """Make a process group of these processes; ``backend`` None: that of all processes."""
@@ -246,6 +251,28 @@ def _forget_world() -> None:
             )
 
 
+@atexit.register
+def _let_gloo_finish() -> None:
+    """Let gloo's threads free what they have carried, before Python ends, if a group is left.
+
+    See :func:`_forget_world`: an error right after a collective may end Python that soon.
+    """
+    end, quiet = time.monotonic() + _FREEING, 0
+    while quiet < 2 and (states := _gloo_threads()) and time.monotonic() < end:
+        time.sleep(0.001)  # in which one that waits for Python's lock gets it
+        quiet = 0 if "R" in states else quiet + 1
+
+
+def _gloo_threads() -> str:
+    """Return the states of gloo's threads, a letter each, as Linux tells them (``R``: runs)."""
+    states = ""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            text = stat.read_text()
+            states += text.rpartition(") ")[2][0] if "gloo" in text else ""
+    return states
+
+
 @contextmanager
 def _no_split() -> Iterator[None]:
     """Let torch make a group without splitting the communicator of all processes.
@@ -279,4 +306,7 @@ class _Groups:
     cpu: dist.ProcessGroup | None = None
 
 
-_groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], timedelta | None], _Groups] = {}
+# of a world, which goes with its groups, and of processes in it, by how long they wait
+_groups: WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], _Groups]
+] = WeakKeyDictionary()

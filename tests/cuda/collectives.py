@@ -13,10 +13,11 @@ from tests.cuda.device import Stream, current
 from tests.cuda.tensors import CudaTensor, tensors_in
 
 Group = dist.ProcessGroup | None
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _own: dict[str, Callable[..., Any]] = {
     name: getattr(dist, name)
     for name in (
-        "all_gather_into_tensor",
+        _GATHER,
         "all_reduce",
         "all_to_all",
         "all_to_all_single",
@@ -82,7 +83,7 @@ def _all_to_all_single(
     return _run("all_to_all_single", [input], [output], work, async_op)
 
 
-def _all_gather_into_tensor(
+def _all_gather_single(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> _Work | None:
     parts = dist.get_world_size(group)
@@ -90,7 +91,7 @@ def _all_gather_into_tensor(
     def work(sent: list[Tensor], received: list[Tensor]) -> None:
         _exchange(sent * parts, [*received[0].view(parts, *sent[0].shape)], group)
 
-    return _run("all_gather_into_tensor", [input], [output], work, async_op)
+    return _run(_GATHER, [input], [output], work, async_op)
 
 
 def _broadcast(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> _Work | None:
@@ -141,7 +142,7 @@ def nccl(backends: str) -> Iterator[None]:
             host go to gloo if ``cpu`` is among it, and are refused otherwise.
     """
     pretended = {
-        "all_gather_into_tensor": _all_gather_into_tensor,
+        _GATHER: _all_gather_single,
         "all_reduce": _all_reduce,
         "all_to_all": _all_to_all,
         "all_to_all_single": _all_to_all_single,

@@ -116,10 +116,10 @@ class Elastic:
         buckets, inside = self._optimizer.buckets, self._inside
         if inside is None or self._optimizer.node is not None or any(b.sharded for b in buckets):
             return
-        here = sum(float(bucket.params.double().sum()) for bucket in buckets)
-        there = torch.empty(inside.size(), dtype=torch.float64)
-        dist.all_gather_into_tensor(there, torch.tensor([here], dtype=torch.float64), group=inside)
-        if len(there) > 1 and bool((there == here).all()):
+        here = torch.stack([bucket.params.double().sum().cpu() for bucket in buckets])
+        there = [torch.empty_like(here) for _ in range(inside.size())]
+        dist.all_gather(there, here, group=inside)
+        if len(there) > 1 and all(map(here.equal, there)):
             raise ValueError(
                 f"join() was given {len(there)} processes that are one worker, and each has the"
                 " same model: shard it with fully_shard(), or give dense_group the same group, so"

@@ -178,8 +178,10 @@ class Channel:
             parts = sent.expand(w.processes, k, s)
             self._all_to_all(parts, everything.view(w.processes, k, s), leaves)
         else:
+            # torch 2.13 has renamed it, and warns
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             with self._travel(leaves):
-                dist.all_gather_into_tensor(everything.view(-1), sent.view(-1), group=w.group)
+                gather(everything.view(-1), sent.view(-1), group=w.group)
         return everything.view(part.dtype).view(w.count, *shape)
 
     def along(self, parts: Tensor, line: Line, senders: Collection[int] | None = None) -> Tensor:
