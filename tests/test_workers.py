@@ -62,6 +62,26 @@ def test_a_group_of_ones_own_has_the_same_backends_and_one_for_cpus_is_shared():
     assert bound
 
 
+def in_overlapping_groups() -> list[list[float]]:
+    """Make groups of 0 and 1, of 1 and 2, and of all three; return what each has added up."""
+    join_process_group("gloo", 20)
+    seen: list[float] = []
+    for pair in ([0, 1], [1, 2]):
+        group = dist.new_group(pair)
+        if dist.get_rank() in pair:
+            workers = Workers.current(group=group, timeout=20)
+            seen += [total(workers.with_own_group()) for _ in range(2)]
+    seen.append(total(Workers.current(timeout=20).with_own_group()))
+    told = [seen] * 3
+    dist.all_gather_object(told, seen)
+    dist.destroy_process_group()
+    return told
+
+
+def test_a_process_may_be_in_more_groups_than_the_others_of_one():
+    assert run_processes(3, in_overlapping_groups) == [[3, 3, 6], [3, 3, 5, 5, 6], [5, 5, 6]]
+
+
 def on_gpus(gpus: list[str]) -> list[str]:
     """Refuse processes on the same GPU; return what each has been told."""
     join_process_group("gloo", 60)

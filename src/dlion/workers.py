@@ -5,17 +5,20 @@ import hashlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from dlion.errors import TrainingFailed
@@ -123,12 +126,19 @@ class Workers:
 
     def _new_group(self, backend: str | None) -> dist.ProcessGroup:
         """Make a process group of these processes; ``backend`` None: that of all processes."""
-        # a name that counts groups is the safer one, but all processes have to be there
         some = self.processes < dist.get_world_size()
-        with _no_split():
+        with _no_split(), _naming(self._next_name()) if some else nullcontext():
             group = dist.new_group(self.ranks, self._limit, backend, use_local_synchronization=some)
         assert isinstance(group, dist.ProcessGroup)  # as this process is in it
         return group
+
+    def _next_name(self) -> str:
+        """Return a name that no group has yet: these processes, and how many they have made."""
+        assert dist.group.WORLD is not None
+        made = _made.setdefault(dist.group.WORLD, Counter())
+        which = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
+        made[which] += 1
+        return f"dlion {which} {made[which]}"
 
     @property
     def _limit(self) -> timedelta | None:
@@ -290,6 +300,21 @@ def _no_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Give a group this name, by which its processes find each other.
+
+    torch would count the groups that a process is in (2.13), or has made (2.14): those of a group
+    differ in that if one is in another group besides, and they would wait for each other in vain.
+    """
+    own = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = cast(Any, lambda ranks, use_hashed_name: name)
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = own
+
+
 @dataclass
 class _Pool:
     """Groups of the same processes, and the unused ones among them."""
@@ -310,3 +335,4 @@ class _Groups:
 _groups: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], _Groups]
 ] = WeakKeyDictionary()
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
