@@ -294,5 +294,7 @@ def test_nothing_is_left_behind():
         ones().sum() / 0 + 1 // 0
     assert names() == before
     if not torch.cuda.is_available():
-        with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        # of a build for CPUs, and of one for CUDA
+        refusals = "not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs"
+        with pytest.raises((AssertionError, RuntimeError), match=refusals):
             ones()

@@ -270,6 +270,9 @@ def main() -> None:
     os.chdir(request["cwd"])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    import torch
+
+    torch.set_num_threads(1)  # it makes a pool after a fork, which two threads may not do at once
     try:
         run(*request["arguments"])
     except SystemExit as leaving:
