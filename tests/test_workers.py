@@ -117,11 +117,13 @@ def test_groups_go_with_their_world():
 
 def test_python_that_ends_while_gloo_frees_a_message_is_not_aborted():
     script = """
-import sys
+import sys, time
 import torch
 import torch.distributed as dist
-from dlion import Workers
+from dlion.workers import Workers, _gloo_threads
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+while len(_gloo_threads()) < 3:  # they have names once they run
+    time.sleep(0.01)
 workers = Workers.current(group=dist.group.WORLD)  # it outlives destroy_process_group()
 sys.setswitchinterval(100)  # seconds: gloo's thread gets Python's lock if this one waits
 dist.all_reduce(torch.ones(1), async_op=True)

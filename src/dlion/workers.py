@@ -270,11 +270,11 @@ def _let_gloo_finish() -> None:
     end, quiet = time.monotonic() + _FREEING, 0
     while quiet < 2 and (states := _gloo_threads()) and time.monotonic() < end:
         time.sleep(0.001)  # in which one that waits for Python's lock gets it
-        quiet = 0 if "R" in states else quiet + 1
+        quiet = 0 if states.strip("S") else quiet + 1
 
 
 def _gloo_threads() -> str:
-    """Return the states of gloo's threads, a letter each, as Linux tells them (``R``: runs)."""
+    """Return the states of gloo's threads, a letter each, as Linux tells them (``S``: sleeps)."""
     states = ""
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
