@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
-from dlion.workers import Workers, backends, check_different, check_gpus
+from dlion.workers import Workers, _gloo_threads, backends, check_different, check_gpus
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -100,19 +99,19 @@ def test_processes_that_share_a_gpu_are_named_on_all_of_them():
     assert "torch.cuda.set_device(int(os.environ" in told[0]
 
 
-def of_a_world_that_has_ended() -> list[str]:
-    """Make groups, and end all; return the names of gloo's threads."""
+def of_a_world_that_has_ended() -> str:
+    """Make groups, and end all; return the states of gloo's threads."""
     join_process_group("gloo", 60)
     workers = Workers.current().with_own_group()
     total(workers)
+    assert _gloo_threads()
     del workers
     dist.destroy_process_group()
-    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if "gloo" in name]
+    return _gloo_threads()
 
 
 def test_groups_go_with_their_world():
-    assert run_processes(2, of_a_world_that_has_ended) == []
+    assert run_processes(2, of_a_world_that_has_ended) == ""
 
 
 def test_python_that_ends_while_gloo_frees_a_message_is_not_aborted():
