@@ -94,9 +94,10 @@ class DLionADM(DeltaModulated):
     When not to use it: with Byzantine workers and no ``limit``, as one with large gradients
     dominates; where memory is short. In the first hundred steps, and with long momenta (0.99), it
     lags behind a vote on i.i.d. data. Gradients whose entries are below 1e-9 or above 100 are too
-    small or too large for the step sizes, 2.3e-10 to 0.94: scale the loss. It is as good as Lion on
-    the mean gradient in small trainings (results/unlike_data, unlike_cifar10, unlike_text), and not
-    tried in large ones.
+    small or too large for the step sizes, 2.3e-10 to 0.94: scale the loss. Where data
+    differ between workers it stays within 1.4 points and 0.008 nats of Lion on the mean gradient in
+    small trainings (results/unlike_data, unlike_cifar10, unlike_text). It is 0.023 nats behind on
+    the board's text, and not tried in large trainings.
 
     Args:
         lr: learning rate, 3 to 10 times smaller than AdamW's.

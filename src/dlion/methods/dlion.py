@@ -203,7 +203,7 @@ class DLion(SignedDescent):
     :class:`dlion.exchange.Vote`.
 
     When not to use it: where workers see non-i.i.d. data (shards by class, by user). A vote counts
-    heads and loses what a mean would keep, on Dirichlet shards with alpha 0.1 13 points of accuracy
+    heads and loses what a mean would keep, on Dirichlet shards of digits with alpha 0.1 13 points
     with searched settings (results/unlike_data) and up to 45 with the usual ones; there use
     :class:`DLionADM`, or :class:`LionCub` with momentum synchronisation. On a link of 10 Gbit/s and
     more packing gains little. ``avg`` wants a learning rate that grows with n, as the mean of n

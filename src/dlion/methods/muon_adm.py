@@ -40,7 +40,8 @@ class MuonADM(MatricesApart, DeltaModulated):
 
     The polar step comes after the sum, so large gradients of one worker count for more than small
     ones of another, and is computed once. :class:`SignMuon` takes it before the sum, which is
-    better on i.i.d. data and loses on others. Matrices are found as by :class:`GMuon`.
+    better on i.i.d. data and loses where workers see other classes. Matrices are found as by
+    :class:`GMuon`.
 
     Memory: as :class:`DLionADM`, of slices that hold whole matrices: where matrices do not fill
     the n slices evenly, padding is kept and sent. With fewer matrices than workers that is most.
