@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dlion.errors import TrainingFailed as TrainingFailed
     from dlion.errors import UserError as UserError
     from dlion.methods import *  # noqa: F403
+    from dlion.methods.groups import param_groups as param_groups
     from dlion.replicas import check_replicas as check_replicas
     from dlion.replicas import replicate as replicate
     from dlion.suite.training.weights import load_model as load_model
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOMES = {
     **dict.fromkeys(_methods, "dlion.methods"),
+    "param_groups": "dlion.methods.groups",
     "Workers": "dlion.workers",
     "join": "dlion.engine.joining",
     "replicate": "dlion.replicas",

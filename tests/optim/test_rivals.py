@@ -106,7 +106,10 @@ def test_polar_express_reaches_the_polar_factor_and_the_quintic_does_not():
 
 def names(optimizer: GMuon, kind: bool) -> set[str]:
     return {
-        slot.name for bucket in optimizer.buckets if bucket.kind is kind for slot in bucket.slots
+        slot.name
+        for bucket in optimizer.buckets
+        if (bucket.kind is not None) is kind
+        for slot in bucket.slots
     }
 
 

@@ -119,6 +119,7 @@ class Bucket:
 
     run_led: Callable[["Bucket"], Stages] | None = None
     exchange: Any  # the kind that the method made
+    kind: Any  # what the method's kind() returned
 
     def __init__(
         self,

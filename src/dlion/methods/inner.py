@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.engine.bucket import Bucket, Names
-from dlion.methods.matrices import matrix_shape
-from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, rms_scale
+from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, rms_scale, scaled
 from dlion.methods.updates import adamw
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -117,9 +116,10 @@ class Muon(AdamW):
             u.lerp_(m, beta)
         steps = bucket_orthogonalise(bucket, directions, _NEWTON_SCHULZ)
         for slot, group in zip(bucket.slots, bucket.groups, strict=True):
+            for step, factor in scaled(bucket, slot, [slot.view(steps)], rms_scale):
+                step *= factor
             part = slice(slot.start, slot.stop)
-            step = steps[part] * rms_scale(*matrix_shape(slot))
-            kernels.descend(own[part], step, group["lr"], group["weight_decay"])
+            kernels.descend(own[part], steps[part], group["lr"], group["weight_decay"])
 
 
 class OfTorch(Inner):

@@ -11,6 +11,7 @@ from dlion.engine.layout import Member
 from dlion.engine.optimizer import Common
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
+from dlion.methods.matrices import Matrices
 from dlion.methods.muon import MatricesApart
 from dlion.methods.updates import nesterov
 from dlion.values import Betas, Called, Count, NotNegative, Probability
@@ -90,8 +91,8 @@ class LocalUpdate(MatricesApart):
         common["overlap"] = False
         super().__init__(params, defaults, adamw_names=None, **common)
 
-    def kind(self, member: Member) -> bool:
-        return self.inner == "muon" and super().kind(member)
+    def kind(self, member: Member) -> Matrices | None:
+        return super().kind(member) if self.inner == "muon" else None
 
     def state_names(self, bucket: Bucket) -> StateNames:
         inner = self._inner.state_names(bucket)

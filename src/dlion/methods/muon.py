@@ -3,19 +3,20 @@
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
 from dlion.engine.checks import check_matches, check_pattern
-from dlion.engine.layout import Member, members_of
+from dlion.engine.layout import Member, Slot, members_of
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
-from dlion.methods.matrices import is_hidden, is_matrix, matrix_shape, tensors_of
+from dlion.methods.matrices import Matrices, are_matrices, is_hidden, tensors_of
 from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
@@ -96,10 +97,20 @@ class MatricesApart(DistributedOptimizer):
             raise ValueError(f"use_muon={asked} is not possible: give True or False")
         super().add_param_group(param_group)
 
-    def kind(self, member: Member) -> bool:
+    def kind(self, member: Member) -> Matrices | None:
         asked = member.group.get("use_muon")
         chosen = is_hidden(member.name, self.adamw_names) if asked is None else asked
-        return chosen and is_matrix(member)
+        shape = member.tensor.shape
+        if not chosen or len(shape) < 2:
+            return None
+        matrices = Matrices.of(member.group, member.name, shape)
+        shapes = matrices.shapes(shape)
+        if isinstance(member.tensor, DTensor) and len({*shapes}) > 1:
+            raise ValueError(
+                f"split={matrices.split} makes matrices of several sizes, and FSDP has sharded"
+                " these: give a number of equal parts"
+            )
+        return matrices if are_matrices(shapes) else None
 
 
 class BesideAdamW(MatricesApart, MeanGradientOptimizer):
@@ -257,7 +268,24 @@ def matrix_descent(bucket: Bucket, answer: Tensor, scale: Callable[[int, int], f
         for slot, group in zip(bucket.slots, bucket.groups, strict=True):
             x, lr = slot.view(params), group["lr"]
             x.mul_(1 - lr * group["weight_decay"])
-            x.add_(slot.view(answer), alpha=-lr * scale(*matrix_shape(slot)))
+            for part, step, factor in scaled(bucket, slot, (x, slot.view(answer)), scale):
+                part.add_(step, alpha=-lr * factor)
+
+
+def scaled(
+    bucket: Bucket, slot: Slot, tensors: Sequence[Tensor], scale: Callable[[int, int], float]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield views of tensors in a parameter's shape, and the scale of the matrices in them.
+
+    That is all of the parameter, unless it holds matrices of several shapes.
+    """
+    shapes = bucket.kind.shapes(slot.tensor.shape)
+    if len({*shapes}) == 1:
+        yield *tensors, scale(*shapes[0])
+        return
+    views = zip(*(bucket.kind.views(tensor) for tensor in tensors), strict=True)
+    for parts, shape in zip(views, shapes, strict=True):
+        yield *parts, scale(*shape)
 
 
 def rms_scale(rows: int, columns: int) -> float:
@@ -277,7 +305,9 @@ def bucket_orthogonalise(bucket: Bucket, flat: Tensor, newton_schulz: NewtonSchu
     """
     whole = bucket.to_whole(flat)
     slots, answer = bucket.whole.slots, torch.zeros_like(whole)
-    targets, tensors = (tensors_of(slots, [flat] * len(slots)) for flat in (answer, whole))
+    targets, tensors = (
+        tensors_of(slots, [flat] * len(slots), bucket.kind) for flat in (answer, whole)
+    )
     orthogonalise_to(targets, tensors, newton_schulz)
     return bucket.to_shards(answer)
 

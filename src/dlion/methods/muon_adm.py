@@ -91,7 +91,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         super().__init__(params, defaults, rise, lookahead, adamw_names=adamw_names, **common)
 
     def has_owner(self, member: Member) -> bool:
-        return self.kind(member)
+        return self.kind(member) is not None
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
         if not bucket.kind:
@@ -102,7 +102,8 @@ class MuonADM(MatricesApart, DeltaModulated):
                 " SignMuon"
             )
 
-        slots, newton_schulz = bucket.slots, self.newton_schulz  # which hold neither of the two
+        # which hold neither of the two
+        slots, matrices, newton_schulz = bucket.slots, bucket.kind, self.newton_schulz
 
         def polar(indices: list[int], flat: list[Tensor]) -> list[Tensor]:
             alone = [
@@ -110,7 +111,8 @@ class MuonADM(MatricesApart, DeltaModulated):
                 for index, values in zip(indices, flat, strict=True)
             ]
             answers = [torch.empty_like(values) for values in flat]
-            orthogonalise_to(tensors_of(alone, answers), tensors_of(alone, flat), newton_schulz)
+            targets, tensors = (tensors_of(alone, each, matrices) for each in (answers, flat))
+            orthogonalise_to(targets, tensors, newton_schulz)
             return answers
 
         return PolarDeltaVote(

@@ -9,7 +9,7 @@ from dlion.engine.bucket import Bucket
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Channel, LowRankMean, Matrix
 from dlion.exchange.low_rank import is_smaller
-from dlion.methods.matrices import tensor_shapes
+from dlion.methods.matrices import Matrices
 from dlion.methods.updates import momentum_descent
 from dlion.streams import stream, stream_seed
 from dlion.values import Count, NotNegative, Probability
@@ -114,8 +114,8 @@ def low_rank_mean(
         seed, unit: of the first Q, and as for :class:`dlion.exchange.LowRankMean`.
     """
     shapes = [
-        [_as_matrix(part) for part in tensor_shapes(slot.name, shape)]
-        for slot, shape in zip(bucket.slots, bucket.whole.shapes, strict=True)
+        Matrices.of(group, slot.name, shape).stored(shape)
+        for slot, group, shape in zip(bucket.slots, bucket.groups, bucket.whole.shapes, strict=True)
     ]
     ranks = [[rank(*shape) for shape in parts] for parts in shapes]
     sizes = [
@@ -149,9 +149,3 @@ def _matrices(start: int, shapes: list[tuple[int, int]]) -> Iterator[Matrix]:
     for rows, columns in shapes:
         yield Matrix(start, start + rows * columns, rows)
         start += rows * columns
-
-
-def _as_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Return rows and columns of [outermost in memory, rest]; a vector is one row."""
-    rows = shape[0] if len(shape) > 1 else 1
-    return rows, shape.numel() // rows
