@@ -22,7 +22,8 @@ from common import Parser, Points, Row, interleaved, ratios, run, spread
 
 from dlion import kernels
 from dlion.kernels import reference
-from dlion.methods.muon import NewtonSchulz, is_hidden, orthogonalise
+from dlion.methods.groups import MATRIX, param_groups
+from dlion.methods.muon import NewtonSchulz, orthogonalise
 from dlion.suite.arguments import whole
 
 if TYPE_CHECKING:
@@ -165,8 +166,8 @@ def make_model(name: str) -> "Setting":
 def newton_schulz_cases(setting: "Setting") -> dict[str, Callable[[], object]]:
     """Return a pass of a worker, and Newton-Schulz on all hidden matrices of its model."""
     model, inputs, targets = setting
-    named = model.named_parameters()
-    matrices = [p.detach().flatten(1) for name, p in named if p.dim() > 1 and is_hidden(name)]
+    hidden = [found for found in param_groups(model).found if found.role == MATRIX]
+    matrices = [found.tensor.detach().flatten(1) for found in hidden]
 
     def forward_backward():
         model.zero_grad()

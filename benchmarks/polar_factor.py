@@ -16,6 +16,7 @@ from common import ROOT, Parser, Points, Row, run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from dlion.methods.groups import param_groups
 from dlion.methods.muon import Coefficients, NewtonSchulz, Precision, orthogonalise
 from dlion.optim import GMuon
 from dlion.suite.arguments import whole
@@ -33,7 +34,7 @@ def momenta(steps: int, max_bytes: int | None = None) -> list[Tensor]:
     random = torch.Generator().manual_seed(0)
     data = stdlib_text(max_bytes=max_bytes)
     model = gpt(data, dim=128, mlp_dim=640)
-    optimizer = GMuon(model.named_parameters(), lr=LR, weight_decay=0.02)
+    optimizer = GMuon(param_groups(model), lr=LR, weight_decay=0.02)
     for _ in range(steps):
         inputs, targets = data.batch(
             torch.randint(data.train_size, (STRETCHES,), generator=random), random

@@ -4,7 +4,6 @@ A parameter is known by the module that holds it, and by the place of that modul
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +28,10 @@ class Found(NamedTuple):
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Parameter groups, which print as a table; parameters of repeated layers share a line."""
+    """Parameter groups, which print as a table of what is no vector.
+
+    Parameters of layers that repeat share a line.
+    """
 
     def __init__(self, found: Iterable[Found]) -> None:
         self.found = [*found]
@@ -47,10 +49,15 @@ class ParamGroups(list[dict[str, Any]]):
             self.append({"params": rest, "use_muon": False})
 
     def __repr__(self) -> str:
-        alike = Counter(map(_line, self.found))
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for each in self.found:
+            if each.tensor.dim() > 1:
+                alike.setdefault(_line(each), []).append(each.name)
         lines = [
-            (name, f"{count} x {shape}" if count > 1 else shape, what)
-            for (name, shape, what), count in alike.items()
+            (names[0], shape, what)
+            if len(names) == 1
+            else (pattern, f"{len(names)} x {shape}", what)
+            for (pattern, shape, what), names in alike.items()
         ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
@@ -71,7 +78,7 @@ def param_groups(
     Methods of Muon's family orthogonalise the first::
 
         groups = dlion.param_groups(model)
-        print(groups)  # a line for each parameter
+        print(groups)  # a table of what goes where
         optimizer = dlion.SignMuon(groups, lr=1e-2)
 
     The rest is:
@@ -100,14 +107,21 @@ def param_groups(
             of names, and how many equal ones there are, or the outputs of each.
 
     Raises:
-        ValueError: if an expression matches no parameter of two or more dimensions, or a split does
-            not fit.
+        ValueError: if there is no matrix; if an expression matches no parameter of two or more
+            dimensions, or a split does not fit.
     """
     cuts = {each: _sizes(sizes) for each, sizes in (split or {}).items()}
     chosen = {"rest": [*rest], "matrices": [*matrices], "split": [*cuts]}
     _check_patterns(model, chosen)
     known = _Roles(model)
-    return ParamGroups(_found(name, p, known, chosen, cuts) for name, p in model.named_parameters())
+    named = model.named_parameters()
+    groups = ParamGroups(_found(name, tensor, known, chosen, cuts) for name, tensor in named)
+    if not any(group["use_muon"] for group in groups):
+        raise ValueError(
+            f"{type(model).__name__} has no matrix in a hidden layer: choose a method that needs"
+            f" none, or name some in matrices=\n{groups!r}"
+        )
+    return groups
 
 
 def _found(

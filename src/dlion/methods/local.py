@@ -82,7 +82,7 @@ class LocalUpdate(MatricesApart):
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
         self._hosted: dict[Bucket, list[int]] = {}  # versions of the model's parameters since then
-        self.whole_matrices = inner == "muon"
+        self.whole_matrices = self._orthogonalises = inner == "muon"
         self._loaded = False  # since the latest step
         self._of_method = Names(own_state=self.own_state, own_counters=self.own_counters)
         self.own_state = ["local", *self._inner.own_state, *self.own_state]

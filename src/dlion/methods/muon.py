@@ -37,10 +37,7 @@ SMALLEST_NORM = 1e-7
 # of products of batches: with fewer rows their bits depend on the size of a batch on some CPUs
 BATCHED_ROWS, BATCHED_ELEMENTS = 16, 2**20
 
-_UNNAMED = (
-    "parameters have no names here, so embeddings and heads are orthogonalised like other matrices:"
-    " give model.named_parameters(), or groups with use_muon"
-)
+_GIVE = "give dlion.param_groups(model), which looks at the modules, or groups with use_muon"
 
 AdjustLR = Literal["match_rms_adamw", "original"]
 Precision = Literal["auto", "bf16", "float32"]
@@ -71,8 +68,10 @@ class NewtonSchulz(NamedTuple):
 class MatricesApart(DistributedOptimizer):
     """An optimizer with one method for matrices of hidden layers and another for the rest.
 
-    ``bucket.kind`` says whether a bucket is of such matrices.
+    ``bucket.kind`` says how the parameters of a bucket hold such matrices; None: they hold none.
     """
+
+    _orthogonalises = True
 
     def __init__(
         self, params: Iterable[Any], *options: Any, adamw_names: str | None, **common: Any
@@ -81,14 +80,27 @@ class MatricesApart(DistributedOptimizer):
         self.adamw_names = adamw_names
         super().__init__(params, *options, **common)
         check_matches("adamw_names", adamw_names, self.param_groups)
-        unnamed = [
-            member
-            for member in members_of(self.param_groups)
-            if not member.name and member.group.get("use_muon") is None
-        ]
+        if self._orthogonalises:
+            self._check_guesses([*members_of(self.param_groups)])
+
+    def _check_guesses(self, members: list[Member]) -> None:
+        """Say which matrices were guessed from names, and refuse to guess that there are none."""
+        guessed = [member for member in members if member.group.get("use_muon") is None]
+        hidden = [member for member in members if self.kind(member)]
+        if guessed and not hidden:
+            raise ValueError(
+                f"none of {len(members)} parameters seems to be a matrix of a hidden layer, which"
+                f" {type(self).__name__} is for: {_GIVE}, or choose another method"
+            )
         # all of a model's, not a list of matrices
-        if any(map(self.kind, unnamed)) and any(member.tensor.dim() < 2 for member in unnamed):
-            warnings.warn(_UNNAMED, stacklevel=2)
+        if self.adamw_names is None and any(member.tensor.dim() < 2 for member in guessed):
+            rest = [m.name for m in guessed if m.tensor.dim() > 1 and not self.kind(m)]
+            left = f"all but {', '.join(rest[:5])}{', ...' * (len(rest) > 5)}" if rest else "all"
+            warnings.warn(
+                f"which matrices are embeddings or heads was guessed from names: {left} are"
+                f" orthogonalised ({len(hidden)}): {_GIVE}",
+                stacklevel=4,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; a group's ``use_muon`` has no effect after its buckets are made."""
@@ -188,7 +200,7 @@ class GMuon(BesideAdamW):
     (a, b, c) = (3.4445, -4.775, 2.0315). With R rows and C columns s is ``0.2 sqrt(max(R, C))``
     (``match_rms_adamw``: entries move about as far as under AdamW, which so takes the same rate and
     decay) or ``sqrt(max(1, R / C))`` (``original``). Convolutions are matrices [out, rest].
-    Parameters ``experts.*`` of three dimensions have a matrix for each expert.
+    Stacked experts are a matrix each.
 
     With ``ns_coefficients=polar_express`` each iteration has coefficients of its own, and
     ``X = G / (1.01 |G|)`` (Amsel et al. 2025, arXiv 2505.16932, Algorithm 1): singular values come
@@ -200,12 +212,13 @@ class GMuon(BesideAdamW):
     of a convolution from the height and width of its kernel.
 
     Muon is for hidden layers. Vectors are AdamW's, as in :class:`GAdamW`, also as one row or column
-    of a matrix, and so are embeddings (of tokens, positions, patches), output heads and tables of
-    biases. These are known by their names (EMBEDDINGS_AND_HEADS and TABLES), so give
-    ``named_parameters()``: without names all matrices are Muon's, and a warning says so where
-    vectors are among the parameters. The first convolution of a ResNet is Muon's, too. A parameter
-    group with ``use_muon`` says it itself: with True all its matrices are Muon's, with False none.
-    Other rates for the rest take a group of its own.
+    of a matrix, and so are embeddings (of tokens, positions, patches), output heads and depthwise
+    convolutions. ``dlion.param_groups(model)`` knows these by their modules, and a parameter group
+    says it with ``use_muon``: with True all its matrices are Muon's, with False none. It may also
+    say that parameters of three dimensions are ``stacked`` matrices, that matrices are
+    ``transposed``, [in, out], or ``split``, several fused. Of parameters without such a group the
+    usual names of embeddings and heads tell, and a warning says what they told. The first
+    convolution of a ResNet is Muon's, too. Other rates for the rest can be set in its group.
 
     Memory: 4 bytes of state a parameter of a matrix, 8 of the others.
 

@@ -34,6 +34,7 @@ from dlion.suite.settings import check as check_types
 from dlion.suite.settings import naming
 from dlion.suite.terminal import patience
 from dlion.suite.training.agreement import VOTES
+from dlion.suite.training.building import parameters_of
 from dlion.suite.training.job import Job
 from dlion.suite.training.weights import check_pretrained, check_weights, recorded_input
 from dlion.suite.units import human_bytes, parse_rate
@@ -393,7 +394,7 @@ def _check_method(
     try:
         optimizer = instantiate(
             config.optimizer,
-            model.named_parameters(),
+            parameters_of(model, config.optimizer),
             workers=Workers(local=config.workers),
             seed=config.seed,
             bucket_cap_mb=config.bucket_cap_mb,

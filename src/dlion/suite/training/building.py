@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from dlion.errors import TrainingFailed
+from dlion.methods import METHODS
+from dlion.methods.groups import param_groups
+from dlion.methods.muon import MatricesApart
 from dlion.optim import DistributedOptimizer
 from dlion.streams import stream_seed
 from dlion.suite import models
@@ -30,12 +33,21 @@ def make_model(job: Job) -> nn.Module:
     return model.train()
 
 
+def parameters_of(model: nn.Module, optimizer: Any) -> Any:
+    """Return a model's parameters as an optimizer of these settings takes them."""
+    method = METHODS.get(optimizer.name)
+    by_modules = method is not None and issubclass(method.cls, MatricesApart)
+    if by_modules and optimizer.get("inner", "muon") == "muon" and not optimizer.get("adamw_names"):
+        return param_groups(model)
+    return model.named_parameters()
+
+
 def make_optimizer(job: Job, model: nn.Module, **participants: Any) -> DistributedOptimizer:
     """Return the optimizer for the workers that ``workers`` or ``manager`` names."""
     config = job.config
     return instantiate(
         config.optimizer,
-        model.named_parameters(),
+        parameters_of(model, config.optimizer),
         seed=config.seed,
         overlap=config.overlap,
         bucket_cap_mb=config.bucket_cap_mb,
