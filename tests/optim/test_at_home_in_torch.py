@@ -180,15 +180,15 @@ def test_gradients_that_come_and_go_cost_no_memory():
 
 @pytest.mark.parametrize("cls", EVERY)
 def test_float64_parameters_keep_their_precision(cls):
-    values = torch.full((70,), 1 / 3, dtype=torch.float64)
+    values = torch.full((10, 7), 1 / 3, dtype=torch.float64)
     param = torch.nn.Parameter(values.clone())
     optimizer = cls([param], lr=0.0)
     for _ in range(3):
-        param.grad = torch.randn(70, dtype=torch.float64)
+        param.grad = torch.randn(10, 7, dtype=torch.float64)
         optimizer.step()
     assert torch.equal(param.detach(), values)
     optimizer.param_groups[0]["lr"] = 1e-2
-    param.grad = torch.randn(70, dtype=torch.float64)
+    param.grad = torch.randn(10, 7, dtype=torch.float64)
     optimizer.step()
     assert param.dtype == torch.float64 and not torch.equal(param.detach(), values)
 
@@ -470,6 +470,34 @@ def test_weights_handed_to_another_process_are_trained_on():
         optimizer.zero_grad()
         for param, old in zip(model.parameters(), before, strict=True):
             assert ((param - old).abs() > 0.09).all()
+
+
+def show(model: torch.nn.Module, pipe) -> None:
+    while pipe.recv():
+        pipe.send(flat(model).tolist())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("cls", [DLion, DiLoCo])
+def test_another_process_sees_a_model_in_shared_memory_being_trained(cls, late):
+    model = net()
+    if not late:
+        model.share_memory()
+    optimizer = cls(model.parameters(), lr=0.1)
+    if late:
+        model.share_memory()
+        train(model, optimizer, 1)
+    context = torch.multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    evaluator = context.Process(target=show, args=(model, there), daemon=True)
+    evaluator.start()
+    before = flat(model).tolist()
+    train(model, optimizer)
+    here.send(True)
+    assert here.poll(60)
+    assert before != here.recv() == flat(model).tolist()
+    here.send(False)
+    evaluator.join()
 
 
 def test_a_model_of_another_dtype_is_refused_before_anything_moves():

@@ -196,8 +196,27 @@ def test_gradients_that_are_not_finite_within_a_round(nonfinite):
     assert param.tolist() == [1, 1, 1]
 
 
+def clamp(param: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        param.clamp_(-0.1, 0.1)
+
+
+def replace_data(param: torch.nn.Parameter) -> None:
+    param.data = param.data.clamp(-0.1, 0.1)
+
+
+def write_to_data(param: torch.nn.Parameter) -> None:
+    """No version of the parameter counts this."""
+    param.data.clamp_(-0.1, 0.1)
+
+
+def from_vector(param: torch.nn.Parameter) -> None:
+    torch.nn.utils.vector_to_parameters(param.detach().flatten().clamp(-0.1, 0.1), [param])
+
+
+@pytest.mark.parametrize("write", [clamp, replace_data, write_to_data, from_vector])
 @pytest.mark.parametrize("cls", [DiLoCo, SparseLoCo])
-def test_what_a_loop_writes_into_the_model_is_trained_on(cls):
+def test_what_a_loop_writes_into_the_model_is_trained_on(cls, write):
     pretrained, model = net(), net()
     train(pretrained, torch.optim.SGD(pretrained.parameters(), lr=0.1), 3)
     results = []
@@ -209,9 +228,27 @@ def test_what_a_loop_writes_into_the_model_is_trained_on(cls):
         if late:  # "load after making" is a usual order
             model.load_state_dict(pretrained.state_dict())
         train(model, optimizer, 3)
-        with torch.no_grad():
-            model[2].weight.clamp_(-0.1, 0.1)  # in the middle of a round: a move of this worker
+        write(model[2].weight)  # in the middle of a round: a move of this worker
         train(model, optimizer, 2)
         results.append(flat(model))
     assert torch.equal(*results)
     assert model[2].weight.abs().max() < 0.2
+
+
+@pytest.mark.parametrize("write", [clamp, replace_data, write_to_data, from_vector])
+def test_what_a_loop_does_not_write_into_a_bfloat16_model_keeps_its_precision(write):
+    param = torch.nn.Parameter(torch.linspace(-0.2, 0.2, 9).bfloat16())
+    optimizer = DiLoCo([param], lr=1e-4, local_steps=9)
+    for written in (False, True):
+        before = optimizer.worker_state(0)["0.local"][:9].clone()
+        if written:
+            write(param)
+        param.grad = torch.zeros_like(param)  # moves nothing
+        optimizer.step()
+        own = optimizer.worker_state(0)["0.local"][:9]
+        expected = before.clamp(-0.1, 0.1).bfloat16().float() if written else before
+        inside = before.abs() < 0.1
+        assert (torch.equal(own[inside], before[inside]) and torch.equal(own, expected)) or written
+        assert torch.equal(own[~inside].bfloat16(), expected[~inside].bfloat16())
+        param.grad = torch.ones_like(param)
+        optimizer.step()

@@ -97,7 +97,7 @@ def test_what_nobody_knows_stays_and_what_one_knows_moves(cls, options, n):
 
 def test_nan_on_one_worker_is_outvoted():
     param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = DLion([param], lr=1.0, workers=Workers(local=3))
+    optimizer = DLion([param], lr=1.0, workers=Workers(local=3), nonfinite=None)
     for i, grad in enumerate((1.0, 1.0, math.nan)):
         param.grad = torch.full((4,), grad)
         optimizer.collect(i)

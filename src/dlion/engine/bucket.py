@@ -92,9 +92,9 @@ class Bucket:
     """Parameters of one dtype and device, laid out one after the other.
 
     Parameters become views into ``params``, so that an update is a few operations on one long
-    vector; those that FSDP2 has sharded stay where they are, and ``params`` is a copy of the shards
-    here. Each starts at a multiple of 64. The gaps between them, and the end, are zero in
-    gradients; ``mask`` tells them apart where that is not enough.
+    vector; those that FSDP2 has sharded, or in shared memory, stay where they are, and ``params``
+    is a copy of what is here. Each starts at a multiple of 64. The gaps between them, and the end,
+    are zero in gradients; ``mask`` tells them apart where that is not enough.
 
     Attributes:
         index: its number among the buckets of the optimizer.
@@ -105,6 +105,8 @@ class Bucket:
         distinct_groups: the group at each edge.
         slots: the parameters and where they are.
         numel: elements, gaps included.
+        apart: whether parameters are no views of ``params``: FSDP2 has sharded them, or other
+            processes read them in shared memory.
         exchange: carries the messages about these parameters and holds the answer.
         params: ``[padded]``, in the parameters' dtype.
         own: per-worker state, name -> float32 ``[k, padded]``. Never leaves its worker.
@@ -130,7 +132,7 @@ class Bucket:
     ):
         self.index, self.kind, first = index, kind, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
-        self.sharded = isinstance(first, DTensor)
+        self.sharded = self.apart = isinstance(first, DTensor)
         if owners is None:
             self.slots, self.numel = lay_out(members)
         else:  # each parameter in one slice of so many
@@ -311,7 +313,7 @@ class Bucket:
     def adopt(self) -> None:
         """Point parameters back into the buffer, should anyone have replaced their storage.
 
-        Of sharded ones, which stay where they are, it takes a copy.
+        Of sharded ones it takes a copy, and so of those in shared memory, where others read them.
         """
         for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
             view = self._views[index]
@@ -328,7 +330,10 @@ class Bucket:
                     )
                 view.copy_(tensor.data)
                 if not self.sharded:
-                    slot.tensor.data = view
+                    if tensor.device.type == "cpu" and tensor.is_shared():
+                        self.apart = True
+                    else:
+                        slot.tensor.data = view
 
     @torch.no_grad()
     def adopt_state(self, state: dict[Tensor, Any]) -> None:
@@ -341,8 +346,8 @@ class Bucket:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the buffer into sharded parameters; others are views of the buffer."""
-        if self.sharded:
+        """Copy the buffer into parameters that are no views of it."""
+        if self.apart:
             torch._foreach_copy_(self.tensors, self._views)
 
     def copy_gradients(self, rows: Tensor) -> None:
@@ -365,11 +370,6 @@ class Bucket:
     def tensors(self) -> list[Tensor]:
         """The parameters, as much of each as is here."""
         return [*map(local_part, self._tensors)] if self.sharded else self._tensors
-
-    @property
-    def versions(self) -> list[int]:
-        """How often each parameter was written to, which this optimizer's updates are not."""
-        return [tensor._version for tensor in self.tensors]
 
     def grads(self, slots: slice = slice(None)) -> Gradients:
         """Return the latest gradients, of all parameters or some, where autograd has left them.

@@ -101,8 +101,11 @@ def check_names(group: dict[str, Any]) -> None:
             raise TypeError(f"the name of a parameter must be text, not {name!r}")
 
 
-def check_parameters(tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that are not real floating-point, and the flat shards of FSDP1."""
+def check_parameters(tensors: Sequence[Tensor], alone: bool) -> None:
+    """Refuse tensors that are not real floating-point, and the flat shards of FSDP1.
+
+    Unless a process trains ``alone``, also memory in which others may train the same parameters.
+    """
     for tensor in tensors:
         if getattr(tensor, "_fsdp_flattened", False):
             raise ValueError(
@@ -111,6 +114,11 @@ def check_parameters(tensors: Sequence[Tensor]) -> None:
             )
         if not tensor.is_floating_point():
             raise TypeError(f"parameters must be real floating-point numbers, not {tensor.dtype}")
+        if not alone and tensor.device.type == "cpu" and tensor.is_shared():
+            raise ValueError(
+                "the parameters are in shared memory, as those of a model that was passed to"
+                " processes, which would all update the same ones: train copy.deepcopy(model)"
+            )
 
 
 def check_bare(params: Sequence[Tensor]) -> None:

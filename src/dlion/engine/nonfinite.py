@@ -17,22 +17,22 @@ def measure(buckets: Sequence[Bucket], local: int) -> None:
         bucket.flight.norms[local] = bucket.norms()
 
 
-def leave_out(buckets: Sequence[Bucket], whole: bool) -> bool:
-    """Drop gradients that are not finite; return whether there were any. The host waits once.
+def leave_out(buckets: Sequence[Bucket], whole: bool) -> list[str]:
+    """Drop gradients that are not finite; return the names of theirs. The host waits once.
 
     Args:
         whole: drop all parts of a tensor that FSDP2 has sharded, if one is not finite.
     """
-    found = False
+    found = []
     flags = [~bucket.norms().isfinite() for bucket in buckets]
     if whole:
         pairs = zip(buckets, flags, strict=True)
         flags = [bucket.whole.anywhere(broken) for bucket, broken in pairs]
     for bucket, here in zip(buckets, download(flags), strict=True):
-        for slot, broken in zip(bucket.slots, here.tolist(), strict=True):
+        for slot, name, broken in zip(bucket.slots, bucket.names, here.tolist(), strict=True):
             if broken:
                 slot.tensor.grad = None
-                found = True
+                found.append(name)
     return found
 
 

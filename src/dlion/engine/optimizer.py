@@ -77,10 +77,10 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         optimizer.zero_grad()
 
     Creating it copies the parameters of process 0 to all and moves the trained ones into flat
-    buffers, so they share memory with nothing else from then on (a Parameter that is used twice
-    stays one). Gradient accumulation, parameter groups, LR schedulers, autocast and ``state_dict``
-    work as usual. The state differs from worker to worker: save it on every rank, not on rank 0
-    alone.
+    buffers, so they share memory with nothing else from then on. (A Parameter that is used twice
+    stays one, and after ``share_memory()`` other processes see what is trained.) Gradient
+    accumulation, parameter groups, LR schedulers, autocast and ``state_dict`` work as usual. The
+    state differs from worker to worker: save it on every rank, not on rank 0 alone.
 
     Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
     all; rates may differ and change. Groups that are added after a step, or after a state was
@@ -155,8 +155,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         nonfinite: what to do about a parameter whose gradient's norm is NaN or infinite. ``stop``
             raises TrainingFailed on all workers before the parameters of that bucket are updated
             (state may hold the gradient by then: resume from a checkpoint only); ``skip`` treats it
-            as a parameter without a gradient there, in that step; None sends it as it is, and a
-            momentum that has taken it up keeps it. With methods of local steps ``stop`` raises on
+            as a parameter without a gradient there, in that step, and warns once; None sends it as
+            it is, which a sign hides: a momentum that has taken up NaN keeps it, and its parameters
+            stop moving or move at random. With methods of local steps ``stop`` raises on
             the worker alone, and the others fail at the exchange that waits for it. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
@@ -222,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         seed: int = 0,
         overlap: bool = False,
         bucket_cap_mb: Positive | Literal["auto"] | None = None,
-        nonfinite: Nonfinite | None = None,
+        nonfinite: Nonfinite | None = "stop",
         stochastic_rounding: bool = False,
     ):
         Joinable.__init__(self)
@@ -248,6 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             check_gpus(group, self._device)
         check_local_workers(given)
         self._peers = given
+        self._alone = given.processes == 1 and dense_group is None and manager is None
         self.dense_processes = 1 if dense_group is None else dist.get_world_size(dense_group)
         if bucket_cap_mb == "auto":
             bucket_cap_mb = BUCKET_MB * max(1.0, given.count / BUCKET_WORKERS)
@@ -371,7 +373,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             check_sharding(
                 self.params, self.workers, type(self).__name__, self.whole_matrices, self.overlap
             )
-            check_parameters([tensor for tensor in group["params"] if tensor.requires_grad])
+            trained = [tensor for tensor in group["params"] if tensor.requires_grad]
+            check_parameters(trained, self._alone)
             self.members.add(group)
             if not self._constructed:  # groups are waited for that may share buckets
                 return

@@ -1,5 +1,6 @@
 """One step: encode the messages of local workers, exchange them, apply the answers."""
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,6 +22,11 @@ from dlion.transfer import download
 _HALF_WAY = (
     "an earlier step failed half-way, when state had moved: give this optimizer a checkpoint"
     " (load_state_dict), or make another"
+)
+
+_SKIPPED = (
+    "the gradient of {} is not finite in step {}: nonfinite=skip leaves it out, and will leave out"
+    " others without a word (optimizer.skipped counts them)"
 )
 
 
@@ -86,8 +92,12 @@ class Step:
             nonfinite.measure(buckets, local)
             if method.moves_alone:  # no header will stop the others first
                 nonfinite.refuse(buckets, local)
-        elif method.nonfinite == "skip" and nonfinite.leave_out(buckets, method.whole_matrices):
-            self._skipping.add(local)
+        elif method.nonfinite == "skip":
+            left_out = nonfinite.leave_out(buckets, method.whole_matrices)
+            if left_out and not (self._skipping or method.skipped):
+                warnings.warn(_SKIPPED.format(left_out[0], buckets[0].step + 1), stacklevel=2)
+            if left_out:
+                self._skipping.add(local)
         members = method.members
         trained = members.in_buckets + len([p for p in members.frozen if p.requires_grad])
         sender = Sender(trained, method.flag, method.files.here)

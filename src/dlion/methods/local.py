@@ -81,7 +81,7 @@ class LocalUpdate(MatricesApart):
         self.inner, self.local_steps = inner, local_steps
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
-        self._hosted: dict[Bucket, list[int]] = {}  # versions of the model's parameters since then
+        self._hosted: int | None = None  # whose parameters are in the model; None: what all share
         self.whole_matrices = self._orthogonalises = inner == "muon"
         self._loaded = False  # since the latest step
         self._of_method = Names(own_state=self.own_state, own_counters=self.own_counters)
@@ -111,7 +111,7 @@ class LocalUpdate(MatricesApart):
             shared = bucket.shared["outer"]
             bucket.params.copy_(shared if local is None else bucket.own["local"][local])
             bucket.write_back()
-            self._hosted[bucket] = bucket.versions
+        self._hosted = local
 
     def follow(self, bucket: Bucket) -> None:
         self._inner.follow(bucket)
@@ -182,28 +182,31 @@ class LocalUpdate(MatricesApart):
 
     @torch.no_grad()
     def _take_over(self, bucket: Bucket, local: int) -> None:
-        """Take over values written into the model since its parameters were put there."""
-        if bucket.versions == self._hosted.get(bucket):
-            return
+        """Take over what was written into the model, in any way, since parameters were put there.
+
+        Of other dtypes than float32 those entries alone, as the worker's own are more precise.
+        """
         bucket.adopt()
-        own = bucket.own["local"][local]
-        if bucket.step == 0:
+        params, own = bucket.params, bucket.own["local"][local]
+        if bucket.step == 0 and not self._step.collected - {local}:
             self.begin(bucket)
-        elif self._loaded and not torch.equal(own.to(bucket.params.dtype), bucket.params):
+        elif self._loaded and not torch.equal(own.to(params.dtype), params):
             raise RuntimeError(
                 "the model was loaded after the optimizer, over this worker's own parameters: load"
                 " the model first, then the optimizer's state"
             )
+        elif params.dtype == torch.float32 and self._hosted == local:
+            own.copy_(params)
         else:
-            own.copy_(bucket.params)
-        self._hosted[bucket] = bucket.versions
+            others = bucket.own["local"]
+            hosted = bucket.shared["outer"] if self._hosted is None else others[self._hosted]
+            own.copy_(torch.where(hosted.to(params.dtype) == params, own, params))
 
     @torch.no_grad()
     def begin(self, bucket: Bucket) -> None:
         """Let all begin with the parameters in the model."""
         bucket.shared["outer"].copy_(bucket.params)
         bucket.own["local"].copy_(bucket.shared["outer"])
-        self._hosted[bucket] = bucket.versions
 
 
 class DiLoCo(LocalUpdate):
@@ -235,7 +238,7 @@ class DiLoCo(LocalUpdate):
     Args:
         lr: of the inner optimizer, scheduled as always.
         inner: the optimizer that each worker takes its own steps with, without momentum for sgd.
-            Muon is for the matrices that :class:`GMuon` chooses, by names and ``use_muon``.
+            Muon is for the matrices that :class:`GMuon` chooses.
         betas: of adamw and lion; the first is the momentum of muon.
         weight_decay: of the inner optimizer, decoupled.
         local_steps: inner steps of each worker between two exchanges.
