@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from dlion.methods import METHODS
 from dlion.optim import (
     DiLoCo,
     DistributedOptimizer,
@@ -252,3 +253,35 @@ def test_a_state_with_groups_that_were_added_later_resumes_to_the_bit(
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(go_on(other, resumed, 6), go_on(model, optimizer, 6))
+
+
+@pytest.mark.parametrize("method", ["dlion_mavo", "g_adamw", "sign_muon_mavo", "muloco"])
+def test_state_goes_by_name_where_both_sides_have_names(method, tmp_path):
+    """A model whose layers were put in another order is the same model."""
+    found = METHODS[method]
+
+    def make(order: str) -> tuple[torch.nn.ModuleDict, Any]:
+        torch.manual_seed(0)
+        layers = {name: torch.nn.Linear(6, 6) for name in "ab"}
+        model = torch.nn.ModuleDict({name: layers[name] for name in order})
+        return model, found.cls(model.named_parameters(), lr=1e-2, **found.options)
+
+    def step(model: torch.nn.ModuleDict, optimizer: Any, t: int) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(t))
+        optimizer.zero_grad()
+        model["b"](model["a"](x).tanh()).square().mean().backward()
+        optimizer.step()
+
+    (one, first), (other, second) = make("ab"), make("ba")
+    for t in range(3):
+        step(one, first, t)
+    torch.save([one.state_dict(), first.state_dict()], tmp_path / "saved.pt")
+    weights, state = torch.load(tmp_path / "saved.pt", weights_only=True)
+    other.load_state_dict(weights)
+    second.load_state_dict(state)
+    for t in range(3, 6):
+        step(one, first, t)
+        step(other, second, t)
+    for name, param in one.named_parameters():
+        torch.testing.assert_close(dict(other.named_parameters())[name], param, rtol=0, atol=1e-6)
+    assert second.param_groups[0]["param_names"][0] == "b.weight"

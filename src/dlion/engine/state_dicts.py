@@ -10,6 +10,8 @@ from dlion.engine import saving
 from dlion.engine.saving import APART, States, own_names
 from dlion.engine.shards import EXCHANGE, local_part
 
+BY_NAME = "by_name"  # an entry that torch.distributed.checkpoint does not keep
+
 
 def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Put the state of all buckets into torch's packed state, before others' hooks see it."""
@@ -31,6 +33,8 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             for slot in bucket.slots:
                 del state[index_of[slot.tensor]]["step"]
     packed, inner = {**state_dict, "state": state}, optimizer.inner_state()
+    if all("param_names" in group for group in packed["param_groups"]):
+        packed[BY_NAME] = True
     if inner:
         packed["inner"] = inner
     if optimizer.workers_apart:
@@ -46,8 +50,12 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.arrange([group.get("steps", 0) for group in groups])
     optimizer.include_unfrozen()
     optimizer.members.check_sizes([len(group["params"]) for group in groups])
-    _check_names(groups, optimizer.param_groups)
-    names = [name for group in groups for name in group["params"]]
+    by_name = _check_names(groups, optimizer.param_groups) and BY_NAME in state_dict
+    names = [
+        name
+        for group, here in zip(groups, optimizer.param_groups, strict=True)
+        for name in (_in_order_of(here, group) if by_name else group["params"])
+    ]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, local, flats = _distributed(optimizer)
     state = _with_steps(state_dict["state"], groups)
@@ -67,7 +75,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._step.restart()
     for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
-        names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
+        renamed = "param_names" in new and not by_name
+        names_too = {"param_names": new["param_names"]} if renamed else {}
         group.clear()
         group.update(new | kept | names_too)
     optimizer.state.clear()
@@ -145,17 +154,23 @@ def _sort_out(
     return saved, foreign
 
 
-def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
-    """Refuse the state of the same names in other groups, as state goes by number.
+def _in_order_of(here: dict[str, Any], saved: dict[str, Any]) -> list[int]:
+    """Return the saved numbers of a group's parameters in the order of the group here."""
+    number = dict(zip(saved["param_names"], saved["params"], strict=True))
+    return [number[name] for name in here["param_names"]]
 
-    Within a group the saved order says nothing: torch.distributed.checkpoint, which goes by name,
-    leaves it as it was.
+
+def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> bool:
+    """Refuse the state of the same names in other groups; return whether names are the same.
+
+    Within a group the saved order of names holds with ``BY_NAME`` alone: of a state that comes
+    through torch.distributed.checkpoint numbers are of the parameters here, and names are not.
     """
     before, now = (
         [{*group.get("param_names", ())} for group in groups] for groups in (saved, here)
     )
     if set().union(*before) != set().union(*now):  # a wrapper's prefix, say
-        return
+        return False
     for index, (were, are) in enumerate(zip(before, now, strict=True)):
         if were != are:
             raise ValueError(
@@ -163,6 +178,7 @@ def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> Non
                 f" another parameter group than this optimizer (group {index}): make it of the same"
                 " groups"
             )
+    return all(before)
 
 
 def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
