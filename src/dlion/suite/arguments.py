@@ -83,7 +83,6 @@ def errors_end_the_command() -> Iterator[None]:
             _drop_output()
             sys.exit(1)
         if place := error.filename2 or error.filename:
-            place = str(place).removesuffix(".part")  # the name until a file is complete
             _leave(f"error: {place} could not be read or written ({reason}): name another place", 2)
         _drop_output()
         _leave(f"error: {reason}", 1)

@@ -1,15 +1,21 @@
-"""Files that are either complete or absent."""
+"""Files and folders that are either complete or absent."""
 
 import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from dlion.suite.inside import check_inside, opened
+
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.(part|old)")
 
 
 @contextlib.contextmanager
@@ -17,7 +23,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Give the path of a file to write, which gets its own name once it is whole and on the disk.
 
     Whatever happens, the file of that name is then the new one or the one before. A link of that
-    name is replaced, not followed, as it may stand in a folder from elsewhere.
+    name is replaced, not followed, as it may stand in a folder from elsewhere; the path that is
+    given is that of a new file, whose name nobody can foresee.
 
     Raises:
         FileExistsError: if a device, a pipe, a socket or a folder has the name.
@@ -25,14 +32,49 @@ def whole_file(path: Path) -> Iterator[Path]:
     with contextlib.suppress(FileNotFoundError):
         if not (stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISLNK(mode)):
             raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with readable_by_umask(part), naming_full_disk(path):
+    part = _unfinished(path)
+    with _naming(path, part):
+        try:
+            new = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            mode = stat.S_IMODE(os.fstat(new).st_mode)  # safetensors makes its files private
+            os.close(new)
             yield part
-        sync(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+            part.chmod(mode)
+            sync(part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path, kind: str = "part") -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the parts of files and folders that killed processes have left in a folder."""
+    for path in filter(lambda path: _UNFINISHED.fullmatch(path.name), folder.iterdir()):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path, part: Path) -> Iterator[None]:
+    """Name a path, in place of its unfinished part, in an error of the operating system."""
+    with naming_full_disk(path):
+        try:
+            yield
+        except OSError as error:
+            if str(part) not in str(error.filename):
+                raise
+            named = str(error.filename).replace(str(part), str(path))
+            raise OSError(error.errno, error.strerror, named) from error
 
 
 @contextlib.contextmanager
@@ -51,9 +93,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Give the path of a folder to fill, which gets its own name once it is whole and on the disk.
 
     Its files lie in it directly. A folder that had the name is replaced.
+
+    Raises:
+        Refused: if a link, or what is no folder, has the name.
     """
-    part, old = (path.with_name(f"{path.name}.{kind}") for kind in ("part", "old"))
-    shutil.rmtree(part, ignore_errors=True)
+    check_inside(path.parent, path.name)
+    part, old = _unfinished(path), _unfinished(path, "old")
     part.mkdir()
     try:
         yield part
@@ -64,26 +109,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
             sync(file)
         sync(part)
         if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
-        try:
-            part.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+        part.rename(path)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def readable_by_umask(file: Path) -> Iterator[None]:
-    """Give a new file, written inside, the mode of all new files; safetensors makes it private."""
-    file.touch()
-    mode = stat.S_IMODE(file.stat().st_mode)
-    yield
-    file.chmod(mode)
+        if old.exists() and not path.exists():  # the new one did not get there
+            old.rename(path)
+        for folder in (part, old):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_stream(path: Path) -> bool:
@@ -122,7 +154,7 @@ def sha256_of(files: Iterable[Path]) -> str:
     """Return the SHA-256 of files, one behind the other."""
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
@@ -137,8 +169,18 @@ def opened_tensors(file: Path) -> Iterator[Any]:
     """
     from safetensors import safe_open
 
-    with file.open("rb"), safe_open(file, "pt") as tensors:
+    with opened(file), safe_open(file, "pt") as tensors:
         yield tensors
+
+
+def load_tensors(file: Path) -> dict[str, Any]:
+    """Return the tensors of a file of safetensors by name.
+
+    Raises:
+        OSError, SafetensorError: as :func:`opened_tensors`.
+    """
+    with opened_tensors(file) as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
 
 
 def sha256_of_tensors(files: Iterable[Path]) -> str:

@@ -61,7 +61,7 @@ def _acquire(file: Path) -> int:
         BlockingIOError: if another process holds the lock.
         FileNotFoundError: if its holder removed it meanwhile, or its folder does not exist.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:
         _lock(file, descriptor, fcntl.LOCK_EX)
         # between open and flock its holder may have removed the file: we hold the lock of a file
@@ -77,7 +77,7 @@ def _acquire(file: Path) -> int:
 def is_held(file: Path) -> bool:
     """Whether a process holds the lock on a file."""
     try:
-        descriptor = os.open(file, os.O_RDWR)
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

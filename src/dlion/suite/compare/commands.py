@@ -12,9 +12,18 @@ from dlion.suite.record.configs import read_yaml
 from dlion.suite.record.runs import Run, named_if_damaged
 
 
-def read_hydra(file: Path) -> dict[str, Any]:
-    """Return Hydra's own settings of hydra.yaml or multirun.yaml, without interpolation."""
-    return read_yaml(file)["hydra"]
+def read_hydra(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return Hydra's own settings of hydra.yaml or multirun.yaml, without interpolation.
+
+    Returns:
+        None where the file does not exist.
+
+    Raises:
+        UserError: if it is damaged.
+    """
+    with named_if_damaged(folder / name):
+        recorded = read_yaml(folder, name)
+        return None if recorded is None else recorded["hydra"]
 
 
 def sweep_overrides(hydra: Mapping[str, Any]) -> list[list[str]]:
@@ -37,10 +46,9 @@ def sweep_overrides(hydra: Mapping[str, Any]) -> list[list[str]]:
 def command(run: Run) -> str:
     """Return the command that a run came from, without the directories that it wrote to."""
     typed, options = run.overrides, []
-    file = run.directory.parent / "multirun.yaml"
-    if file.exists():
-        with named_if_damaged(file):
-            hydra = read_hydra(file)
+    sweep = run.directory.parent
+    if hydra := read_hydra(sweep, "multirun.yaml"):
+        with named_if_damaged(sweep / "multirun.yaml"):
             # of several sweeps into one directory, the file describes the last
             if typed in sweep_overrides(hydra):
                 typed, options = hydra["overrides"]["task"], ["-m"]

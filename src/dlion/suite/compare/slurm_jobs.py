@@ -23,11 +23,10 @@ def job_of(directory: Path) -> Job | None:
     Raises:
         UserError: if what Hydra recorded is damaged.
     """
-    file = directory / ".hydra" / "hydra.yaml"
-    if not file.exists():
+    hydra = read_hydra(directory, ".hydra/hydra.yaml")
+    if hydra is None:
         return None
-    with named_if_damaged(file):
-        hydra = read_hydra(file)
+    with named_if_damaged(directory / ".hydra" / "hydra.yaml"):
         return parse_jobs(hydra["job"]["id"])[0] if _on_slurm(hydra) else None
 
 
@@ -41,8 +40,8 @@ def jobs_without_run(sweep: Path, begun: Iterable[Job]) -> dict[Job, tuple[Path,
     Raises:
         UserError: if multirun.yaml is damaged.
     """
+    hydra = read_hydra(sweep, "multirun.yaml") or {}
     with named_if_damaged(sweep / "multirun.yaml"):
-        hydra = read_hydra(sweep / "multirun.yaml")
         if not _on_slurm(hydra):
             return {}
         # with batches there is an array for each, and its jobs are numbered from 0 again

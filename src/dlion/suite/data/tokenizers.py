@@ -30,6 +30,8 @@ class Bytes:
 def load_tokenizer(name: str, setting: str) -> Any:
     """Load a tokenizer of transformers from a folder, the cache, or the hub; or :class:`Bytes`.
 
+    No code that comes with it is run.
+
     Raises:
         UserError: if none has that name; the message says that ``setting`` is wrong.
     """
@@ -41,8 +43,13 @@ def load_tokenizer(name: str, setting: str) -> Any:
     if not Path(name).is_dir():
         use_the_cache_if_offline()
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{setting}={name} is a tokenizer with code of its own, which is not run: give one"
+                " of transformers"
+            ) from error
         raise UserError(
             f"{setting}={name} is neither a folder with a tokenizer of transformers nor one of the"
             " hub that can be reached: give the folder"

@@ -105,12 +105,17 @@ def guarded(config: DictConfig) -> Any:
         if not multirun:  # the sweeper has checked it
             check_effects(settings, hydra.overrides.task)
         _announce(settings, unlisted_method(config, hydra))
-        from dlion.suite.launch.resume import choose_output_dir  # here, as it takes seconds
+        from dlion.suite.launch.resume import (
+            check_place,
+            choose_output_dir,
+        )  # here, as it takes seconds
         from dlion.suite.launch.runner import launch
 
         if not multirun:
             output_dir = choose_output_dir(config, settings)
             settings.output_dir = str(output_dir)
+        else:
+            check_place(output_dir, sweep)
         raise_interrupts()
         return launch(settings, output_dir)
     except (Exception, KeyboardInterrupt) as error:
@@ -158,17 +163,21 @@ def _conclude(
             signal.raise_signal(asked)
             sys.exit(_EXIT_CODES[Stopped])
     elif output_dir is not None:
-        _record(error, config, output_dir, of_sweep=sweep is not None)
+        _record(error, config, output_dir, sweep)
     if isinstance(error, tuple(_EXIT_CODES)) and (asked is not None or sweep is None):
         _leave(error, command)
 
 
-def _record(error: BaseException, config: DictConfig, output_dir: Path, of_sweep: bool) -> None:
-    """Record why a run failed, unless another run is in its directory."""
-    from dlion.suite.launch.resume import holds_another, in_use
+def _record(error: BaseException, config: DictConfig, output_dir: Path, sweep: Path | None) -> None:
+    """Record why a run failed, unless another run, or a link, is in its directory."""
+    from dlion.suite.launch.resume import check_place, holds_another, in_use
 
+    try:
+        check_place(output_dir, sweep)
+    except UserError:
+        return
     if isinstance(error, UserError):
-        if not of_sweep or holds_another(config, output_dir):
+        if sweep is None or holds_another(config, output_dir):
             return
         if not holds_run(output_dir):  # the table of the sweep lists it by its settings
             record_config(output_dir, config)

@@ -1,6 +1,7 @@
 """Output directory of a run, the checkpoint to resume from, and the command that resumes it."""
 
 import glob
+import os
 import shlex
 import sys
 import tempfile
@@ -11,10 +12,20 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from dlion.errors import UserError
-from dlion.suite.files import write_atomically
+from dlion.suite.files import remove_unfinished, write_atomically
+from dlion.suite.inside import read
 from dlion.suite.launch.environment import detect, is_first, job_name, restarted
 from dlion.suite.locks import holding, is_held
-from dlion.suite.record.runs import CONFIG, METRICS, SUMMARY, Run, holds_run, load_run, read_rows
+from dlion.suite.record.runs import (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Run,
+    check_own,
+    holds_run,
+    load_run,
+    read_rows,
+)
 from dlion.suite.training.checkpoint import (
     Checkpoint,
     differing,
@@ -47,8 +58,22 @@ def alone_in(output_dir: Path) -> Iterator[None]:
         stack.callback(_remove_empty, made)
         with _named_if_not_writable("output_dir", output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
+            check_own(output_dir)
             stack.enter_context(holding(output_dir / _LOCK, _PATIENCE))
+            remove_unfinished(output_dir)
         yield
+
+
+def check_place(output_dir: Path, sweep: Path | None) -> None:
+    """Refuse links in the directory of a run and, if it is of a sweep, on the way there.
+
+    Raises:
+        UserError: naming the first.
+    """
+    if sweep is not None:
+        name = os.path.relpath(output_dir, sweep)
+        check_own(sweep, [name], below=False)
+    check_own(output_dir)
 
 
 def make_sweep_dir(directory: Path) -> None:
@@ -59,6 +84,7 @@ def make_sweep_dir(directory: Path) -> None:
     """
     with _named_if_not_writable("hydra.sweep.dir", directory):
         directory.mkdir(parents=True, exist_ok=True)
+        check_own(directory, ("multirun.yaml", ".submitit"))
         tempfile.TemporaryFile(dir=directory).close()
 
 
@@ -132,8 +158,7 @@ def note_job(output_dir: Path) -> None:
 
 
 def _of_this_job(output_dir: Path) -> bool:
-    file = output_dir / _JOB
-    return file.is_file() and file.read_text("utf-8") == job_name()
+    return (read(output_dir, _JOB) or b"").decode(errors="replace") == job_name()
 
 
 def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:

@@ -360,6 +360,10 @@ def _model_errors_named(setting: str) -> Iterator[None]:
     except StrictDataclassError as error:  # of an option: its last line is the reason
         raise UserError(f"{setting}: {str(error).strip().splitlines()[-1].strip()}") from error
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{setting} is a model with code of its own, which is not run"
+            ) from error
         raise UserError(
             f"{setting} is not a causal language model of transformers that could be loaded:"
             f" {str(error).strip().splitlines()[0].partition(' Should contain one of')[0]}"

@@ -10,20 +10,28 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dlion.suite.inside import read
 from dlion.suite.lookups import check_size
 
 _ALIASES = 10  # with as many, a file can hold at most some 40 times what is in it
+_LARGEST = 1 << 21  # bytes, which take a minute
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_yaml(file: Path) -> Any:
-    """Return the contents of a YAML file as written: nothing is resolved or executed.
+def read_yaml(folder: Path, name: str) -> Any:
+    """Return the contents of a YAML file below a folder as written; None: it does not exist.
+
+    Nothing is resolved or executed.
 
     Raises:
+        OSError: if it cannot be read, or is no regular file of a sensible size.
         OmegaConfBaseException, yaml.YAMLError: if it cannot be parsed.
         ValueError: if it repeats parts by aliases, of which a small file can hold billions.
     """
-    text = file.read_text("utf-8")
+    content = read(folder, name, _LARGEST)
+    if content is None:
+        return None
+    text = content.decode()
     if "&" in text and "*" in text:  # few files have both, and parsing takes time
         aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _LOADER))
         if aliases > _ALIASES:

@@ -9,17 +9,41 @@ With --format state_dict it has model.pt instead, for torch.load and load_state_
 import errno
 import json
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.arguments import DEFAULT_RUNS, make_parser
 from dlion.suite.files import opened_tensors, sha256_of_tensors, whole_file, write_atomically
-from dlion.suite.record.runs import CONFIG, INPUT, MODEL, PRETRAINED, SUMMARY, TOKENIZER, Run
+from dlion.suite.inside import open_inside
+from dlion.suite.record.runs import (
+    CONFIG,
+    INPUT,
+    MODEL,
+    PRETRAINED,
+    SUMMARY,
+    TOKENIZER,
+    Run,
+    check_model,
+    check_own,
+)
 from dlion.suite.record.studies import find_runs
+from dlion.suite.terminal import in_one_line
 
 FORMATS = ("safetensors", "state_dict")
+EXPORT = "export"  # the folder in the run's directory, without -o
+_WEIGHTS = re.compile(r"model(-[0-9]+)?(-of-[0-9]+)?\.safetensors")
+# what save_pretrained writes of models and of tokenizers, besides weights
+_OF_MODELS = ("config.json", "generation_config.json", f"{MODEL}.index.json", INPUT)
+_OF_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("bpe.codes", "emoji.json", "entity_vocab.json", "normalizer.json", "sentencepiece.model"),
+    *("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model"),
+)
 
 
 def export(run: Run, folder: Path, form: str = "safetensors") -> None:
@@ -32,6 +56,7 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
         raise UserError(f"{run.directory} is packed, without its model: give its directory")
     if not run.finished:
         raise UserError(f"{run.directory} is not finished: its model comes with its last step")
+    check_model(run.directory)
     weights = _weights(run.directory)
     for file in weights:
         _tensors(file, load=False)  # whoever takes it away finds it damaged elsewhere
@@ -41,25 +66,26 @@ def export(run: Run, folder: Path, form: str = "safetensors") -> None:
             f"{weights[0]} is not the model that the run has left, as its SHA-256 is not that of"
             f" {SUMMARY}: copy it again"
         )
+    check_own(folder, (TOKENIZER,))
     folder.mkdir(parents=True, exist_ok=True)
     if form == "state_dict":
         with whole_file(folder / "model.pt") as part:
             _save_state_dict(weights, part)
     else:
-        pretrained = weights[0].parent
-        files = weights if pretrained == run.directory else sorted(pretrained.iterdir())
-        for file in filter(Path.is_file, files):
-            _copy(file, folder / file.name)
+        for file in weights:
+            _copy(file.parent, file.name, folder)
+        if weights[0].parent != run.directory:
+            _copy_known(weights[0].parent, (*_OF_MODELS, *_OF_TOKENIZERS), folder)
     _export_input(weights[0], folder)
     for name in (CONFIG, SUMMARY):
-        if (run.directory / name).exists():
-            _copy(run.directory / name, folder / Path(name).name)
+        _copy(run.directory, name, folder)
 
 
 def _weights(directory: Path) -> list[Path]:
     """Return the files with the tensors of a run's model; a large one has several."""
     file = directory / MODEL
-    found = [file] if file.exists() else sorted((directory / PRETRAINED).glob("*.safetensors"))
+    parts = sorted((directory / PRETRAINED).glob(f"{Path(MODEL).stem}*"))
+    found = [file] if file.exists() else [part for part in parts if _WEIGHTS.fullmatch(part.name)]
     if not found:
         raise UserError(
             f"{directory} holds no {MODEL}: runs leave it at their end, so train this one again"
@@ -80,8 +106,7 @@ def _export_input(file: Path, folder: Path) -> None:
         write_atomically(folder / INPUT, made + "\n")
     if (file.parent / TOKENIZER).is_dir():
         (folder / TOKENIZER).mkdir(exist_ok=True)
-        for part in filter(Path.is_file, (file.parent / TOKENIZER).iterdir()):
-            _copy(part, folder / TOKENIZER / part.name)
+        _copy_known(file.parent / TOKENIZER, _OF_TOKENIZERS, folder / TOKENIZER)
 
 
 def _save_state_dict(weights: list[Path], file: Path) -> None:
@@ -89,7 +114,8 @@ def _save_state_dict(weights: list[Path], file: Path) -> None:
 
     tensors = {name: value for part in weights for name, value in _tensors(part).items()}
     try:
-        torch.save(tensors, file)
+        with file.open("wb") as stream:  # a name would stand in it
+            torch.save(tensors, stream)
     except RuntimeError as error:  # it tells no more of a full disk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from error
 
@@ -112,9 +138,29 @@ def _tensors(file: Path, load: bool = True) -> dict[str, Any]:
         raise UserError(f"{file} is damaged ({error}): copy it again") from error
 
 
-def _copy(file: Path, target: Path) -> None:
-    with whole_file(target) as part:
-        shutil.copyfile(file, part)
+def _copy_known(source: Path, names: tuple[str, ...], folder: Path) -> None:
+    """Copy files of these names, and say which others stay where they are."""
+    for name in names:
+        _copy(source, name, folder)
+    others = {file.name for file in source.iterdir() if not _WEIGHTS.fullmatch(file.name)}
+    for name in sorted(others - {*names}):
+        print(
+            in_one_line(f"left out: {source / name}, which is no file of a model"), file=sys.stderr
+        )
+
+
+def _copy(source: Path, name: str, folder: Path) -> None:
+    """Copy a file, if it exists."""
+    try:
+        descriptor = open_inside(source, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with (
+        os.fdopen(descriptor, "rb") as stream,
+        whole_file(folder / Path(name).name) as part,
+        part.open("wb") as copy,
+    ):
+        shutil.copyfileobj(stream, copy)
 
 
 def main(arguments: list[str]) -> None:
@@ -141,6 +187,8 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"{options.run} holds {1 + len(others)} runs: name one of them, such as {run.directory}"
         )
-    folder = options.output or run.directory / "export"
+    folder = options.output or run.directory / EXPORT
+    if options.output is None:
+        check_own(run.directory, (EXPORT,))
     export(run, folder, options.format)
     print(folder)

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dlion.errors import TrainingFailed, UserError
-from dlion.suite.files import leads_to, write_atomically
+from dlion.suite.files import leads_to, whole_file, write_atomically
+from dlion.suite.inside import LARGE, Refused, append, check_inside, read
 from dlion.suite.record.configs import read_yaml, resolve
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
@@ -28,6 +29,11 @@ CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
 MODEL, PRETRAINED = "model.safetensors", "model"  # a file, or a folder of save_pretrained
 TOKENIZER = "tokenizer"  # the folder of a model's tokenizer, beside MODEL
 INPUT = "input.json"  # what makes the input of a model, where MODEL does not say it
+OWN = (  # all that a run writes, which reference/files.md lists
+    *(METRICS, f"{METRICS}.damaged", "metrics.csv", SUMMARY, FAILURE, "profile.json", ".lock"),
+    *(".hydra", "checkpoint", MODEL, PRETRAINED, TOKENIZER, "tensorboard", "wandb", "wandb_id"),
+)
+_OF_WANDB = ("latest-run", "debug.log", "debug-internal.log")  # links, which it replaces
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 
@@ -63,14 +69,14 @@ class RunRecord:
         with _written(self._file):
             directory.mkdir(parents=True, exist_ok=True)
             forget(directory, FAILURE, SUMMARY)  # of an earlier attempt, or of fewer steps
-            if self._file.is_file():
+            if self._file.exists():
                 rows, damaged = read_rows(directory)
                 last = {True: step or resumed_at or 0, False: resumed_at or 0}
                 kept = [row for row in rows if row["step"] <= last["event" in row]]
                 self.rows = [row for row in kept if "event" not in row]
                 _set_aside(self._file, damaged)
                 write_atomically(self._file, "".join(map(_line, kept)))
-            self._metrics = self._file.open("a+", encoding="utf-8")
+            self._metrics = append(self._file)
 
     def append(self, row: dict[str, Any]) -> None:
         """Add one measurement; it is on disk, in the operating system's hands, on return."""
@@ -114,7 +120,7 @@ class RunRecord:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file, self._metrics.read())
         self._metrics.close()
-        self._metrics = self._file.open("a+", encoding="utf-8")
+        self._metrics = append(self._file)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -138,8 +144,9 @@ def _set_aside(file: Path, damaged: dict[int, bytes]) -> None:
     if not damaged:
         return
     aside = file.with_name(f"{file.name}.damaged")
-    with aside.open("ab") as kept:
-        kept.writelines(line + b"\n" for line in damaged.values())
+    before = read(file.parent, aside.name, LARGE) or b""
+    with whole_file(aside) as part:
+        part.write_bytes(before + b"".join(line + b"\n" for line in damaged.values()))
     print(
         f"left out: damaged lines of {file}, now in {aside.name}: {', '.join(map(str, damaged))}",
         file=sys.stderr,
@@ -223,6 +230,35 @@ def forget(directory: Path, *names: str) -> None:
             file.unlink()
 
 
+def check_own(directory: Path, names: Iterable[str] = OWN, **options: Any) -> None:
+    """Refuse a directory in which a name that a run writes or reads leads elsewhere.
+
+    ``options``: as for :func:`dlion.suite.inside.check_inside`.
+
+    Raises:
+        UserError: naming the link, pipe or device.
+    """
+    try:
+        for name in names:
+            links = _OF_WANDB if name == "wandb" else ()
+            check_inside(directory, name, links=links, **options)
+    except Refused as error:
+        raise UserError(
+            f"{error}, which no run makes: remove it, or choose another directory"
+        ) from error
+
+
+def check_model(directory: Path) -> None:
+    """Refuse a run whose model has files that lead elsewhere, or are larger than any.
+
+    Raises:
+        UserError: naming the first.
+    """
+    check_own(directory, (MODEL, PRETRAINED, TOKENIZER), limit=LARGE)
+    if (file := directory / PRETRAINED / "adapter_config.json").exists():
+        raise UserError(f"{file} asks for another model, which no run does: remove it")
+
+
 def holds_run(directory: Path) -> bool:
     """Whether a run was recorded there, finished or not."""
     return any((directory / name).exists() for name in (METRICS, SUMMARY))
@@ -236,20 +272,20 @@ def load_run(directory: Path) -> Run:
     """
     summary, config = None, None
     overrides: list[str] = []
-    if (file := directory / SUMMARY).exists():
-        with named_if_damaged(file):
-            summary = json.loads(file.read_text("utf-8"))
+    with named_if_damaged(directory / SUMMARY):
+        if (text := read(directory, SUMMARY)) is not None:
+            summary = json.loads(text)
             if not isinstance(summary, dict):
                 raise ValueError("it is not an object")
-    if (file := directory / CONFIG).exists():
-        with named_if_damaged(file):
-            recorded = read_yaml(file)
-            config = resolve(recorded) if isinstance(recorded, dict) else None
-    if (file := directory / OVERRIDES).exists():
-        with named_if_damaged(file):
-            overrides = [str(override) for override in read_yaml(file)]
-    failure = directory / FAILURE
-    rows, damaged = read_rows(directory)
+    with named_if_damaged(directory / CONFIG):
+        recorded = read_yaml(directory, CONFIG)
+        config = resolve(recorded) if isinstance(recorded, dict) else None
+    with named_if_damaged(directory / OVERRIDES):
+        overrides = [str(override) for override in read_yaml(directory, OVERRIDES) or ()]
+    with named_if_damaged(directory / FAILURE):
+        failure = None if (directory / FAILURE).is_dir() else read(directory, FAILURE)
+    with named_if_damaged(directory / METRICS):
+        rows, damaged = read_rows(directory)
     return Run(
         directory=directory,
         metrics=[row for row in rows if "event" not in row],
@@ -257,7 +293,7 @@ def load_run(directory: Path) -> Run:
         damaged_rows=len(damaged),
         summary=summary,
         config=config,
-        failure=failure.read_text("utf-8", "replace").strip() if failure.is_file() else None,
+        failure=None if failure is None else failure.decode("utf-8", "replace").strip(),
         silence=_silence(directory),
         overrides=overrides,
     )
@@ -267,10 +303,12 @@ def read_rows(directory: Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
     """Read the rows of a run, events too, and the damaged lines by number, from 1.
 
     A last line without its end was cut off when the run died, and is neither.
+
+    Raises:
+        OSError: if the file cannot be read, or is none.
     """
     rows, damaged = [], {}
-    file = directory / METRICS
-    *lines, last = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    *lines, last = (read(directory, METRICS, LARGE) or b"").split(b"\n")
     for number, line in enumerate([*lines, last] if last.endswith(b"}") else lines, 1):
         try:
             row = json.loads(line)
@@ -301,6 +339,11 @@ def named_if_damaged(file: Path) -> Iterator[None]:
     """
     try:
         yield
+    except OSError as error:
+        place, reason = error.filename or file, error.strerror or error
+        raise UserError(
+            f"{place} could not be read ({reason}): copy it again, or leave it out"
+        ) from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file} is damaged ({reason}): copy it again, or leave it out") from error

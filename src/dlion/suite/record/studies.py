@@ -14,6 +14,7 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.suite.files import write_atomically
+from dlion.suite.inside import LARGE, Refused, read
 from dlion.suite.record.runs import FAILURE, METRICS, Run, load_run
 
 PACKED = "runs.jsonl"
@@ -52,7 +53,7 @@ def find_runs(
 def _places(path: Path, marks: tuple[str, ...], left_out: LeftOut | None) -> Iterator[Path]:
     """Yield the directories of runs and the packed files at or below a path."""
     if path.is_file():
-        yield path
+        yield path.resolve() if path.is_symlink() else path  # it is the user who names the link
         return
     yield from directories_with(path, *marks, left_out=left_out)
     yield from path.rglob(PACKED)
@@ -61,11 +62,11 @@ def _places(path: Path, marks: tuple[str, ...], left_out: LeftOut | None) -> Ite
 def _read(place: Path, left_out: LeftOut | None) -> list[Run]:
     """Return the runs of a place, but for those that are damaged."""
     try:
-        return read_packed(place, left_out) if place.is_file() else [load_run(place)]
+        return [load_run(place)] if place.is_dir() else read_packed(place, left_out)
     except (OSError, ValueError, RecursionError) as error:
         if left_out is None:
             raise
-        reason = str(error) if isinstance(error, UserError) else f"{place}: {error}"
+        reason = str(error) if isinstance(error, UserError | Refused) else f"{place}: {error}"
         left_out(place, reason)
         return []
 
@@ -113,7 +114,7 @@ def add_to_packed(file: Path, runs: Iterable[tuple[str, Run]]) -> None:
     Raises:
         UserError: if it holds one of the runs, under whatever name.
     """
-    text = file.read_text("utf-8") if file.exists() else ""
+    text = (read(file.parent, file.name, LARGE) or b"").decode()
     there = {_contents(run): run.directory.name for run in read_packed(file)} if text else {}
     given: dict[str, Path] = {}
     for name, run in runs:
@@ -159,7 +160,7 @@ def read_packed(file: Path, left_out: LeftOut | None = None) -> list[Run]:
             one name.
     """
     try:
-        lines = file.read_text("utf-8").split("\n")
+        lines = (read(file.parent, file.name, LARGE) or b"").decode().split("\n")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file} is not a file of packed runs ({PACKED}), as it is not text: give the"

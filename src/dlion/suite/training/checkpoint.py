@@ -22,7 +22,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -32,13 +31,21 @@ from threading import Thread
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dlion.errors import TrainingFailed, UserError
 from dlion.exchange import Channel
-from dlion.suite.files import readable_by_umask, sync, write_atomically
+from dlion.suite.files import (
+    load_tensors,
+    opened_tensors,
+    remove,
+    sync,
+    whole_file,
+    write_atomically,
+)
+from dlion.suite.inside import check_inside, opened, read
 from dlion.suite.settings import TRAITS, is_group, unrecorded, with_present_names
 from dlion.suite.training.weights import weights_sha256
 
@@ -211,7 +218,7 @@ class Checkpoints:
                 self._complete(part, final, progress, everyones)
         except (OSError, SafetensorError) as error:
             if COMMON in files:
-                shutil.rmtree(part, ignore_errors=True)
+                remove(part)
             raise TrainingFailed(
                 f"the checkpoint of step {progress.step} could not be written ({error}); those"
                 " before it are whole: fix this; the same command with resume=auto resumes"
@@ -221,8 +228,8 @@ class Checkpoints:
         """Wait for all workers' files, list them in state.json, and give the directory its name."""
         files, deadline = {}, time.monotonic() + self.timeout
         for name in (COMMON, *everyones):
-            receipt = part / f"{name}.json"
-            while not receipt.exists():
+            receipt = f"{name}.json"
+            while (found := read(part, receipt)) is None:
                 if name in map(worker_file, self.gone):
                     break
                 if time.monotonic() > deadline:
@@ -233,8 +240,8 @@ class Checkpoints:
                     )
                 time.sleep(0.005)
             else:
-                files[name] = json.loads(receipt.read_text("utf-8"))
-                receipt.unlink()
+                files[name] = json.loads(found)
+                remove(part / receipt)
         state = {
             "run": self.run,
             "steps": self.steps,
@@ -245,7 +252,7 @@ class Checkpoints:
         state["sha256"] = _digest(state)
         write_atomically(part / STATE, json.dumps(state, indent=1) + "\n")
         sync(part)
-        _remove(final)
+        remove(final)
         part.rename(final)
         sync(self.directory)
         sync(self.directory.parent)
@@ -253,14 +260,14 @@ class Checkpoints:
         # later ones were of no use when this run went on, and must not count in place of good ones
         done = [path for path in _directories(self.directory) if _step_of(path) <= progress.step]
         for old in done[self.keep :]:
-            if not old.is_symlink():
-                _remove(old)
+            remove(old)
 
     def load(self, checkpoint: Checkpoint) -> Progress:
         """Put all state back; return how far the run was."""
-        copy_state(load_file(checkpoint.directory / COMMON), self.common_state())
+        copy_state(load_tensors(checkpoint.directory / COMMON), self.common_state())
         for i, worker in enumerate(self.hosted):
-            copy_state(load_file(checkpoint.directory / worker_file(worker)), self.worker_state(i))
+            file = checkpoint.directory / worker_file(worker)
+            copy_state(load_tensors(file), self.worker_state(i))
         return checkpoint.progress
 
 
@@ -269,7 +276,7 @@ def forget_parts(directory: Path, before: float = math.inf) -> None:
     for part in (directory / FOLDER).glob("step-*.part"):
         step = _step_of(part.with_suffix(""))
         if step is not None and step < before:
-            _remove(part)
+            remove(part)
 
 
 def find(
@@ -292,6 +299,7 @@ def find(
     complaints = []
     for candidate in candidates:
         try:
+            check_inside(directory, "" if one else f"{FOLDER}/{candidate.name}")
             return _read(candidate, run, hashed), complaints
         except (OSError, ValueError) as error:
             complaints.append(f"{candidate}: {error}")
@@ -351,7 +359,7 @@ def _read(directory: Path, run: dict[str, Any], hashed: bool) -> Checkpoint:
         if hashed and _sha256(file) != digest:
             raise ValueError(f"{name} is damaged")
         try:
-            with safe_open(file, "pt") as tensors:
+            with opened_tensors(file) as tensors:
                 names_itself = tensors.metadata()
         except SafetensorError as error:
             raise ValueError(f"{name} is damaged") from error
@@ -367,11 +375,11 @@ def _read_state(directory: Path) -> tuple[dict[str, Any], dict[str, Any], Checkp
         OSError: if it cannot be read.
         ValueError: if it is missing, damaged, or of another step than the folder's name says.
     """
-    file = directory / STATE
-    if not file.is_file():  # a pipe of that name would block
+    content = read(directory, STATE)
+    if content is None:
         raise ValueError(f"{STATE} is missing")
     try:
-        state = json.loads(file.read_text("utf-8"))
+        state = json.loads(content)
         if state.pop("sha256") != _digest(state):
             raise ValueError
         run = unrecorded(_DECISIVE) | with_present_names(state["run"])
@@ -412,14 +420,6 @@ def _step_of(directory: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder, but of a link only the link."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def worker_file(worker: int) -> str:
     """Return the name of a worker's file."""
     return f"worker-{worker:05}.safetensors"
@@ -433,15 +433,14 @@ def _metadata(name: str, step: int) -> dict[str, str]:
 def _write(file: Path, tensors: dict[str, Tensor], step: int) -> None:
     """Write tensors to the disk, then a receipt: size and SHA-256 of the file."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    with readable_by_umask(file):
-        save_file(contiguous, file, _metadata(file.name, step))
+    with whole_file(file) as part:
+        save_file(contiguous, part, _metadata(file.name, step))
     receipt = json.dumps([file.stat().st_size, _sha256(file)])
-    sync(file)
     write_atomically(file.with_name(f"{file.name}.json"), receipt)
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -24,6 +24,7 @@ from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, sum_in_order
 from dlion.streams import stream_seed
 from dlion.suite.data import Dealing, Sharding
+from dlion.suite.files import load_tensors
 from dlion.suite.record.runs import SUMMARY
 from dlion.suite.training.building import check_finite, make_model, make_optimizer
 from dlion.suite.training.checkpoint import (
@@ -476,15 +477,13 @@ class ElasticWorker:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint; without a file of this worker's, its own state is zero."""
-        from safetensors.torch import load_file
-
         self._restoring = True
-        self.elastic.restore(load_file(checkpoint.directory / COMMON)["joined"])
+        self.elastic.restore(load_tensors(checkpoint.directory / COMMON)["joined"])
         self._restoring = False
         self.known = []
         file = checkpoint.directory / worker_file(self.me.seat)
         if file.exists():
-            copy_state(load_file(file), self._own())
+            copy_state(load_tensors(file), self._own())
             self._reported = self._counts() - self._unreported
 
     def _save(self) -> None:

@@ -28,6 +28,7 @@ from dlion.suite.data.inputs import PictureInput, TextInput
 from dlion.suite.data.next_line import ByteTokenizer
 from dlion.suite.data.tokenizers import BYTES, Bytes, load_tokenizer
 from dlion.suite.files import opened_tensors, sha256_of, sha256_of_tensors, whole_file, whole_folder
+from dlion.suite.inside import read_named
 from dlion.suite.record.runs import (
     CONFIG,
     INPUT,
@@ -36,6 +37,7 @@ from dlion.suite.record.runs import (
     SUMMARY,
     TOKENIZER,
     Run,
+    check_model,
     holds_run,
     load_run,
 )
@@ -132,10 +134,10 @@ def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
         facts = (weights.metadata() or {}).get("input")
     folder = file.parent
     if facts is None and (folder / INPUT).is_file():
-        facts = (folder / INPUT).read_text("utf-8")
+        facts = read_named(folder / INPUT).decode()
     if facts is None:
         if folder.name == PRETRAINED and (folder / "tokenizer_config.json").exists():
-            config = json.loads((folder / "config.json").read_text("utf-8"))
+            config = json.loads(read_named(folder / "config.json"))
             context = config.get("max_position_embeddings", config.get("n_positions", 1024))
             return TextInput(load_tokenizer(str(folder), str(folder)), context)
         return None
@@ -424,6 +426,8 @@ def _files(source: str | Path) -> list[Path]:
     path = Path(source).expanduser()
     if holds_run(path) and not (path / SUMMARY).exists():
         raise UserError(f"{source} is not finished: its model comes with its last step")
+    if holds_run(path):
+        check_model(path)
     if path.is_file():
         return [path]
     if found := _weight_files(path):
@@ -447,7 +451,7 @@ def _weight_files(directory: Path) -> list[Path]:
         index = folder / f"{MODEL}.index.json"
         if index.is_file():
             try:
-                parts = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+                parts = set(json.loads(read_named(index))["weight_map"].values())
                 return [folder / Path(part).name for part in sorted(parts)]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{index} is damaged: copy it again") from error

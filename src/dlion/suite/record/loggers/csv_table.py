@@ -5,6 +5,7 @@ import io
 from typing import Any
 
 from dlion.suite.files import write_atomically
+from dlion.suite.inside import append
 from dlion.suite.record.loggers.base import Logger, Recording
 from dlion.suite.record.runs import finite
 
@@ -28,7 +29,7 @@ class CsvLogger(Logger):
     def log(self, row: dict[str, Any]) -> None:
         self._rows.append(finite(row))
         if row.keys() <= set(self._columns):
-            with self._file.open("a", encoding="utf-8", newline="") as file:
+            with append(self._file) as file:
                 csv.DictWriter(file, self._columns).writerow(self._rows[-1])
         else:
             self._write()

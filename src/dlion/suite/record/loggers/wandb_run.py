@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from dlion.errors import UserError
 from dlion.suite.files import write_atomically
+from dlion.suite.inside import read
 from dlion.suite.record.loggers.base import Logger, Recording, curves, first_line, warn
 from dlion.suite.record.loggers.wandb_server import has_key, obstacle
 
@@ -215,9 +216,8 @@ def _define_metrics(run: Any) -> None:
 
 def _run_id(directory: Path) -> str:
     """Return the id of the run in a directory, which a run that is resumed keeps."""
-    file = directory / ID
-    known = file.read_text("utf-8", errors="replace").strip() if file.exists() else ""
+    known = (read(directory, ID) or b"").decode(errors="replace").strip()
     if not re.fullmatch(r"[\w-]{1,64}", known, re.ASCII):
         known = uuid.uuid4().hex[:8]
-        write_atomically(file, known)
+        write_atomically(directory / ID, known)
     return known
