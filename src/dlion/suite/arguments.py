@@ -74,7 +74,7 @@ def errors_end_the_command() -> Iterator[None]:
     except UserError as error:
         _leave(f"error: {in_one_line(str(error))}", 2)
     except RunFailed as error:
-        _leave(f"error: {error}", 1)
+        _leave(f"error: {in_one_line(str(error))}", 1)
     except ModuleNotFoundError as error:
         _leave(f"error: {error.name} is not installed: type pip install 'dlion[suite]'", 1)
     except OSError as error:
@@ -83,7 +83,8 @@ def errors_end_the_command() -> Iterator[None]:
             _drop_output()
             sys.exit(1)
         if place := error.filename2 or error.filename:
-            _leave(f"error: {place} could not be read or written ({reason}): name another place", 2)
+            sentence = f"{place} could not be read or written ({reason}): name another place"
+            _leave(f"error: {in_one_line(sentence)}", 2)
         _drop_output()
         _leave(f"error: {reason}", 1)
     except KeyboardInterrupt as interrupt:

@@ -49,15 +49,14 @@ def check_inside(
     Args:
         folder: which may be reached by links.
         name: in it; empty: all that it holds.
-        links: names of what may be a link directly below ``name``.
+        links: names of what may be a link.
         below: whether what lies below ``name`` is looked at, too.
         limit: bytes that a file may have, unless it is one of tensors.
 
     Raises:
         Refused: naming the first.
     """
-    allowed = {folder / name / link for link in links}
-    for path in filter(lambda path: path not in allowed, _places(folder, name, below)):
+    for path in filter(lambda path: path.name not in links, _places(folder, name, below)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found = path.lstat()
             _check(path, found.st_mode, folder=True)

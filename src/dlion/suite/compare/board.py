@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from omegaconf.errors import OmegaConfBaseException
 from scipy.special import stdtrit
 
 from dlion.errors import UserError
@@ -49,6 +50,8 @@ from dlion.suite.compare.style import (
 from dlion.suite.compare.table import Table, to_markdown
 from dlion.suite.compare.trials import to_search_table
 from dlion.suite.files import write_atomically
+from dlion.suite.inside import read
+from dlion.suite.record.configs import read_yaml
 from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import PACKED
 from dlion.suite.units import parse_rate, show_rate
@@ -136,12 +139,19 @@ def read_task(folder: Path, conditions: Conditions) -> Task:
         UserError: if the folder holds none, or no run that meets the conditions.
     """
     try:
-        facts = yaml.safe_load((folder / "task.yaml").read_text("utf-8"))
+        facts = read_yaml(folder, "task.yaml")
         title, metric, target = str(facts["title"]), facts["metric"], float(facts["target"])
         measured = folder / facts.get("compute", "compute")
         if metric not in ("accuracy", "loss"):
             raise ValueError
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+    except (
+        OSError,
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UserError(
             f"{folder} holds no task: task.yaml has a title, a metric (accuracy or loss) and a"
             " target"
@@ -306,9 +316,10 @@ def make_page(folder: Path, conditions: Conditions) -> None:
         UserError: if the folder holds no task, or its page no text to put them in.
     """
     task, page = read_task(folder, conditions), folder / "README.md"
-    if not page.is_file():
+    content = read(folder, page.name)
+    if content is None:
         raise UserError(f"{page} is missing: write one with <!-- table: dlion board {folder} -->")
-    text = page.read_text("utf-8")
+    text = content.decode()
     if not MARK.search(text):
         raise UserError(
             f"{page} has no place for a table: write a line <!-- table: dlion board {folder} -->"

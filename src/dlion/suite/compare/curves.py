@@ -15,6 +15,7 @@ from dlion.errors import UserError
 from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import LeftOut
 from dlion.suite.settings import TRAITS, is_group, unrecorded
+from dlion.suite.terminal import in_one_line
 from dlion.values import show
 
 Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
@@ -334,11 +335,8 @@ def _one_of_each_seed(runs: list[Run]) -> list[Run]:
         kept, left = (before, run) if before.finished and not run.finished else (run, before)
         chosen[key] = kept
         if kept is not left:
-            print(
-                f"warning: left out: {left.directory} has the settings and the seed of"
-                f" {kept.directory}",
-                file=sys.stderr,
-            )
+            sentence = f"{left.directory} has the settings and the seed of {kept.directory}"
+            print(in_one_line(f"warning: left out: {sentence}"), file=sys.stderr)
     return [*chosen.values()]
 
 

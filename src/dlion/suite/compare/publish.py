@@ -19,6 +19,7 @@ from dlion.suite.compare.curves import choose_metric
 from dlion.suite.compare.reading import read_runs
 from dlion.suite.compare.style import CURVES
 from dlion.suite.files import write_atomically
+from dlion.suite.inside import read
 from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import PACKED, add_to_packed, are_in, read_packed
 
@@ -58,7 +59,8 @@ def publish(runs: list[Run], study: Path) -> None:
     if not cut_off:
         add_to_packed(packed, _named(runs))
     origins = study / "provenance.txt"  # behind those of runs published before
-    before = origins.read_text("utf-8") + "\n" if origins.exists() else ""
+    text = read(study, origins.name)
+    before = "" if text is None else text.decode() + "\n"
     if not (cut_off and provenance(runs) in before):
         write_atomically(origins, before + provenance(runs))
 

@@ -12,6 +12,7 @@ from dlion.errors import UserError
 from dlion.suite.record.runs import CONFIG, FAILURE, METRICS, SUMMARY, Run
 from dlion.suite.record.studies import LeftOut, find_runs
 from dlion.suite.settings import TRAITS, is_group
+from dlion.suite.terminal import in_one_line
 
 _MOST = 2**63  # a larger whole number cannot always be made a float
 _NAMES = {str: "a word", int: "a whole number", float: "a number", dict: "a group of settings"}
@@ -39,7 +40,7 @@ def read_runs(
     Raises:
         UserError: if a path does not exist or holds no run, or none that can be read.
     """
-    left_out = left_out or _say
+    left_out = left_out or warn_left_out
     good = []
     for run in find_runs(paths, marks, left_out):
         try:
@@ -50,17 +51,15 @@ def read_runs(
             good.append(run)
             if run.damaged_rows:
                 place = run.directory / METRICS
-                print(
-                    f"warning: left out: {run.damaged_rows} damaged lines of {place}",
-                    file=sys.stderr,
-                )
-    if not good and left_out is _say:
+                warn_left_out(place, f"{run.damaged_rows} damaged lines of {place}")
+    if not good and left_out is warn_left_out:
         raise UserError("none of these runs can be read: give others")
     return good
 
 
-def _say(_: Path, reason: str) -> None:
-    print(f"warning: left out: {reason}", file=sys.stderr)
+def warn_left_out(_: Path, reason: str) -> None:
+    """Say what is left out, and why."""
+    print(in_one_line(f"warning: left out: {reason}"), file=sys.stderr)
 
 
 def check(run: Run) -> None:

@@ -25,7 +25,7 @@ from dlion.suite.compare.plotly_figures import (
     figure_over_paper_bits,
     tags,
 )
-from dlion.suite.compare.reading import read_runs
+from dlion.suite.compare.reading import read_runs, warn_left_out
 from dlion.suite.compare.style import (
     CURVES,
     MOST_LABELS,
@@ -40,6 +40,7 @@ from dlion.suite.compare.style import (
     styles_of,
 )
 from dlion.suite.files import write_atomically
+from dlion.suite.inside import read
 from dlion.suite.record.runs import METRICS, Run
 from dlion.suite.record.studies import PACKED
 from dlion.values import show
@@ -245,15 +246,19 @@ def _provenance(runs: list[Run]) -> list[tuple[str, str]]:
 
 def _noted(runs: list[Run], fact: str) -> str:
     """Return a fact of provenance.txt, which the packed runs lack."""
-    files = {run.directory.parent.with_name(PROVENANCE) for run in runs if run.study}
-    lines = [
-        line
-        for file in sorted(files)
-        if file.exists()
-        for line in file.read_text("utf-8").splitlines()
-    ]
+    folders = sorted({run.directory.parent.parent for run in runs if run.study})
+    texts = [_noted_in(folder) for folder in folders]
+    lines = [line for text in texts for line in text.splitlines()]
     found = [line.removeprefix(fact).strip() for line in lines if line.startswith(fact)]
     return "; ".join(dict.fromkeys(found)) or "not recorded"
+
+
+def _noted_in(folder: Path) -> str:
+    try:
+        return (read(folder, PROVENANCE) or b"").decode(errors="replace")
+    except OSError as error:
+        warn_left_out(folder, str(error))
+        return ""
 
 
 def _distinct(values: list[str]) -> str:
@@ -280,7 +285,8 @@ def _folders(runs: list[Run], folder: Path) -> list[Folder]:
     folders = []
     for place in sorted({file.parent if file.name == PACKED else file for file in files}):
         address = quote(Path(os.path.relpath(place, folder)).as_posix()) + "/"
-        picture = address + CURVES if (place / CURVES).exists() else None
+        shown = (place / CURVES).is_file() and not (place / CURVES).is_symlink()
+        picture = address + CURVES if shown else None
         folders.append(Folder(address, place.name or str(place), picture))
     return folders
 

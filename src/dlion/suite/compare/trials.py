@@ -1,6 +1,7 @@
 """The trials of a search, as ``dlion collect`` lists them: the best of every method."""
 
 import csv
+import io
 import math
 import re
 from collections import defaultdict
@@ -9,6 +10,7 @@ from pathlib import Path
 from dlion.errors import UserError
 from dlion.suite.compare.style import number_format, title_of
 from dlion.suite.compare.table import Table
+from dlion.suite.inside import read
 
 _CANDIDATE = re.compile(r"(?:^| )candidate=(\w+)")
 
@@ -29,7 +31,7 @@ def to_search_table(file: Path, metric: str) -> Table:
     unit = -100 if metric == "accuracy" else 1  # the less, the better
     trials: dict[str, dict[str, float]] = defaultdict(dict)  # infinite: failed
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
+        with io.StringIO((read(file.parent, file.name) or b"").decode(), newline="") as lines:
             table = csv.DictReader(lines)
             if missing := {"status", "optimizer", "overrides"} - {*(table.fieldnames or ())}:
                 raise ValueError(f"it has no column {min(missing)}")

@@ -39,6 +39,7 @@ from dlion.suite.data.tokens import (
     stored_tokens,
 )
 from dlion.suite.files import naming_full_disk, whole_folder, write_atomically
+from dlion.suite.inside import open_inside
 
 _BATCH = 1000  # documents
 _FEW = 20  # documents, of which whole ones would be too much or too little to test on
@@ -191,7 +192,8 @@ def _remove(folder: Path) -> None:
 
 def _open_part(folder: Path, part: str, facts: dict[str, Any]) -> BinaryIO:
     """Open the file of a part, cut off after the last counted token."""
-    file = (folder / f"{part}.bin").open("ab")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    file = os.fdopen(open_inside(folder, f"{part}.bin", flags), "ab")
     file.truncate(facts["tokens"][part] * np.dtype(facts["dtype"]).itemsize)
     return file
 

@@ -11,6 +11,7 @@ import torch
 from dlion.errors import UserError
 from dlion.suite.data.text import TextData
 from dlion.suite.data.tokenizers import BYTES, Bytes
+from dlion.suite.inside import read_named
 from dlion.values import Count, Folder
 
 FACTS = "tokens.json"
@@ -83,7 +84,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         UserError: if the file that says it is damaged.
     """
     try:
-        facts = json.loads((folder / FACTS).read_text())
+        facts = json.loads(read_named(folder / FACTS))
         if _are_valid(facts):
             return facts
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

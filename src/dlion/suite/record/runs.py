@@ -33,7 +33,8 @@ OWN = (  # all that a run writes, which reference/files.md lists
     *(METRICS, f"{METRICS}.damaged", "metrics.csv", SUMMARY, FAILURE, "profile.json", ".lock"),
     *(".hydra", "checkpoint", MODEL, PRETRAINED, TOKENIZER, "tensorboard", "wandb", "wandb_id"),
 )
-_OF_WANDB = ("latest-run", "debug.log", "debug-internal.log")  # links, which it replaces
+# links that wandb makes, and does not write through
+OF_WANDB = ("latest-run", "debug.log", "debug-internal.log", "debug-core.log")
 _SILENT = 900  # seconds without a line after which a run counts as stopped
 
 
@@ -166,6 +167,7 @@ def record_config(directory: Path, config: Any) -> None:
     folder = (directory / CONFIG).parent
     overrides = hydra.hydra.overrides.task
     with _written(folder):
+        check_inside(directory, folder.name)
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in (("config", config), ("hydra", hydra), ("overrides", overrides)):
             write_atomically(folder / f"{name}.yaml", OmegaConf.to_yaml(part))
@@ -240,7 +242,7 @@ def check_own(directory: Path, names: Iterable[str] = OWN, **options: Any) -> No
     """
     try:
         for name in names:
-            links = _OF_WANDB if name == "wandb" else ()
+            links = OF_WANDB if name == "wandb" else ()
             check_inside(directory, name, links=links, **options)
     except Refused as error:
         raise UserError(

@@ -6,13 +6,17 @@ could not be sent; the same command then sends what is left.
 
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dlion.errors import RunFailed, UserError
 from dlion.suite.arguments import add_runs, make_parser
+from dlion.suite.inside import Refused, check_inside
 from dlion.suite.record.loggers import why_not_sync
+from dlion.suite.record.runs import OF_WANDB
+from dlion.suite.terminal import in_one_line
 
 AT_ONCE = 4  # runs
 
@@ -20,17 +24,31 @@ AT_ONCE = 4  # runs
 def offline_runs(paths: list[Path]) -> list[Path]:
     """Return the folders that wandb recorded offline at or below the given ones, oldest first.
 
+    One that leads elsewhere is left out: what wandb finds in it is sent.
+
     Raises:
         UserError: if there are none.
     """
     found: set[Path] = set()
     for path in paths:
-        folders = [path, *path.rglob("offline-run-*")]
+        inside = filter(_is_plain, path.rglob("offline-run-*"))
+        folders = [*filter(_is_plain, [path.resolve()]), *inside]
         found |= {folder.resolve() for folder in folders if any(folder.glob("*.wandb"))}
     if not found:
         where = ", ".join(map(str, paths))
         raise UserError(f"{where} holds no run recorded offline: give a directory above one")
     return sorted(found, key=lambda folder: folder.name)  # which has the date
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder is no link, and holds none; if not, and wandb recorded there, say so."""
+    try:
+        if any(folder.glob("*.wandb")):
+            check_inside(folder.parent, folder.name, links=OF_WANDB)
+    except Refused as error:
+        print(in_one_line(f"warning: left out: {error}"), file=sys.stderr)
+        return False
+    return True
 
 
 def is_sent(folder: Path) -> bool:
@@ -71,16 +89,18 @@ def sync(folders: list[Path]) -> None:
 def _send(folders: list[Path]) -> str | None:
     """Send the folders of one run; return why they were not sent, None if they were."""
     folders = [folder.resolve() for folder in folders]
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", *map(str, folders)],
-        cwd=folders[0].parents[1],  # where it writes its own log, in wandb/
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as elsewhere:
+        Path(elsewhere, "wandb").mkdir()  # for its own log
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", *map(str, folders)],
+            cwd=elsewhere,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
     if all(map(is_sent, folders)):  # the exit code does not tell
         return None
     said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
