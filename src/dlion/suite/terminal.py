@@ -91,7 +91,12 @@ def in_one_line(text: str) -> str:
     """
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable(text)
+
+
+def printable(text: str, allowed: str = "") -> str:
+    """Return a text without control characters, which could rule a terminal: as ``\\x1b``."""
+    return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
 
 
 def end_now(code: int) -> NoReturn:

@@ -21,6 +21,7 @@ from dlion.suite.compare.reading import read_runs
 from dlion.suite.compare.slurm_jobs import Job, ask_slurm, job_of, jobs_without_run
 from dlion.suite.record.runs import CONFIG, FAILURE, METRICS, Run
 from dlion.suite.record.studies import LeftOut, directories_with
+from dlion.suite.terminal import printable
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what one begins with in a spreadsheet
 COLUMNS = [
@@ -121,9 +122,11 @@ def _listed_if_odd(path: Path, note: LeftOut) -> Iterator[None]:
 
 
 def guarded(cell: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula, for any content."""
-    is_number = isinstance(cell, int | float)
-    return f"'{cell}" if str(cell).startswith(FORMULA) and not is_number else cell
+    """Return a cell that no spreadsheet takes for a formula and no terminal for a command."""
+    if cell is None or isinstance(cell, int | float):
+        return cell
+    text = printable(str(cell), allowed="\n\t")
+    return f"'{text}" if str(cell).startswith(FORMULA) else text
 
 
 def _holds_only_sweeps(path: Path) -> bool:

@@ -15,7 +15,7 @@ from dlion.errors import UserError
 from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import LeftOut
 from dlion.suite.settings import TRAITS, is_group, unrecorded
-from dlion.suite.terminal import in_one_line
+from dlion.suite.terminal import in_one_line, printable
 from dlion.values import show
 
 Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
@@ -26,6 +26,7 @@ _GROUPS = [*filter(is_group, _COMPARED)]
 # in the order in which they are asked whether runs differ by them
 _SETTINGS = sorted(filterfalse(is_group, _COMPARED), key=lambda name: TRAITS[name].compared)
 _TASK = ("model", "dataset")
+_LONGEST = 200  # characters of a name
 _AUTO_PRECISION = {"cpu": "float32", "cuda": "bf16"}  # of Newton-Schulz, see GMuon
 _NOT_COMPARED = ("_target_", "loaders")  # of a group: they say where, not what
 
@@ -201,14 +202,23 @@ def settings_of(run: Run) -> Settings:
         if settings.get("optimizer.ns_precision") == "auto":
             meant = _AUTO_PRECISION.get(run.summary.get("device"), "auto")
             settings["optimizer.ns_precision"] = meant
-    return {key: _plain(value) for key, value in settings.items()}
+    return {_shown(key): _plain(value) for key, value in settings.items()}
 
 
 def _plain(value: Any) -> Any:
     """Return a setting's value so that equal ones are written in the same way: 1.0 as 1."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return _shown(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _shown(name: str) -> str:
+    """Return a name, which may be anybody's, as tables and figures can show it."""
+    if len(name) > _LONGEST:
+        name = f"{name[: _LONGEST // 2]}...{name[-_LONGEST // 2 :]}"
+    return printable(name)
 
 
 def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
@@ -216,7 +226,7 @@ def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         settings = settings_of(run)
-        study = f"{run.study}: " if run.study else ""
+        study = f"{_shown(run.study)}: " if run.study else ""
         groups[f"{study}{settings['model']} on {settings['dataset']}"].append(run)
     return groups
 

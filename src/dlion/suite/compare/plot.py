@@ -101,17 +101,17 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
     for number, (axes, panel) in enumerate(zip(grid.flat, panels, strict=False)):
         legend = _draw_panel(axes, panel, figure) | legend
         is_lowest = number + columns >= len(panels)
-        axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel(axis_title(panel.x, panel.curves) if is_lowest else "")
+        axes.set_title(_verbatim(panel.title), fontsize=10)
+        axes.set_xlabel(_verbatim(axis_title(panel.x, panel.curves)) if is_lowest else "")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     best = "best " if figure.best and figure.x not in COURSES else ""
     for axes in grid[:, 0]:
-        axes.set_ylabel(best + title_of(figure.metric))
+        axes.set_ylabel(_verbatim(best + title_of(figure.metric)))
     if _falls_by_decades(curves, figure):
         grid[0, 0].set_yscale("log")
     if legend:
-        names = [name.replace("$", r"\$") for name in legend]
+        names = [_verbatim(name) for name in legend]
         turns = any(_turns(panel, figure) for panel in panels)
         note = "lines on each other\ntake turns" if turns else None
         place = {"loc": "outside right center", "frameon": False}
@@ -175,7 +175,12 @@ def _title(curves: list[Curve], figure: Figure) -> str:
         x = figure.x or (figure.panels and "bits")  # as _panels has it
         shapes = "bands and bars" if x is None else "bands" if x in COURSES else "bars"
         words.append(f"{shapes}: worst to best of {seeds} seeds")
-    return ", ".join(words).replace("$", r"\$")
+    return _verbatim(", ".join(words))
+
+
+def _verbatim(text: str) -> str:
+    """Return a text that matplotlib does not take for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _draw_panel(axes: Any, panel: Panel, figure: Figure) -> dict[str, Any]:
@@ -316,7 +321,7 @@ def _label_points(
     for label, side in label_sides(points, tallness).items():
         right, above = SIDES[side]
         axes.annotate(
-            label,
+            _verbatim(label),
             points[label],
             (LABEL_DISTANCE[0] * right, LABEL_DISTANCE[1] * above),
             textcoords="offset points",
@@ -347,7 +352,7 @@ def _draw_along_setting(axes: Any, panel: Panel, figure: Figure) -> dict[str, An
             linestyle=style.line if is_ordered(values) else "",
             capsize=3,
         )
-    labels = [tick_label(panel.x, value).replace("|", "|\n") for value in values]
+    labels = [_verbatim(tick_label(panel.x, value)).replace("|", "|\n") for value in values]
     axes.set_xticks(range(len(values)), labels=labels)
     axes.margins(x=0.08)
     return handles
@@ -362,6 +367,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
     """Print the table on the terminal; the method with the best value at the end is bold."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     show = ["seeds", "end", "best", "paper_bits", "sent", "saving", "time"]
     headings, *rows = overview(curves, metric, show)
@@ -371,7 +377,7 @@ def print_table(curves: list[Curve], metric: str) -> None:
         table.add_column(heading, justify=justify, no_wrap=True)
     leader = best_first(curves, metric)[0]
     for curve, row in zip(curves, rows, strict=True):
-        table.add_row(*row, style="bold" if curve is leader else "")
+        table.add_row(*map(Text, row), style="bold" if curve is leader else "")
     console = Console(width=None if sys.stdout.isatty() else 500)
     console.print(table)
     console.print(

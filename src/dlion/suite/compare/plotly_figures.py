@@ -1,5 +1,6 @@
 """The figures of the page that compares runs, in plotly."""
 
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def figure_over_paper_bits(curves: list[Curve], metric: str) -> Markup:
     groups = _shown_together(curves, several_methods)
     for group in groups:
         finals = [end_values(curve, metric) for curve in group]
-        names = [curve.method if several_methods else curve.variant() for curve in group]
+        names = [_verbatim(curve.method if several_methods else curve.variant()) for curve in group]
         longest = [curve.label for curve in group] if len(groups) == 1 else names
         points = [
             (c.paper_bits, float(final.mean())) for c, final in zip(group, finals, strict=True)
@@ -97,11 +98,12 @@ def figure_over_paper_bits(curves: list[Curve], metric: str) -> Markup:
                 x=[x],
                 y=[y],
                 error_y=_error_bars([final]),
-                name=display_name(curve),
+                name=_verbatim(display_name(curve)),
                 meta=tags(curve),
                 mode="markers+text",
                 text=[names[i]],
-                customdata=[[names[i], display_name(curve)]],  # the page shows one or the other
+                # the page shows one or the other
+                customdata=[[names[i], _verbatim(display_name(curve))]],
                 **_hover([x], [final], display_name(curve), metric),
                 textposition=SIDES[sides[longest[i]]],
                 cliponaxis=False,
@@ -131,7 +133,7 @@ def figure_over_course(curves: list[Curve], metric: str, x: str) -> Markup:
     for curve in curves:
         xs, values = getattr(curve, x).tolist(), in_axis_unit(curve.values, metric)
         style = styles[curve.label]
-        common = {"x": xs, "name": display_name(curve), "meta": tags(curve)}
+        common = {"x": xs, "name": _verbatim(display_name(curve)), "meta": tags(curve)}
         if len(curve.seeds) > 1:
             edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", **common}
             edge["showlegend"] = False
@@ -142,7 +144,7 @@ def figure_over_course(curves: list[Curve], metric: str, x: str) -> Markup:
             y=values.mean(0).tolist(),
             mode="lines+markers",
             **_look(style),
-            **_hover(xs, list(values.T), common["name"], metric),
+            **_hover(xs, list(values.T), display_name(curve), metric),
             **common,
         )
     if x == "bits":
@@ -162,11 +164,11 @@ def figure_along_setting(curves: list[Curve], metric: str, setting: str) -> Mark
     mode = "lines+markers" if is_ordered(values) else "markers"
     for name, line in lines_along(curves, setting).items():
         finals = [end_values(curve, metric) for curve in line]
-        xs = [tick_label(setting, curve.settings[setting]) for curve in line]
+        xs = [_verbatim(tick_label(setting, curve.settings[setting])) for curve in line]
         figure.add_scatter(
             x=xs,
             y=[float(final.mean()) for final in finals],
-            name=name,
+            name=_verbatim(name),
             error_y=_error_bars(finals),
             mode=mode,
             meta=tags(line[0], setting),
@@ -174,10 +176,10 @@ def figure_along_setting(curves: list[Curve], metric: str, setting: str) -> Mark
             **_hover(xs, finals, name, metric),
         )
     figure.update_xaxes(
-        title_text=axis_title(setting, curves),
+        title_text=_verbatim(axis_title(setting, curves)),
         type="category",
         categoryorder="array",
-        categoryarray=[tick_label(setting, value) for value in values],
+        categoryarray=[_verbatim(tick_label(setting, value)) for value in values],
     )
     return _to_html(figure, metric)
 
@@ -190,8 +192,13 @@ def _hover(xs: list[Any], finals: list[np.ndarray], name: str, metric: str) -> d
         down, up = error_bar(final)
         spread = f" (+{up:{form}} / -{down:{form}})" if len(final) > 1 else ""
         place = x if isinstance(x, str) else f"{x:,.4g}" if isinstance(x, float) else f"{x:,}"
-        words.append(f"{place}, {final.mean():{form}}{spread} {name}")
+        words.append(f"{place}, {final.mean():{form}}{spread} {_verbatim(name)}")
     return {"hovertext": words, "hoverinfo": "text"}
+
+
+def _verbatim(text: str) -> str:
+    """Return a text in which plotly finds no tags."""
+    return escape(text, quote=False)
 
 
 def _look(style: Style, size: int = 6) -> dict[str, Any]:

@@ -7,6 +7,7 @@ has that name. Writes which commits, machines and commands the runs come from (p
 figure of all runs of the study (curves.png), and prints a table.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dlion.suite.files import write_atomically
 from dlion.suite.inside import read
 from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import PACKED, add_to_packed, are_in, read_packed
+from dlion.suite.terminal import printable
 
 NOT_RECORDED = "not recorded"  # by runs of older commits
 
@@ -40,7 +42,7 @@ def provenance(runs: list[Run]) -> str:
     for name, values in origins.items():
         for value, count in Counter(values).items():
             share = "" if count == len(runs) else f" ({count} of {len(runs)} runs)"
-            lines.append(f"{name:<9} {value}{share}\n")
+            lines.append(f"{name:<9} {printable(str(value))}{share}\n")
     return "".join(lines)
 
 
@@ -74,7 +76,8 @@ def _named(runs: list[Run]) -> list[tuple[str, Run]]:
 
 
 def _name(summary: dict[str, Any]) -> str:
-    return f"{summary['optimizer']}-n{summary['workers']}-s{summary.get('seed')}"
+    name = f"{summary['optimizer']}-n{summary['workers']}-s{summary.get('seed')}"
+    return re.sub(r"[^\w.+=-]", "_", name)  # it is one of a file
 
 
 def _refuse(_: Path, reason: str) -> None:

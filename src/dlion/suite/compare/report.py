@@ -43,6 +43,7 @@ from dlion.suite.files import write_atomically
 from dlion.suite.inside import read
 from dlion.suite.record.runs import METRICS, Run
 from dlion.suite.record.studies import PACKED
+from dlion.suite.terminal import printable
 from dlion.values import show
 
 PROVENANCE = "provenance.txt"  # beside packed runs
@@ -209,7 +210,8 @@ class Section:
 
 def breakable(text: str) -> Markup:
     """Return a text as HTML that may be broken behind its signs, and nowhere within a word."""
-    return Markup(re.sub(r"([_.=|,])(?!\d)", r"\1<wbr>", str(escape(text))))
+    escaped = str(escape(printable(text)))
+    return Markup(re.sub(r"([_.=|,])(?!\d)", r"\1<wbr>", escaped))
 
 
 def _setting(curve: Curve, key: str) -> str:
@@ -328,6 +330,7 @@ def render(runs: list[Run], title: str, folder: Path = Path()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
     return environment.get_template("report.html.jinja").render(
         title=title,

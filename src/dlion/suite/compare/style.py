@@ -171,7 +171,7 @@ def axis_title(x: str, curves: list[Curve]) -> str:
     if x in AXES:
         return AXES[x]
     counts = {curve.settings.get("workers") for curve in curves}
-    return _SETTINGS.get(x, x).format(n=counts.pop() if len(counts) == 1 else "n")
+    return _SETTINGS[x].format(n=counts.pop() if len(counts) == 1 else "n") if x in _SETTINGS else x
 
 
 def tick_label(setting: str, value: Any) -> str:

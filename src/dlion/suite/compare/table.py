@@ -6,6 +6,7 @@ a method, seed for seed, instead of or beside the values.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Container
 
 import numpy as np
@@ -23,9 +24,11 @@ from dlion.suite.compare.style import (
     setting_values,
     title_of,
 )
+from dlion.suite.terminal import printable
 from dlion.values import show
 
 Table = list[list[str]]  # rows of equal length, the headings first
+_SIGNS = re.compile(r"[\\|`*<~]|\](?=[(\[:])")
 
 
 def final_cell(curve: Curve, metric: str) -> str:
@@ -117,8 +120,11 @@ def difference_cell(curve: Curve, curves: list[Curve], method: str, metric: str,
 
 
 def to_markdown(table: Table, words: Container[int] = (0,)) -> str:
-    """Return the text of a table: the columns of ``words`` to the left, those of numbers right."""
-    headings, *rows = ([cell.replace("|", "\\|") for cell in row] for row in table)
+    """Return the text of a table: the columns of ``words`` to the left, those of numbers right.
+
+    No cell can end its row, or hold HTML, code, emphasis, a link or a picture.
+    """
+    headings, *rows = ([_SIGNS.sub(r"\\\g<0>", printable(cell)) for cell in row] for row in table)
     rule = ["---" if column in words else "---:" for column in range(len(headings))]
     return "".join(f"| {' | '.join(row)} |\n" for row in (headings, rule, *rows))
 

@@ -15,6 +15,7 @@ from typing import Any
 from dlion.errors import UserError
 from dlion.suite.data.folders import LeftOut, files_below
 from dlion.suite.data.hub import check_cache, use_the_cache_if_offline
+from dlion.suite.terminal import in_one_line
 
 
 def load_parquet(
@@ -258,10 +259,23 @@ def keep_encoded(table: Any, column: str, where: str) -> Any:
 def content(cell: Any, folder: Path) -> bytes | Path:
     """Return the file of a picture as it is stored, empty where there is none.
 
-    ``folder``: that of the data set, where a path in a cell begins.
+    ``folder``: that of the data set, where a path in a cell begins and which it may not leave.
+
+    Raises:
+        UserError: if it does, or names no regular file.
     """
     stored, path = (cell["bytes"], cell["path"]) if cell else (None, None)
-    return folder / path if stored is None and path else stored or b""
+    if stored is not None or not path:
+        return stored or b""
+    file = (folder / path).resolve()
+    if not file.is_relative_to(folder.resolve()):
+        raise UserError(
+            f"dataset.path={folder} names the picture {in_one_line(path)}, which is not below that"
+            " folder: copy it there"
+        )
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} is no picture, but a folder, a pipe or a device: leave it out")
+    return file
 
 
 @dataclass(frozen=True)

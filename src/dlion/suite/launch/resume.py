@@ -26,6 +26,7 @@ from dlion.suite.record.runs import (
     load_run,
     read_rows,
 )
+from dlion.suite.terminal import in_one_line, printable
 from dlion.suite.training.checkpoint import (
     Checkpoint,
     differing,
@@ -192,7 +193,7 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
     runs.sort(key=last_saved)
     for path in reversed(runs):
         if not (path / SUMMARY).exists() and not in_use(path):
-            print(f"going on with {path}, the newest unfinished run of these settings")
+            print(printable(f"going on with {path}, the newest unfinished run of these settings"))
             return path
     others = ""
     if runs:
@@ -287,7 +288,7 @@ def latest_checkpoint(
     """
     checkpoint, complaints = find(directory, identity(config), hashed)
     for complaint in complaints if is_first() else ():
-        print(f"left out: {complaint}", file=sys.stderr)
+        print(in_one_line(f"left out: {complaint}"), file=sys.stderr)
     return checkpoint
 
 

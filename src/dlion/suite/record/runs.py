@@ -23,6 +23,7 @@ from dlion.errors import TrainingFailed, UserError
 from dlion.suite.files import leads_to, whole_file, write_atomically
 from dlion.suite.inside import LARGE, Refused, append, check_inside, read
 from dlion.suite.record.configs import read_yaml, resolve
+from dlion.suite.terminal import printable
 
 METRICS, SUMMARY, FAILURE = "metrics.jsonl", "summary.json", "failure.txt"
 CONFIG, OVERRIDES = ".hydra/config.yaml", ".hydra/overrides.yaml"
@@ -347,5 +348,5 @@ def named_if_damaged(file: Path) -> Iterator[None]:
             f"{place} could not be read ({reason}): copy it again, or leave it out"
         ) from error
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = printable(" ".join(str(error).split())[:200])
         raise UserError(f"{file} is damaged ({reason}): copy it again, or leave it out") from error

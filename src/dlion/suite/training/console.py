@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dlion.suite.terminal import printable
 from dlion.suite.units import human_bytes
 
 QUIET_INTERVAL = 10.0  # seconds between lines where there is no terminal
@@ -89,7 +90,7 @@ class RunConsole:
 
     def _print(self, line: str) -> None:
         """Print a line as it is, above the live one if there is one; paths in it stay whole."""
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
 
     def _metrics(self) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from dlion.exchange import Channel
 from dlion.suite import models
 from dlion.suite.record.runs import load_run
+from dlion.suite.terminal import printable
 from dlion.suite.training.console import RunConsole
 from dlion.suite.training.evaluation import evaluate
 from dlion.suite.training.job import Job
@@ -37,5 +38,5 @@ def measure(job: Job) -> float | None:
         found = (
             f"{name} {value} (recorded {recorded.get(name)})" for name, value in results.items()
         )
-        print(f"{config.evaluate}: {', '.join(found)}")
+        print(printable(f"{config.evaluate}: {', '.join(found)}"))
     return results.get("test_accuracy", results["test_loss"])

@@ -42,6 +42,7 @@ from dlion.suite.record.runs import (
     load_run,
 )
 from dlion.suite.settings import SPECIAL, with_present_names
+from dlion.suite.terminal import in_one_line
 from dlion.suite.training.precision import in_precision
 
 _SHOWN = 3  # names in an error message
@@ -302,7 +303,7 @@ def recorded_settings(run: Run, keys: Iterable[str], given: Collection[str] = ()
         if group not in given and (target := str(node.get("_target_"))) not in _own(group)
     }
     if foreign:
-        words = " ".join(f"{key}={target}" for key, target in foreign.items())
+        words = in_one_line(" ".join(f"{key}={target}" for key, target in foreign.items()))
         raise UserError(
             f"{directory} was made with functions that are not dlion's own and not called unasked:"
             f" type {words}, or in Python build=FUNCTION"
