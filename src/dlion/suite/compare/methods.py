@@ -6,6 +6,7 @@ with default settings.
 """
 
 import argparse
+import re
 
 import torch
 
@@ -22,7 +23,7 @@ def make_table(arguments: list[str]) -> str:
     _parse(arguments)
     heading = ["`optimizer=`", "bits up", "bits down", "state, bytes", "method"]
     rows = [_row(name, method) for name, method in METHODS.items()]
-    return to_markdown([heading, *rows], words=(0, 4))
+    return to_markdown([heading, *rows], words=(0, 4), signs=re.compile(r"\|"))
 
 
 def _row(name: str, method: Method) -> list[str]:

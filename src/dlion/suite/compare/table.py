@@ -119,12 +119,13 @@ def difference_cell(curve: Curve, curves: list[Curve], method: str, metric: str,
     return mean_and_deviation(values, number_format(metric), sign="+")
 
 
-def to_markdown(table: Table, words: Container[int] = (0,)) -> str:
+def to_markdown(table: Table, words: Container[int] = (0,), signs: re.Pattern = _SIGNS) -> str:
     """Return the text of a table: the columns of ``words`` to the left, those of numbers right.
 
-    No cell can end its row, or hold HTML, code, emphasis, a link or a picture.
+    ``signs`` stand for themselves. By default no cell can end its row, or hold HTML, code,
+    emphasis, a link or a picture.
     """
-    headings, *rows = ([_SIGNS.sub(r"\\\g<0>", printable(cell)) for cell in row] for row in table)
+    headings, *rows = ([signs.sub(r"\\\g<0>", printable(cell)) for cell in row] for row in table)
     rule = ["---" if column in words else "---:" for column in range(len(headings))]
     return "".join(f"| {' | '.join(row)} |\n" for row in (headings, rule, *rows))
 
