@@ -11,6 +11,7 @@ import pytest
 
 import dlion
 from dlion.methods import METHODS
+from dlion.suite.record.runs import OWN
 from tests.conftest import ROOT
 from tests.support.form import Form, form_of
 from tests.support.readmes import commands, words
@@ -95,11 +96,12 @@ def test_the_page_of_files_names_what_a_run_leaves(tmp_path):
     typed += ["logger=none", "box=true", "agreement=true", "profile=true", "nonfinite=skip"]
     train(*typed, f"output_dir={tmp_path / 'run'}", code=0)
     page = (ROOT / "docs/reference/files.md").read_text()
-    files, fields, keys = (
+    files, fields, keys, _ = (
         re.findall(r"^\| (`.*?`) \| [^|]* \|(?: (.*?) \|)?$", part, re.M)
         for part in page.split("\n## ")
     )
     allowed, always = names(files), names(row for row in files if "always" in row[1])
+    assert allowed <= {*OWN}  # where nothing may lead elsewhere
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert always | {"profile.json"} == left <= allowed
     assert names(keys) == {*json.loads((tmp_path / "run" / "summary.json").read_text())}

@@ -150,6 +150,8 @@ def recorded_input(source: str | Path) -> PictureInput | TextInput | None:
             return TextInput(Bytes(), int(found["context"]))
         place = folder / ("." if found["tokenizer"] == "." else TOKENIZER)  # no other is read
         return TextInput(load_tokenizer(str(place), str(folder)), int(found["context"]))
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file} is damaged (its input): copy it again") from error
 
