@@ -308,7 +308,9 @@ def causal_lm(
         )
     with _model_errors_named(setting), _hints(path is not None):
         if path is None or torch.get_default_device().type == "meta":
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
         else:
             model = _pretrained(path, config)
     return CausalLM(model)
