@@ -38,6 +38,7 @@ def clip(net: torch.nn.Module) -> None:
 def sha256(net: torch.nn.Module) -> str:
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in net.parameters()]
     flat = torch.nn.utils.parameters_to_vector(parts).detach()
+    assert flat.isfinite().all()
     return hashlib.sha256(flat.numpy()).hexdigest()
 
 
@@ -88,6 +89,8 @@ def main(
     optimizer.channel._complete = lambda *args: (stop("waits"), complete(*args))[1]
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
+    step, nan = 0, int(os.environ.get("NAN", 10**9))  # from which step on a gradient has NaN
+    net[0].weight.register_hook(lambda g: g * torch.nan if step >= nan and step % 4 == 2 else None)
     while True:
         optimizer.zero_grad()
         step = optimizer.param_groups[0]["steps"]

@@ -1,5 +1,6 @@
 """Workers that come and go: real processes, a real lighthouse, SIGKILL."""
 
+import json
 import math
 import re
 import signal
@@ -35,6 +36,7 @@ TOLD = [
     "cuts",
     "dense",
     "lag",
+    "nan",
     "patience",
     "stops",
     "store",
@@ -435,6 +437,40 @@ def test_a_worker_that_gives_up_takes_the_state_of_its_peers_who_do_not_wait(
     run.start("a", STEPS, 0, **{"breaks": "20", **environment})
     for name in "abc":
         assert run.processes[name].wait(120).returncode == 0  # a message's timeout is longer
+    agree(*map(run.rows, "abc"))
+
+
+NOT_FINITE = [
+    ("dlion_mavo", {}),
+    ("dlion_mavo", {"overlap": True, "bucket_cap_mb": 0.002}),
+    ("g_adamw", {}),
+    ("diloco", {"local_steps": 4}),  # within a round
+    ("muloco", {"local_steps": 4}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "options"), NOT_FINITE)
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_a_gradient_that_is_not_finite_neither_ends_nor_poisons_the_others(
+    crew: Callable[..., Crew], method: str, options: dict[str, Any], nonfinite: str
+) -> None:
+    run = crew(method, json.dumps(options | {"nonfinite": nonfinite}))
+    for name in "ab":
+        run.start(name)
+    run.start("c", nan="10")
+    if nonfinite == "stop":
+        ended = run.processes["c"].wait()
+        said = r"error: the gradient of .* is not finite on worker 2 in step \d+: .*\n$"
+        assert ended.returncode == 2 and re.search(said, ended.stderr), ended.stderr
+    else:
+        run.see("c", 3)
+    go_on = "ab" if nonfinite == "stop" else "abc"
+    reached = max(10, *map(max, map(run.rows, "ab")))
+    run.wait(lambda: all(max(run.rows(name)) > reached + 20 for name in go_on))
+    for name in go_on:
+        run.see(name, len(go_on))
+    run.stop()
     agree(*map(run.rows, "abc"))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -296,6 +297,25 @@ def test_a_round_of_local_steps_that_a_death_breaks_is_continued(tmp_path: Path)
     assert "process 1 was killed by SIGKILL" in done.stderr
     found = [(row["step"], row.get("event"), row["workers"]) for row in lines(tmp_path)]
     assert found == [(6, None, 2), (9, "left", 2), (12, None, 2)]
+
+
+@pytest.mark.parametrize("optimizer", ["dlion_mavo", "g_adamw", "diloco optimizer.local_steps=3"])
+@pytest.mark.parametrize("nonfinite", ["skip", "stop"])
+def test_a_gradient_that_is_not_finite_concerns_its_worker_alone(
+    tmp_path: Path, optimizer: str, nonfinite: str
+) -> None:
+    settings = ["elastic=true", "elastic.min_workers=1", f"nonfinite={nonfinite}"]
+    settings += f"optimizer={optimizer}".split()
+    settings += ["model._target_=tests.launch.faulty.model", f"output_dir={tmp_path}"]
+    done = train(*SMALL, *settings, code=0, env={"FAULT": "nan:5"})
+    last = lines(tmp_path)[-1]
+    assert last["step"] == 12 and math.isfinite(last["train_loss"] + last["test_loss"])
+    said = r"process 1 failed: the gradient of \w+ is not finite on worker 1 in step 5: .*; 2 here"
+    if nonfinite == "stop":
+        assert re.search(said, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr and last["workers"] == 2
+    else:
+        assert (last["workers"], last["skipped"], done.stderr) == (3, 1, "")
 
 
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_no_process(tmp_path: Path) -> None:

@@ -492,14 +492,16 @@ class Elastic:
         self._before.clear()
 
     def _others_are_odd(self) -> bool:
-        """Whether this worker's headers equal those of most workers."""
+        """Whether this worker's gradients are finite, and its headers equal those of most."""
+        rank = self._optimizer.workers.rank
         for bucket in self._optimizer.buckets:
             read = bucket.header.decode(bucket.exchange.headers)
-            if any(broken is not None for broken in read.broken):
+            if read.broken[rank] is not None:
                 return False
             said = list(zip(read.steps, read.checksums, strict=True))
-            (most, _), *_ = Counter(said).most_common()
-            if said[self._optimizer.workers.rank] != most:
+            finite = [each for each, n in zip(said, read.broken, strict=True) if n is None]
+            (most, _), *_ = Counter(finite).most_common()
+            if said[rank] != most:
                 return False
         return True
 

@@ -159,6 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
             it is, which a sign hides: a momentum that has taken up NaN keeps it, and its parameters
             stop moving or move at random. With methods of local steps ``stop`` raises on
             the worker alone, and the others fail at the exchange that waits for it. With
+            ``manager`` it always raises on the worker alone, and the others continue. With
             ``overlap`` on a GPU, ``skip`` makes the backward pass wait for the norms of each
             bucket; nothing else does.
         stochastic_rounding: round updated bfloat16 parameters up or down at random, so that the

@@ -243,8 +243,9 @@ class Settings:
             failure; of an elastic run, how often a worker here that dies is started again, which
             then joins.
         timeout: seconds to wait for another process before the run fails.
-        nonfinite: what to do when a gradient has NaN or inf: stop the run, skip it as if that
-            worker had none, or null: send it. With null a run may end with such a model, too.
+        nonfinite: what to do when a gradient has NaN or inf: stop the run (elastic: that worker
+            alone), skip it as if that worker had none, or null: send it. With null a run may end
+            with such a model, too.
         box: evaluations also measure the two phases of Lion's theory
             (dlion.suite.training.evaluation).
         agreement: evaluations also measure what the vote keeps of the workers' mean, and how far

@@ -277,7 +277,8 @@ class ElasticWorker:
         optimizer.step()
         if self.done > done:
             self.samples.taken(count)
-            self.losses += torch.tensor([loss, 1], dtype=torch.float64)
+            if math.isfinite(loss):  # or all later means would have it, too
+                self.losses += torch.tensor([loss, 1], dtype=torch.float64)
         if meets and optimizer.committed:
             self._commit()
 
