@@ -26,7 +26,7 @@ from dlion.methods import METHODS
 from dlion.suite.lighthouse import start as lighthouse_at
 from dlion.workers import Workers
 from tests.optim.elastic_worker import clip, loss, model, sha256
-from tests.support.runs import Run
+from tests.support.runs import Run, until
 
 pytest.importorskip("torchft.coordination")
 
@@ -76,11 +76,12 @@ class Crew:
     def said(self) -> str:
         return "".join(process.stderr for process in self.processes.values())
 
-    def wait(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + 120
-        while not what():
-            assert time.monotonic() < end, self.said()
-            time.sleep(0.1)
+    def reached(self, name: str) -> int:
+        """Return the latest step that a worker has begun; -1 before the first."""
+        return max(self.rows(name), default=-1)
+
+    def wait(self, what: Callable[[], Any]) -> None:
+        until(what, self.said)
 
     def see(self, name: str, workers: int) -> None:
         """Wait until a worker takes steps with so many."""
@@ -163,8 +164,8 @@ def test_all_are_equal_after_a_death_and_a_join(
     run.start("d")
     run.see("d", 3)
     run.see("a", 3)
-    last = max(run.rows("a"))
-    run.wait(lambda: max(run.rows("d")) > last + 5 and max(run.rows("c")) > last + 5)
+    last = run.reached("a")
+    run.wait(lambda: run.reached("d") > last + 5 and run.reached("c") > last + 5)
     run.stop()
     rows = [run.rows(name) for name in "abcd"]
     agree(*rows)
@@ -186,9 +187,9 @@ def test_a_worker_that_stops_is_not_waited_for_and_comes_back(
     run.processes["b"].send_signal(signal.SIGSTOP)  # its connections stay open
     run.see("a", 2)
     run.see("c", 2)
-    stopped = max(run.rows("b"))
+    stopped = run.reached("b")
     run.processes["b"].send_signal(signal.SIGCONT)
-    run.wait(lambda: max(run.rows("b")) > stopped + 5)
+    run.wait(lambda: run.reached("b") > stopped + 5)
     run.see("a", 3)
     run.stop()
     rows = [run.rows(name) for name in "abc"]
@@ -210,8 +211,8 @@ def test_a_worker_that_stops_while_one_joins_is_not_waited_for(
         run.see(name, 2)
     run.start("c", **stops.get("c", {}))
     run.see_stopped(who)
-    reached = max(run.rows("b"))
-    run.wait(lambda: max(run.rows("b")) > reached + 20)
+    reached = run.reached("b")
+    run.wait(lambda: run.reached("b") > reached + 20)
     run.processes[who].send_signal(signal.SIGCONT)
     for name in "abc":
         run.see(name, 3)
@@ -233,8 +234,8 @@ def test_a_worker_that_dies_in_the_midst_of_its_message_is_not_waited_for(
     for name, what in (("a", signal.SIGSTOP), ("b", signal.SIGCONT), ("a", signal.SIGKILL)):
         run.processes[name].send_signal(what)
         time.sleep(0.3)  # in which b takes what was in the sockets
-    reached = max(run.rows("b"), default=0)
-    run.wait(lambda: max(run.rows("b")) > reached + 2)
+    reached = run.reached("b")
+    run.wait(lambda: run.reached("b") > reached + 2)
     run.stop()
 
 
@@ -249,8 +250,8 @@ def test_a_worker_whose_peer_gave_up_in_the_midst_of_a_message_does_too(
     run.see_stopped("a")
     time.sleep(4)  # in which b gives up
     run.processes["a"].send_signal(signal.SIGCONT)
-    reached = max(run.rows("b"))
-    run.wait(lambda: all(max(run.rows(name), default=0) > reached + 2 for name in "ab"))
+    reached = run.reached("b")
+    run.wait(lambda: all(run.reached(name) > reached + 2 for name in "ab"))
     run.stop()
     agree(*(run.rows(name) for name in "ab"))
 
@@ -265,8 +266,8 @@ def test_of_a_worker_whose_process_has_stopped_the_others_end_and_its_peers_go_o
         store = f"{tmp_path / name[0]},{name[1]},2"
         run.start(name, store=store, timeout="4", **told)
     run.see_stopped("b1")
-    reached = max(run.rows("a0"), default=0)
-    run.wait(lambda: all(max(run.rows(name), default=0) > reached + 5 for name in ("a0", "a1")))
+    reached = run.reached("a0")
+    run.wait(lambda: all(run.reached(name) > reached + 5 for name in ("a0", "a1")))
     ended = run.processes["b0"].wait()
     assert ended.returncode == 2, ended.stderr
     assert "another process of this worker has ended, or not answered" in ended.stderr
@@ -339,8 +340,8 @@ def test_workers_of_several_processes_die_and_join_whole(
     start("c")
     run.see("c1", 2)
     run.see("a0", 2)
-    last = max(run.rows("a0"))
-    run.wait(lambda: max(run.rows("c1")) > last + 5)
+    last = run.reached("a0")
+    run.wait(lambda: run.reached("c1") > last + 5)
     run.stop()
     if inside:  # each process has all parameters
         agree(*map(run.rows, run.processes))
@@ -466,8 +467,8 @@ def test_a_gradient_that_is_not_finite_neither_ends_nor_poisons_the_others(
     else:
         run.see("c", 3)
     go_on = "ab" if nonfinite == "stop" else "abc"
-    reached = max(10, *map(max, map(run.rows, "ab")))
-    run.wait(lambda: all(max(run.rows(name)) > reached + 20 for name in go_on))
+    reached = max(10, *map(run.reached, "ab"))
+    run.wait(lambda: all(run.reached(name) > reached + 20 for name in go_on))
     for name in go_on:
         run.see(name, len(go_on))
     run.stop()
@@ -499,7 +500,7 @@ def test_nobody_is_left_out_when_a_worker_joins_in_the_middle_of_a_long_step(
     for name in "abc":
         run.see(name, 3)
     run.start("d", pause=3)  # asks for the next step before all others
-    run.wait(lambda: len(run.rows("d")) == 3)
+    run.wait(lambda: len(run.rows("d")) >= 3)
     run.stop()
     for step, row in [*run.rows("d").items()][:2]:
         assert [run.rows(name).get(step) for name in "abc"] == [row] * 3 and row[0] == "4"
@@ -576,8 +577,8 @@ def test_a_worker_with_other_settings_leaves_and_the_run_goes_on(
         done = run.processes[name].wait(120)
         assert done.returncode == 2
         assert f"other {other} than the run that it joins" in done.stderr
-    before = max(run.rows("a"))
-    run.wait(lambda: max(run.rows("a")) > before + 20)
+    before = run.reached("a")
+    run.wait(lambda: run.reached("a") > before + 20)
 
 
 class Manager:
@@ -614,6 +615,45 @@ def test_what_cannot_have_changing_workers_is_refused(
         entry.cls(
             [torch.nn.Parameter(torch.zeros(64, 64))], manager=Manager, **entry.options, **options
         )
+
+
+def two_models() -> list[torch.nn.Module]:
+    return [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]
+
+
+def take_steps(optimizer: dlion.DLion, trained: torch.nn.Module) -> None:
+    before = [parameter.clone() for parameter in trained.parameters()]
+    optimizer.zero_grad()
+    trained(torch.ones(1, 8)).square().sum().backward()
+    optimizer.step()
+    assert optimizer.committed and not any(map(torch.equal, before, trained.parameters()))
+
+
+def test_a_second_optimizer_of_a_manager_is_told_what_to_do_instead(
+    crew: Callable[..., Crew],
+) -> None:
+    nets, managers = two_models(), [dlion.join(crew("", "").settings[0]) for _ in range(2)]
+    params = [[*net.parameters()] for net in nets]
+    first = dlion.DLion(params[0], lr=1e-3, manager=managers[0])
+    with pytest.raises(ValueError, match="this manager has an optimizer already"):
+        dlion.DLion(params[1], lr=1e-3, manager=managers[0])
+    second = dlion.DLion(params[1], lr=1e-3, manager=managers[1])
+    for _ in range(2):
+        take_steps(first, nets[0])
+        take_steps(second, nets[1])
+    for manager in managers:
+        manager.shutdown(wait=False)
+
+
+def test_one_optimizer_of_a_manager_steps_two_models_in_turn(crew: Callable[..., Crew]) -> None:
+    nets, manager = two_models(), dlion.join(crew("", "").settings[0])
+    groups = [
+        {"params": net.parameters(), "lr": lr} for net, lr in zip(nets, (1e-3, 1e-4), strict=True)
+    ]
+    optimizer = dlion.DLion(groups, manager=manager)
+    for net in [*nets, *nets]:
+        take_steps(optimizer, net)
+    manager.shutdown(wait=False)
 
 
 @pytest.mark.parametrize(

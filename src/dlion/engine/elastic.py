@@ -39,6 +39,7 @@ from dlion.workers import Workers
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
 # owner has learnt about workers, which it takes along to its next slice
 _DEALT = {"previous", "agreement"}
+_STATE = "dlion"  # the name of an optimizer's state in a manager
 _LOOK = 0.5  # seconds between two looks at signals and at the lighthouse, while it is waited for
 _SILENT = 2.0  # seconds without a heartbeat after which a worker counts as dead
 _GONE = 6.0  # the same, of all who went on without this worker
@@ -104,7 +105,7 @@ class Elastic:
         if all(bucket.device.type == "cpu" for bucket in optimizer.buckets):
             optimizer.prepare()  # kernels are compiled before others wait for this worker
             optimizer.channel.traffic = Traffic()
-        manager.register_state_dict_fn("dlion", self._load, self._state)
+        manager.register_state_dict_fn(_STATE, self._load, self._state)
         if isinstance(manager._checkpoint_transport, GroupTransport):
             manager._checkpoint_transport.watched = self._watched
 
@@ -601,8 +602,13 @@ class Elastic:
         self.healed += 1
 
 
-def alone(named: Any) -> Workers:
+def alone(named: Any, manager: Any) -> Workers:
     """Return this process alone, as a manager names its peers at every step."""
+    if _STATE in getattr(manager, "_user_state_dicts", {}):
+        raise ValueError(
+            "this manager has an optimizer already, whose steps it counts: give that one"
+            " all parameters, as groups, or join() another lighthouse for each optimizer"
+        )
     if named is not None:
         raise ValueError("manager= names the participants: give no workers, process_group or mesh")
     return Workers()

@@ -233,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self.files = saving.Files()
         given = voters(workers, process_group, mesh)
         if manager is not None:
-            given = alone(workers or process_group or mesh)
+            given = alone(workers or process_group or mesh, manager)
             if dense_group is not None:
                 check_inside(manager, dense_group)
         self._met_nobody = not (
