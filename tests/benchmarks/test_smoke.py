@@ -2,14 +2,13 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.support.readmes import commands, words
-from tests.support.runs import Run, assert_all_gone, python
+from tests.support.runs import Run, assert_all_gone, python, until
 from tests.support.scripts import BENCHMARKS, script
 
 pytestmark = pytest.mark.slow
@@ -115,10 +114,9 @@ def test_an_interrupted_benchmark_keeps_its_points_goes_on_and_leaves_nobody_beh
 
 
 def _children_at_the_second_point(run: Run) -> list[int]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def found() -> list[int]:
         children = run.children()
-        if "workers 8" in run.stdout + run.stderr and len(children) == 8:
-            return children
-        time.sleep(0.02)
-    raise AssertionError(run.stdout + run.stderr)
+        begun = "workers 8" in run.stdout + run.stderr and len(children) == 8
+        return children if begun else []
+
+    return until(found, lambda: run.stdout + run.stderr)

@@ -8,7 +8,6 @@ import json
 import lzma
 import shutil
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from dlion.suite.data.prepare import Texts, main, prepare
 from dlion.suite.data.tokenizers import load_tokenizer
 from tests.conftest import ROOT
 from tests.data.formats import write_documents, write_tokenizer
-from tests.support.runs import Run
+from tests.support.runs import Run, until
 
 
 @pytest.fixture
@@ -116,9 +115,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
     prepare(Texts(texts), tokenizer, tmp_path / "whole")
     arguments = ["./a.jsonl", "-o", tmp_path / "out", "--tokenizer", tmp_path / "tokenizer"]
     interrupted = start(*arguments, cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "out" / "tokens.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until((tmp_path / "out" / "tokens.json").exists)
     interrupted.send_signal(signal.SIGINT)
     done = interrupted.wait()
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,15 @@ _READ_LATE = re.compile(
     "|BREAKS|CUTS|NAN|PATIENCE|STOPS|STORE|STRAYS|EXECUTABLE|WANDB_(API_KEY|BASE_URL|MODE)"
     "|[A-Z]+_TOKEN|AWS_SECRET_ACCESS_KEY|https?_proxy"
 )
+
+
+def until(what: Callable[[], Any], said: Callable[[], object] = str, seconds: float = 120) -> Any:
+    """Wait until a condition holds; return what it returned, or fail with what was ``said``."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)
+    return found
 
 
 class _Process(Protocol):
@@ -156,11 +165,14 @@ class Run:
 
     def workers(self, timeout: float = 120) -> list[int]:
         """Return the process ids of train.py's workers, once it has trained for a step."""
-        deadline = time.monotonic() + timeout
-        while not any(line.startswith("output") for line in self.stdout.splitlines()):
-            assert time.monotonic() < deadline, "the run does not begin"
-            assert _alive(self.pid), self.stderr
-            time.sleep(0.02)
+
+        def begun() -> bool:
+            there = _alive(self.pid)  # before what it has printed is read
+            printed = any(line.startswith("output") for line in self.stdout.splitlines())
+            assert there or printed, self.stderr
+            return printed
+
+        until(begun, lambda: f"the run does not begin: {self.stderr}", timeout)
         return self.children()
 
     def children(self) -> list[int]:
@@ -201,17 +213,12 @@ def _alive(pid: int) -> bool:
 
 
 def assert_all_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(_alive, pids))
+    until(lambda: not any(map(_alive, pids)), lambda: f"some of {pids} are still there", 60)
 
 
 def wait_for_step(directory: Path, step: int, seconds: float = 120) -> None:
     """Wait until there is a checkpoint of that step, or a later one."""
-    deadline = time.monotonic() + seconds
-    while latest_step(directory) < step and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: latest_step(directory) >= step, lambda: f"no step {step} in {directory}", seconds)
 
 
 def latest_step(directory: Path) -> int:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from dlion.suite.training import Job
 from dlion.suite.training.checkpoint import find
 from dlion.workers import Workers
 from tests.conftest import ROOT
-from tests.support.runs import latest_step, record, start, train, wait_for_step
+from tests.support.runs import assert_all_gone, latest_step, record, start, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -111,8 +110,9 @@ def test_a_run_whose_launcher_is_killed_goes_on(tmp_path):
         more = ["resume=auto"] if attempt else []
         killed = start(*SETTINGS, *settings, *more, f"output_dir={cut}")
         wait_for_step(cut, 5 * (attempt + 1))
+        workers = killed.children()
         killed.kill()
-        time.sleep(0.5)  # the kernel ends its workers
+        assert_all_gone(workers)  # the kernel ends them
     assert 15 <= latest_step(cut) < 45
     run(cut, *settings, "resume=auto")
     assert record(cut) == record(tmp_path / "whole")

@@ -22,7 +22,7 @@ from dlion.suite.data import Dealing, Sharding
 from dlion.suite.launch.elastic import Meeting
 from tests.conftest import ROOT
 from tests.data.formats import write_classes
-from tests.support.runs import Run, assert_all_gone, record, start, train
+from tests.support.runs import Run, assert_all_gone, record, start, train, until
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow
@@ -44,11 +44,7 @@ def events(directory: Path) -> list[str]:
 
 
 def wait(run: Run, what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := what()):
-        assert time.monotonic() < deadline, run.stdout + run.stderr
-        time.sleep(0.05)
-    return found
+    return until(what, lambda: run.stdout + run.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +127,7 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
         wait(run, lambda: {"left", "joined"} <= {*events(here)})
         (again,) = {*run.workers()[1:]} - {*workers}
         os.kill(again, signal.SIGKILL)
-        wait(run, lambda: events(here).count("left") == 2)
+        wait(run, lambda: events(here).count("left") >= 2)
         wrong = start(*joins, "optimizer.lr=0.5", f"output_dir={tmp_path / 'wrong'}", env=env)
         second = start(*joins, f"output_dir={tmp_path / 'second'}", env=env)
         third = start(*joins, f"output_dir={tmp_path / 'third'}", env=env)
