@@ -198,7 +198,11 @@ def trainer_runs(root: str) -> tuple[list[list[float]], list[str], str]:
                 raise RuntimeError("broken off")
 
     def train(
-        folder: str, breaks: bool = False, resume: str | None = None, overlap: bool = False
+        folder: str,
+        breaks: bool = False,
+        resume: str | None = None,
+        overlap: bool = False,
+        model_alone: bool = False,
     ) -> list[float]:
         arguments = TrainingArguments(
             output_dir=f"{root}/{folder}",
@@ -209,6 +213,7 @@ def trainer_runs(root: str) -> tuple[list[list[float]], list[str], str]:
             max_steps=6,
             save_steps=2,
             save_total_limit=1,
+            save_only_model=model_alone,
             use_cpu=True,
             report_to="none",
             disable_tqdm=True,
@@ -238,6 +243,9 @@ def trainer_runs(root: str) -> tuple[list[list[float]], list[str], str]:
     with pytest.raises(ValueError) as refused:
         train("broken", resume=f"{root}/broken/checkpoint-4")
     ends.append(train("broken", resume=f"{root}/broken/checkpoint-2", overlap=True))
+    train("bare", model_alone=True)
+    with pytest.warns(UserWarning, match="step 6 has no optimizer state"):
+        train("bare", resume=f"{root}/bare/checkpoint-6")
     dist.destroy_process_group()
     return ends, left, str(refused.value)
 

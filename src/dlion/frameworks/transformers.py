@@ -1,6 +1,7 @@
 """The Trainer of transformers: checkpoints with every worker's state."""
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ class KeepWorkers(TrainerCallback):
 
     Earlier checkpoints that ``save_total_limit`` does not allow are removed here, once the files of
     all workers are there: during training the Trainer's own arguments show no such limit.
+
+    A resumed run whose checkpoint has no optimizer state at all (``save_only_model``) is warned of.
 
     Raises:
         ValueError: where training begins, if the workers' own state is not found.
@@ -41,6 +44,12 @@ class KeepWorkers(TrainerCallback):
             one.workers_apart = True
             one.accumulates = accumulates
             silence(one)
+            if state.global_step and not one.param_groups[0]["steps"]:
+                warnings.warn(
+                    f"the checkpoint of step {state.global_step} has no optimizer state"
+                    " (save_only_model=True): parameters continue, momenta begin at zero",
+                    stacklevel=2,
+                )
             if not args.save_only_model and args.save_total_limit is not None:
                 self._limit, args.save_total_limit = args.save_total_limit, None
             if one._awaits is not None:
