@@ -1,4 +1,4 @@
-"""Distributed Lion in the Trainer of transformers.
+"""SignMuon in the Trainer of transformers.
 
 pip install . 'transformers[torch]'
 torchrun --nproc_per_node=2 examples/hf_trainer.py
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from common import BytesSent, make_data, make_model, report
 
-from dlion.optim import DLion
+import dlion
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -60,7 +60,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 dist.is_initialized() or dist.init_process_group("gloo")
-optimizer = DLion(model.parameters(), lr=3e-3)
+optimizer = dlion.SignMuon(dlion.param_groups(model), lr=1e-2)
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 data = [{"x": x, "labels": y} for x, y in make_data()]
 trainer = Trainer(
