@@ -231,6 +231,8 @@ WRONG = {
     "+model.patchsize=3": "(did you mean patch_size?)",
     "methods.dlion_mavo.bits=3": "methods.dlion_mavo is not a setting",
     "+methods.dlion_mavo.bits=3": "methods.dlion_mavo.bits is not a setting of",
+    "+experiment.steps=1": "experiment.steps is not a setting",
+    "+optimizer.lr=1e-3": "optimizer.lr is there already: type optimizer.lr=1e-3, without +",
     "~optimizer": "type optimizer=NAME",
     "~logger": "type logger=NAME",
     "~seed": "type seed=VALUE",
@@ -316,6 +318,27 @@ WRONG = {
     "--config-dir own optimizer=lost": "the defaults of optimizer/lost.yaml: optimizer=nosuch is",
     "-m evaluate=nowhere,elsewhere": "evaluate=nowhere takes steps",
     "evaluate=nowhere experiment=vote_attack": "takes optimizer, faults.byzantine, seed",
+    # files whose settings nothing would read
+    **{
+        f"--config-dir lost experiment={name}": reason
+        for name, reason in {
+            "bare": "experiment/bare.yaml puts its settings below experiment, where nothing reads"
+            " them: make `# @package _global_` its first line",
+            "package": "experiment/package.yaml puts its settings below trial",
+            "base": "experiment/common/half.yaml puts its settings below common",
+            "deep": "nothing reads what is below settings: write steps, workers at the beginning",
+            "typo": "batchsize is not a setting (did you mean batch_size?)",
+            "slash": "write override /dataset: NAME, with a slash",
+            "word": "optimizer: g_lion chooses nothing in a file: write - override /optimizer",
+        }.items()
+    },
+    "--config-dir lost -m experiment=bare seed=0,1": "make `# @package _global_` its first line",
+    "--config-dir lost --help experiment=bare": "make `# @package _global_` its first line",
+    "--config-dir lost +own=bare": "own/bare.yaml puts its settings below own",
+    "--config-dir lost dataset=global": "dataset/global.yaml puts its settings into those of the",
+    "--config-dir lost model=elsewhere": "settings into dataset, and model gets none: leave out",
+    "--config-dir lost optimizer=deep": "the file of optimizer=deep, leave out the line optimizer:",
+    "--config-dir taken": "optimizer/g_lion.yaml is not read, as conf/optimizer/g_lion.yaml comes",
     "hydra/launcher=slurm": "add -m",
     "experiment=": "experiment= names nothing",
     # what the data and the model allow together
@@ -334,6 +357,22 @@ WRONG = {
 }
 
 
+GLOBAL = "# @package _global_\n"
+LOST = {  # files whose settings nothing would read
+    "lost/experiment/bare": "steps: 20\nworkers: 2\n",
+    "lost/experiment/package": "# @package trial\nsteps: 20\n",
+    "lost/experiment/base": f"{GLOBAL}defaults: [common/half]\nsteps: 20\n",
+    "lost/experiment/common/half": "workers: 2\n",
+    "lost/experiment/deep": f"{GLOBAL}settings:\n  steps: 20\n  workers: 2\n",
+    "lost/experiment/typo": f"{GLOBAL}batchsize: 20\n",
+    "lost/experiment/slash": f"{GLOBAL}defaults:\n  - override dataset: digits\nsteps: 20\n",
+    "lost/experiment/word": f"{GLOBAL}optimizer: g_lion\n",
+    "lost/own/bare": "steps: 20\n",
+    "lost/dataset/global": f"{GLOBAL}name: global\n_target_: dlion.suite.data.digits\n",
+    "lost/model/elsewhere": "# @package dataset\nname: x\n_target_: dlion.suite.models.linear\n",
+    "lost/optimizer/deep": "optimizer:\n  name: deep\n  _target_: dlion.optim.DLion\n",
+    "taken/optimizer/g_lion": "name: mine\n",
+}
 TRIALS = """\
 # @package _global_
 defaults:
@@ -388,6 +427,10 @@ def answers(request, tmp_path_factory):
     (optimizers / "lost.yaml").write_text("defaults: [nosuch]\n")
     doubled = "".join(f"a{i}: ${{.a{i - 1}}}${{.a{i - 1}}}\n" for i in range(1, 40))
     (optimizers / "bomb.yaml").write_text(f"name: bomb\na0: text\n{doubled}")
+    for name, text in LOST.items():
+        file = folder / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     commands = [_quick(shlex.split(line)) for line in lines]
     (folder / "commands.json").write_text(json.dumps(commands))
     before = sorted(folder.rglob("*"))

@@ -2,16 +2,18 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import (
     InstantiationException,
     MissingConfigException,
     OverrideParseException,
 )
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -33,6 +35,7 @@ from dlion.suite.settings import (
 )
 from dlion.values import did_you_mean, parameters
 
+_WORD = re.compile(r"[\w.]+").findall
 _PREFERRED = {"optimizer=dlion": "dlion_mavo", "optimizer=signum": "signum_mavo"}
 _OF_A_RESOLVER = "UserError raised while resolving interpolation: "
 _GROUPS = (  # folders of conf/
@@ -93,11 +96,11 @@ def resolve(config: DictConfig, hydra_node: DictConfig) -> DictConfig:
         raise UserError(f"{error}: type values, or look up less") from error
     words: Any = OmegaConf.to_container(hydra_node.overrides.task, resolve=False)
     typed = {override.lstrip("+~").partition("=")[0] for override in words}
+    _check_places(config, hydra_node, words)
     check_complete(settings.keys())
     for group in _GROUPS:
         if OmegaConf.is_list(node := settings._get_node(group)):
             check_table(group, OmegaConf.to_container(node, resolve=False))
-    _check_added(settings, words)
     method = hydra_node.runtime.choices.get("optimizer")
     if method is None:
         raise UserError(
@@ -161,20 +164,84 @@ def expand_home(key: str, value: str) -> str:
         ) from None
 
 
-def _check_added(settings: DictConfig, typed: list[str]) -> None:
-    """Refuse keys that were added with a plus and that nothing reads.
+def _check_places(config: DictConfig, hydra_node: DictConfig, words: list[str]) -> None:
+    """Refuse settings where nothing reads them, and files that put theirs there.
 
-    A recipe may have tables of its own, which its settings look values up in, and which may be
-    added to.
+    A recipe may have tables of its own, which its settings look values up in.
     """
-    added = [override.lstrip("+").partition("=")[0] for override in typed if override[0] == "+"]
-    for key in added:
-        first = key.partition(".")[0]
-        table = settings.get(first)
-        entries = {f"{first}.{name}" for name in table} if isinstance(table, DictConfig) else set()
-        if first not in (*parameters(Settings), "methods") and entries <= set(added):
-            known = _keys(OmegaConf.to_container(settings), "") - {first, key}
-            raise UserError(_not_a_setting(key, known))
+    for group in (group for group in _GROUPS if group in config):
+        _check_group(group, config._get_node(group), hydra_node.runtime.choices.get(group))
+    known = {*parameters(Settings), "methods", "hydra"}
+    lost = [group for group in _GROUPS if group in known and group not in config]
+    strange = [key for key in config if key not in known and not _is_read(key, config, hydra_node)]
+    if not lost and not strange:
+        return
+    loader, name = GlobalHydra.instance().config_loader(), hydra_node.job.config_name
+    chosen = [w for w in words if loader.get_group_options(w.lstrip("+").partition("=")[0])]
+    files = loader.load_configuration(name, chosen, RunMode.RUN)  # typed values replace look-ups
+    strange = [key for key in strange if key not in files or not _is_read(key, files, files.hydra)]
+    for default in loader.compute_defaults_list(name, chosen, RunMode.RUN).defaults:
+        file, package = f"{default.config_path}.yaml", default.package or ""
+        if file.partition("/")[0] in lost:
+            raise UserError(
+                f"{file} puts its settings into {package or 'those of the run'}, and"
+                f" {file.partition('/')[0]} gets none: leave out its line `# @package`"
+            )
+        if package.partition(".")[0] in strange:
+            raise UserError(
+                f"{file} puts its settings below {package}, where nothing reads them: make"
+                " `# @package _global_` its first line"
+            )
+    for key in strange:
+        node = config._get_node(key)
+        inside = [name for name in node if name in known] if OmegaConf.is_dict(node) else []
+        typed = [word.lstrip("+").partition("=")[0] for word in words if word[0] == "+"]
+        typed = [name for name in typed if name.partition(".")[0] == key]
+        if inside and not typed:
+            raise UserError(
+                f"nothing reads what is below {key}: write {', '.join(inside)} at the beginning of"
+                f" a line, without {key}"
+            )
+        keys = _keys(OmegaConf.to_container(OmegaConf.masked_copy(config, [*known])), "")
+        raise UserError(_not_a_setting([*typed, key][0], keys))
+
+
+def _check_group(group: str, node: Any, choice: str | None) -> None:
+    """Refuse a group whose settings a file gives one level too deep, or in one word."""
+    plain = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else None
+    if plain is None and isinstance(word := node._value(), str) and "${" not in word:
+        raise UserError(
+            f"{group}: {word} chooses nothing in a file: write - override /{group}: {word} below"
+            " defaults:"
+        )
+    if isinstance(plain, dict) and "name" not in plain and isinstance(plain.get(group), dict):
+        raise UserError(
+            f"{group}.{group} is not a setting: in the file of {group}={choice}, leave out the line"
+            f" {group}: and the spaces before those below it"
+        )
+
+
+def _is_read(key: str, config: DictConfig, hydra_node: DictConfig) -> bool:
+    """Whether other settings look up what is at or below a key."""
+    others = OmegaConf.masked_copy(config, [name for name in config if name != key])
+    folders = OmegaConf.masked_copy(hydra_node, ["sweep", "sweeper", "launcher"])
+    words = looked_up(others) | looked_up(folders)
+    return any(word.partition(".")[0] == key for word in words)
+
+
+def looked_up(config: DictConfig) -> set[str]:
+    """Return the words in settings that look others up: names of settings are among them."""
+    texts = _texts(OmegaConf.to_container(config, resolve=False))
+    return {word.strip(".") for text in texts if "${" in text for word in _WORD(text)}
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """Yield all texts in a configuration."""
+    if isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _texts(value)
+    elif isinstance(node, str):
+        yield node
 
 
 def unlisted_method(config: DictConfig, hydra_node: DictConfig) -> str | None:
@@ -199,6 +266,10 @@ def explain(error: Exception) -> str:
         return _first_line(root_cause(error))
     if several := re.match("(?:Ambiguous value for argument|Sweep parameters) '(.+)'", reason):
         return f"{several[1]} names several values: add -m to run them all"
+    if slash := re.match(r"In '(.+)': Could not override '[^']+/(\w+)(?:@\w+)?'", reason):
+        return f"the defaults of {slash[1]}.yaml: write override /{slash[2]}: NAME, with a slash"
+    if known := re.search(r"remove \+ prefix: '(.+)'", str(error)):
+        return f"{known[1].partition('=')[0]} is there already: type {known[1]}, without +"
     if elsewhere := re.match("Could not override '(.+@.*)'", reason):
         return _not_a_setting(elsewhere[1], parameters(Settings))
     cause = error.__cause__

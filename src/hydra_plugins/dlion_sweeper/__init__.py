@@ -1,9 +1,8 @@
 """A Hydra sweeper, in the namespace where Hydra looks for plugins; hydra/sweeper=quick."""
 
 import itertools
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-
-_WORD = re.compile(r"[\w.]+").findall
 
 
 class QuickSweeper(BasicSweeper):
@@ -101,7 +98,7 @@ class QuickSweeper(BasicSweeper):
             varied: settings and groups with several values.
         """
         from dlion.errors import UserError
-        from dlion.suite.config import resolve
+        from dlion.suite.config import looked_up, resolve
         from dlion.suite.launch.check import check_settings, load_data
         from dlion.suite.launch.stored import settings_of_run
         from dlion.suite.settings import check_effects
@@ -117,7 +114,10 @@ class QuickSweeper(BasicSweeper):
         }
         sweep_dir = OmegaConf.to_container(self.config.hydra.sweep, resolve=False)["dir"]
         settings, checked, downloaded = None, set[str](), dict[str, DictConfig]()
-        words, composed = _looked_up(self._compose(batch[0])), set[tuple[str, ...]]()
+        config, composed = self._compose(batch[0]), set[tuple[str, ...]]()
+        # without output_dir, as a sweep has folders of its own
+        names = [name for name in config if name not in ("hydra", "output_dir")]
+        words = looked_up(OmegaConf.masked_copy(config, names))
 
         def others_depend_on(key: str) -> bool:
             above = itertools.accumulate(key.split("."), lambda left, right: f"{left}.{right}")
@@ -167,25 +167,6 @@ def _check_subdir(config: DictConfig, runs: int) -> None:
             f"hydra.sweep.subdir={subdir} is not a folder of its own for each of {runs} runs: leave"
             " it out, or type 'hydra.sweep.subdir=${hydra.job.num}'"
         )
-
-
-def _looked_up(config: DictConfig) -> set[str]:
-    """Return the words in settings that look others up: names of settings are among them.
-
-    ``output_dir`` is left out, as a sweep has folders of its own.
-    """
-    names = [name for name in config if name not in ("hydra", "output_dir")]
-    node = OmegaConf.to_container(OmegaConf.masked_copy(config, names), resolve=False)
-    return {word.strip(".") for text in _texts(node) if "${" in text for word in _WORD(text)}
-
-
-def _texts(node: Any) -> Iterator[str]:
-    """Yield all texts in a configuration."""
-    if isinstance(node, dict | list):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from _texts(value)
-    elif isinstance(node, str):
-        yield node
 
 
 def methods_of(

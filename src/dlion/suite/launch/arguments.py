@@ -64,6 +64,21 @@ class Arguments:
         return [*settings, *options]
 
 
+def check_own_files(folder: str, conf: Path) -> None:
+    """Refuse files of the user's own that Hydra does not read, as conf/ has others of that name.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for own in sorted(Path(folder).rglob("*.yaml")):
+        ours = conf / own.relative_to(folder)
+        if own.is_file() and ours.is_file() and own.read_bytes() != ours.read_bytes():
+            raise UserError(
+                f"{own} is not read, as conf/{own.relative_to(folder)} comes first: give it another"
+                " name"
+            )
+
+
 def _whole(word: str) -> str:
     """Write out ``elastic=true``: Hydra would put a truth in place of a group."""
     return _SHORT.get(word, word)

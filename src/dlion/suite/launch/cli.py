@@ -19,7 +19,7 @@ from yaml import MarkedYAMLError
 from dlion import __version__
 from dlion.errors import Finished, RunFailed, Stopped, UserError
 from dlion.suite.config import explain, resolve, unlisted_method
-from dlion.suite.launch.arguments import Arguments
+from dlion.suite.launch.arguments import Arguments, check_own_files
 from dlion.suite.launch.environment import among_others, detect, is_first
 from dlion.suite.launch.help import help_text, opened
 from dlion.suite.record.runs import FAILURE, forget, holds_run, record_config, record_failure
@@ -49,6 +49,8 @@ def run(main: Callable[[], Any], conf: Path) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors are raised here instead of being printed
     try:
         arguments = Arguments(sys.argv[1:])
+        if (own := arguments.options.config_dir) is not None:
+            check_own_files(own, conf)
         if arguments.options.version:
             print(f"dlion {__version__}")
         elif arguments.options.help:

@@ -70,7 +70,7 @@ def help_text(arguments: Arguments, conf: Path) -> str:
     with opened(conf, arguments.options.config_dir) as loader:
         config = compose("config", overrides=words, return_hydra_config=True)
         names = {group: loader.get_group_options(group) for group in _groups()}
-    settings: Any = OmegaConf.to_container(resolve(config, config.hydra))
+        settings: Any = OmegaConf.to_container(resolve(config, config.hydra))
     choices = config.hydra.runtime.choices
     typed_groups = [word.partition("=")[0] for word in words if word.partition("=")[0] in names]
     if typed_groups:
