@@ -4,6 +4,9 @@ import multiprocessing
 import os
 import re
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from dlion.errors import RunFailed, UserError
 from dlion.suite.launch.environment import detect
 from dlion.suite.launch.meeting import claim_gpu, join_process_group
+from tests.support.runs import start, train
 
 pytestmark = pytest.mark.slow
 
@@ -111,10 +115,60 @@ def test_without_a_free_port_it_says_so_and_who_waits_in_vain_does_in_time():
             f"process 0 cannot listen at port {last} (Address already in use): set MASTER_PORT to"
             " a free one"
         }
-        assert lost().startswith(
-            f"process 0 was not found at 127.0.0.1, port {last}, within timeout=1 s: start all"
+        reason = (
+            "SLURM_STEP_ID=0 and SLURM_STEP_NUM_TASKS=2 say that SLURM starts 2 processes: start"
+            " all of them with srun, or type `unset SLURM_STEP_ID` first to train without SLURM"
         )
-        assert alone().startswith("1 of 2 processes were there after timeout=1 s: start all of")
+        assert lost() == (
+            f"process 0 was not found at 127.0.0.1, port {last}, within timeout=1 s: {reason}; if"
+            " another program listens at that port, set MASTER_PORT to a free one"
+        )
+        assert alone() == f"1 of 2 processes were there after timeout=1 s: {reason}"
+
+
+def test_a_task_that_waits_for_another_says_why_and_what_to_type():
+    waiting = start("steps=1", "logger=none", "dataset=digits", "model=linear", env=task(0))
+    try:
+        deadline = time.monotonic() + 120
+        while "still waiting" not in waiting.stdout and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert "SLURM_STEP_ID=0 and SLURM_STEP_NUM_TASKS=2 say that SLURM starts" in waiting.stdout
+        assert "type `unset SLURM_STEP_ID` first" in waiting.stdout
+    finally:
+        waiting.kill()
+
+
+@pytest.mark.parametrize(
+    "job", [{"JOB_NAME": "bash"}, {"JOB_NAME": "interactive"}, {"PTY_PORT": "1"}]
+)
+def test_in_an_interactive_job_slurm_is_ignored(tmp_path, job):
+    env = task(0) | {f"SLURM_{name}": value for name, value in job.items()}
+    settings = ["steps=1", "workers=1", "logger=none", "dataset=digits", "model=linear"]
+    train(*settings, f"output_dir={tmp_path}", env=env, code=0)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_task"),
+    [("./told", False), ("sh -c './told; true'", False), ("exec ./told", True)],
+)
+def test_what_is_typed_in_the_shell_of_a_task_is_no_task(tmp_path, command, is_task):
+    """What takes the shell's place is one, and so is all without a terminal."""
+    script = tmp_path / "told"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "from dlion.suite.launch.environment import detect\n"
+        "open('answer', 'w').write(repr(detect()))\n"
+    )
+    script.chmod(0o755)
+    line = f"export SLURM_TASK_PID=$$; {command}; exit\n".encode()
+    env = os.environ | task(0, SLURM_JOB_NAME="interactive")
+    ours, terminal = os.openpty()
+    shell = subprocess.Popen(["bash", "--norc"], stdin=terminal, env=env, cwd=tmp_path)
+    os.write(ours, line)
+    shell.wait(120)
+    assert ((tmp_path / "answer").read_text() != "None") == is_task
+    subprocess.run(["bash"], input=line, env=env, cwd=tmp_path, timeout=120, check=True)
+    assert (tmp_path / "answer").read_text() != "None"
 
 
 def test_a_name_of_no_machine_is_refused_at_once():

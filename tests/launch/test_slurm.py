@@ -2,12 +2,15 @@
 
 import csv
 import io
+import json
 import os
+import shlex
 import subprocess
 import time
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.launch import slurm
 from tests.support.runs import FORKED_PYTHON, Run, python, record, train
 
@@ -133,3 +136,28 @@ def test_cancelled_jobs_are_reported_even_if_they_never_began(environment, tmp_p
     assert "cancelled" in done.stderr and "Traceback" not in done.stderr
     rows = wait_for_statuses(tmp_path, environment, 3 * ["cancelled"])
     assert [row["status"] for row in rows] == 3 * ["cancelled"]
+
+
+def test_what_is_typed_in_an_interactive_job_trains_alone_and_srun_in_it_does_not(
+    environment, tmp_path
+):
+    python = shlex.quote(environment["EXECUTABLE"])
+    train = f"{python} train.py dataset=digits model=linear workers=2 steps=1 logger=none"
+    typed = [
+        f"{train} processes=1 output_dir={tmp_path}/alone",
+        f"srun --overlap --ntasks=2 {train} output_dir={tmp_path}/together </dev/null",
+        "exit",
+    ]
+    done = subprocess.run(
+        ["script", "-qc", "srun --ntasks=2 --pty bash --norc", "/dev/null"],
+        input="\n".join([*typed, ""]),
+        env=os.environ | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    for name, processes in (("alone", 1), ("together", 2)):
+        summary = tmp_path / name / "summary.json"
+        assert summary.exists(), done.stdout
+        assert json.loads(summary.read_text())["processes"] == processes

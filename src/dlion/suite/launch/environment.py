@@ -6,10 +6,12 @@ import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dlion.errors import UserError
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 _PORTS = range(20000, 32760)  # below those that Linux gives to outgoing connections
 
 
@@ -18,7 +20,7 @@ class RankInfo:
     """This process among those that torchrun or SLURM started.
 
     Attributes:
-        source: ``torchrun`` or ``slurm``.
+        source: ``torchrun`` or ``SLURM``.
         rank: number of this process in the run.
         processes: number of processes in the run.
         local_rank: number of this process on its machine.
@@ -27,6 +29,7 @@ class RankInfo:
         run: its name; another run that looks for its processes at the same port has another.
         port: where the processes meet.
         address: of the machine where they do; None: MASTER_ADDR says it.
+        believed: the variables that say how many processes there are.
     """
 
     source: str
@@ -38,6 +41,7 @@ class RankInfo:
     run: str
     port: int
     address: str | None = None
+    believed: tuple[str, str] = ("WORLD_SIZE", "RANK")
 
     def export(self) -> None:
         """Set the variables that :mod:`dlion.suite.launch.meeting` reads, as torchrun would.
@@ -54,6 +58,14 @@ class RankInfo:
                 f"{self.source} does not say where the processes meet: set MASTER_ADDR to the first"
                 " machine's name and MASTER_PORT to a free port"
             )
+        size, unset = self.believed
+        said = f"{unset}={env[unset]} and {size}={env[size]} say that {self.source} starts"
+        program = "srun" if self.source == "SLURM" else self.source
+        env.setdefault(  # the variables below will say torchrun
+            "DLION_STARTED",
+            f"{said} {self.processes} processes: start all of them with {program}, or type"
+            f" `unset {unset}` first to train without {self.source}",
+        )
         env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.processes)
         env["LOCAL_RANK"], env["DLION_RUN"] = str(self.local_rank), self.run
         if self.address is not None:
@@ -150,19 +162,19 @@ def _refuse_mpi(env: Mapping[str, str]) -> None:
 
 
 def _slurm(env: Mapping[str, str]) -> RankInfo | None:
-    """Read the variables of a SLURM step of several tasks; None: this process is not in one.
+    """Read the variables of a SLURM step of several tasks; None: this process is not one of them.
 
     SLURM_PROCID alone does not show it, as a batch script has that as well.
     """
     processes = _number(env, "SLURM_STEP_NUM_TASKS", 1)
-    if "SLURM_STEP_ID" not in env or processes == 1:
+    if "SLURM_STEP_ID" not in env or processes == 1 or _typed_in_a_shell(env):
         return None
     per_machine = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 8(x4) or 8,4
     one_machine = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     run = "slurm-" + ".".join(str(_number(env, name, 0)) for name in names)
     return RankInfo(
-        source="slurm",
+        source="SLURM",
         rank=_number(env, "SLURM_PROCID"),
         processes=processes,
         local_rank=_number(env, "SLURM_LOCALID"),
@@ -171,7 +183,25 @@ def _slurm(env: Mapping[str, str]) -> RankInfo | None:
         run=run,
         address="127.0.0.1" if one_machine else _first_host(env.get("SLURM_STEP_NODELIST", "")),
         port=_port(env, _PORTS[zlib.crc32(run.encode()) % len(_PORTS)]),
+        believed=("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
     )
+
+
+def _typed_in_a_shell(env: Mapping[str, str]) -> bool:
+    """Whether SLURM has started a shell for somebody to type in, and not this command.
+
+    ``srun`` in an interactive job starts processes that are to find each other, though they have
+    the job's name and the variables of its terminal. So the task itself is looked at, if it is
+    there.
+    """
+    task = Path("/proc", env.get("SLURM_TASK_PID", "none"))
+    try:
+        name, *options = (task / "cmdline").read_text().rstrip("\0").split("\0")
+        terminal = str((task / "fd" / "0").readlink()).startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return env.get("SLURM_JOB_NAME") in (*_SHELLS, "interactive") or "SLURM_PTY_PORT" in env
+    is_shell = Path(name).name.removeprefix("-") in _SHELLS
+    return terminal and is_shell and all(option.startswith("-") for option in options)
 
 
 def _first_host(hosts: str) -> str | None:

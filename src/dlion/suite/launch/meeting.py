@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dlion.engine.joining import interface_of
 from dlion.errors import Stopped, TrainingFailed
+from dlion.suite.terminal import patience
 from dlion.workers import gpu_of
 
 _CHOICE = 8  # ports from MASTER_PORT on: process 0 takes the first that is free
@@ -77,7 +78,8 @@ def join_process_group(backend: str, timeout: float = 600) -> None:
     if "DLION_RENDEZVOUS" in env:  # a file, from dlion.suite.launch.local
         store = dist.FileStore(env["DLION_RENDEZVOUS"], processes)
     else:
-        store = _meet(env, rank, processes, limit)
+        with patience(f"waiting for other processes: {_said(env)}", 5 if rank == 0 else 10):
+            store = _meet(env, rank, processes, limit)
     store.set_timeout(limit)
     device = None
     if backend == "nccl":
@@ -233,6 +235,11 @@ def _run(env: Mapping[str, str]) -> str:
     return env.get("DLION_RUN", "run")
 
 
+def _said(env: Mapping[str, str]) -> str:
+    """Return what says that there are other processes, and what to type."""
+    return env.get("DLION_STARTED", "start all of them in that time")
+
+
 def _listen(host: str, ports: range) -> socket.socket:
     """Listen at the first free port; on loopback alone for a run on this machine."""
     for port in ports:
@@ -275,7 +282,7 @@ def _answer(
         if time.monotonic() > deadline:
             raise TrainingFailed(
                 f"{joined + 1} of {processes} processes were there after timeout="
-                f"{limit.total_seconds():g} s: start all of them in that time"
+                f"{limit.total_seconds():g} s: {_said(os.environ)}"
             )
         with contextlib.suppress(OSError):  # nobody for a while, or one who has left
             client, _ = guide.accept()
@@ -306,8 +313,8 @@ def _ask(host: str, ports: range, run: str, limit: timedelta) -> tuple[int, str]
         time.sleep(0.1)
     raise TrainingFailed(
         f"process 0 was not found at {host}, port {_words(ports)}, within timeout="
-        f"{limit.total_seconds():g} s: start all processes in that time, and if another program"
-        " listens there, set MASTER_PORT to a free port"
+        f"{limit.total_seconds():g} s: {_said(os.environ)}; if another program listens at that"
+        " port, set MASTER_PORT to a free one"
     )
 
 
