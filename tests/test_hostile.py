@@ -284,7 +284,10 @@ def test_processes_with_different_settings_say_so(tmp_path):
     done = second.wait()
     first.kill()
     assert done.returncode == 1
-    assert "process 1 was started with another optimizer, eval_every than process 0" in done.stderr
+    assert (
+        "(optimizer.lr is 0.0001 here and 0.001 there, eval_every is 3 here and 2 there)"
+        in done.stderr
+    )
 
 
 def _listening(pids: list[int]) -> set[str]:

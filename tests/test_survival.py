@@ -454,15 +454,18 @@ def test_a_finished_run_is_only_gone_on_with_if_there_is_more_to_do(whole, tmp_p
     with pytest.raises(UserError, match="nothing is left of 6 steps"):
         checkpoint_to_resume(settings_of(whole), whole, 6)
     optimizer = load_run(whole).config["optimizer"] | {"lr": 0.5}
-    with pytest.raises(UserError, match=r"is finished, and had another optimizer\.lr, seed:"):
+    with pytest.raises(
+        UserError,
+        match=r"optimizer\.lr is 0\.5 here and \S+ in the run, seed is 1 here and 0 in the run",
+    ):
         finished_run(settings_of(whole, seed=1, optimizer=optimizer), whole)
     weights = str(whole / "model.safetensors")
-    with pytest.raises(UserError, match=r"is finished, and had another init_from:"):
+    with pytest.raises(UserError, match=r"is finished, with other settings \(init_from is "):
         finished_run(settings_of(whole, init_from=weights), whole)
     begun_there = shutil.copytree(whole, tmp_path / "begun_there")
     config = OmegaConf.create(load_run(whole).config | {"init_from": weights})
     OmegaConf.save(config, begun_there / ".hydra" / "config.yaml")
-    with pytest.raises(UserError, match=r"is finished, and had another init_from:"):
+    with pytest.raises(UserError, match=r"is finished, with other settings \(init_from is "):
         finished_run(settings_of(whole), begun_there)
     damaged = shutil.copytree(whole, tmp_path / "damaged")
     for content in ("{}", "[]"):
@@ -479,7 +482,9 @@ def test_a_run_without_a_checkpoint_starts_anew_aloud_and_not_over_another(whole
     (killed / "summary.json").unlink()
     shutil.rmtree(killed / "checkpoint")
     assert checkpoint_to_resume(config, killed, 8) is None
-    with pytest.raises(UserError, match="without a checkpoint that had another seed:"):
+    with pytest.raises(
+        UserError, match="without a checkpoint, with other settings .seed is 1 here and 0"
+    ):
         checkpoint_to_resume(settings_of(whole, seed=1), killed, 8)
 
 

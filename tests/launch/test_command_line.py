@@ -80,7 +80,11 @@ def test_a_run_is_recorded_and_not_overwritten(tmp_path):
     for typed, code, reason in (
         ([here, "steps=8"], 2, "holds another run"),
         (["-m", sweep, f"hydra.sweep.subdir={out.name}", "steps=8"], 2, "holds another run"),
-        ([here, "steps=8", "resume=auto"], 2, "is finished, and had another"),
+        (
+            [here, "steps=8", "resume=auto"],
+            2,
+            "is finished, with other settings (workers is 8 here and 4",
+        ),
     ):
         again = train(*typed)
         assert again.returncode == code and reason in again.stderr + again.stdout
@@ -96,8 +100,9 @@ def test_a_run_that_cannot_go_on_says_so_beside_its_own_settings(tmp_path):
     before = (out / ".hydra" / "overrides.yaml").read_text()
     sweep = [f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=run", "resume=auto"]
     again = train("-m", *settings, *sweep, "optimizer.lr=0.5")
-    assert again.returncode == 2 and "of another run, with another optimizer" in again.stderr
-    assert "of another run, with another optimizer" in (out / "failure.txt").read_text()
+    changed = "(optimizer.lr is 0.5 here and 0.0015 in the run): type optimizer.lr=0.0015 to resume"
+    assert again.returncode == 2 and changed in again.stderr
+    assert changed in (out / "failure.txt").read_text()
     assert (out / ".hydra" / "overrides.yaml").read_text() == before
 
 

@@ -422,7 +422,12 @@ ONE_LINE = {
     "all": (WRONG, WRONG, "error: optimizer.lr=-1 is not possible", [2, 2]),
     "first": (WRONG, "", "error: optimizer.lr=-1 is not possible", [2, 1]),
     "other": ("", WRONG, "error: optimizer.lr=-1 is not possible", [1, 2]),
-    "unlike": ("", "seed=1", "error: process 1 was started with another seed", [1, 1]),
+    "unlike": (
+        "",
+        "seed=1",
+        "error: process 1 was started with other settings than process 0 (seed is 1",
+        [1, 1],
+    ),
 }
 
 

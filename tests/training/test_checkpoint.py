@@ -193,7 +193,10 @@ def test_resume_by_path_and_what_is_refused(whole, tmp_path):
     refused = run(tmp_path / "run", code=2)
     assert "or type resume=auto to resume it" in refused.stderr
     refused = run(other, f"resume={tmp_path / 'run'}", "optimizer.lr=1", code=2)
-    assert "it is of another run, with another optimizer" in refused.stderr
+    assert (
+        "is of a run with other settings (optimizer.lr is 1 here and 0.0015 in the run): type"
+        in refused.stderr
+    )
     refused = run(other, f"resume={tmp_path}", code=2)
     assert "holds no checkpoint" in refused.stderr
     run(other, f"resume={tmp_path / 'run'}")

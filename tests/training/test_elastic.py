@@ -133,7 +133,7 @@ def test_workers_die_join_and_leave(tmp_path: Path) -> None:
         third = start(*joins, f"output_dir={tmp_path / 'third'}", env=env)
         refused = wrong.wait()
         assert refused.returncode == 1
-        assert "another optimizer.lr than the run that it joins" in refused.stderr
+        assert "than the run that it joins (optimizer.lr is 0.5 here and " in refused.stderr
         wait(run, lambda: lines(here)[-1]["workers"] == 4)
         third.send_signal(signal.SIGINT)
         gone = third.wait()

@@ -177,7 +177,7 @@ def _check_places(config: DictConfig, hydra_node: DictConfig, words: list[str]) 
     if not lost and not strange:
         return
     loader, name = GlobalHydra.instance().config_loader(), hydra_node.job.config_name
-    chosen = [w for w in words if loader.get_group_options(w.lstrip("+").partition("=")[0])]
+    chosen = [w for w in words if loader.get_group_options(w.lstrip("+~").partition("=")[0])]
     files = loader.load_configuration(name, chosen, RunMode.RUN)  # typed values replace look-ups
     strange = [key for key in strange if key not in files or not _is_read(key, files, files.hydra)]
     for default in loader.compute_defaults_list(name, chosen, RunMode.RUN).defaults:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,10 +30,12 @@ from dlion.suite.record.runs import (
 from dlion.suite.terminal import in_one_line, printable
 from dlion.suite.training.checkpoint import (
     Checkpoint,
-    differing,
+    as_before,
+    differences,
     find,
     has_checkpoint,
     identity,
+    in_words,
     last_saved,
     saved_identity,
 )
@@ -189,8 +192,9 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
     folder, _, prefix = top.rpartition("/")
     depth = below.count("/")
     places = Path(folder or ".").glob(f"{glob.escape(prefix)}*" + depth * "/*")
-    runs = [path for path in places if saved_identity(path) == wanted]
-    runs.sort(key=last_saved)
+    saved = {path: of for path in places if (of := saved_identity(path)) is not None}
+    latest = sorted(saved, key=last_saved)
+    runs = [path for path in latest if saved[path] == wanted]
     for path in reversed(runs):
         if not (path / SUMMARY).exists() and not in_use(path):
             print(printable(f"going on with {path}, the newest unfinished run of these settings"))
@@ -198,6 +202,8 @@ def choose_output_dir(config: DictConfig, settings: DictConfig) -> Path:
     others = ""
     if runs:
         others = f" ({runs[-1]} {'is in use' if in_use(runs[-1]) else 'is finished'})"
+    elif latest:
+        others = f" (in {latest[-1]}, {in_words(differences(wanted, saved[latest[-1]]), 'there')})"
     raise UserError(
         f"resume=auto finds no unfinished run of these settings with a checkpoint in {top}{others}:"
         " type output_dir=DIR for a run elsewhere, or start again without resume=auto"
@@ -235,8 +241,8 @@ def finished_run(config: DictConfig, output_dir: Path) -> Run | None:
         return None
     if different := _different(config, run):
         raise UserError(
-            f"{output_dir} is finished, and had another {different}: type the settings of that run,"
-            " or choose another directory with output_dir=DIR"
+            f"{output_dir} is finished, with other settings ({in_words(different)}):"
+            f" {as_before(different)}, or choose another directory with output_dir=DIR"
         )
     if config.steps is None:
         recorded = run.config or {}
@@ -260,23 +266,21 @@ def result_of(run: Run) -> float | None:
     return loss if accuracy is None else accuracy
 
 
-def _different(config: DictConfig, run: Run) -> str:
-    """Name the settings that decide about a run and differ from those of a recorded one.
+def _different(config: DictConfig, run: Run) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that decide about a run and differ from those of a recorded one.
 
     Raises:
         UserError: if those are damaged.
     """
     if run.config is None:
-        return ""
+        return {}
     now = identity(config)
     try:
-        before = identity(run.config)
-        names = differing(now, before)
+        return differences(now, identity(run.config))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{run.directory / CONFIG} is damaged: choose another directory with output_dir=DIR"
         ) from error
-    return ", ".join(names)
 
 
 def latest_checkpoint(
@@ -313,8 +317,8 @@ def checkpoint_to_resume(config: DictConfig, output_dir: Path, steps: int) -> Ch
             raise UserError(f"resume={config.resume} holds no checkpoint: give a run's directory")
         if holds_run(output_dir) and (different := _different(config, load_run(output_dir))):
             raise UserError(
-                f"{output_dir} holds a run without a checkpoint that had another {different}:"
-                " choose another directory with output_dir=DIR"
+                f"{output_dir} holds a run without a checkpoint, with other settings"
+                f" ({in_words(different)}): choose another directory with output_dir=DIR"
             )
         if is_first():
             print(f"nothing to resume in {output_dir}: starting at step 0", flush=True)

@@ -53,9 +53,11 @@ from dlion.suite.record.runs import (
 from dlion.suite.training import Job, train
 from dlion.suite.training.checkpoint import (
     Checkpoint,
+    differences,
     find,
     forget_parts,
     identity,
+    in_words,
     worker_file,
 )
 from dlion.suite.training.job import everyones_settings
@@ -242,11 +244,10 @@ def _check_same(job: Job) -> None:
     begins = {"checkpoint": job.resume.progress.step if job.resume else None}
     settings = {**everyones_settings(job), **begins}
     first = json.loads(_from_first(json.dumps(settings)))
-    different = [name for name, value in settings.items() if first.get(name) != value]
-    if different:
+    if different := differences(json.loads(json.dumps(settings)), first):
         raise TrainingFailed(
-            f"process {dist.get_rank()} was started with another {', '.join(different)} than"
-            " process 0: give all the same command"
+            f"process {dist.get_rank()} was started with other settings than process 0"
+            f" ({in_words(different, 'there')}): give all the same command"
         )
 
 

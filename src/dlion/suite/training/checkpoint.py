@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -48,6 +49,7 @@ from dlion.suite.files import (
 from dlion.suite.inside import check_inside, opened, read
 from dlion.suite.settings import TRAITS, is_group, unrecorded, with_present_names
 from dlion.suite.training.weights import weights_sha256
+from dlion.values import show
 
 _DECISIVE = [name for name, traits in TRAITS.items() if traits.bits]
 FOLDER, STATE, COMMON = "checkpoint", "state.json", "common.safetensors"
@@ -110,18 +112,54 @@ def identity(config: DictConfig | dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
-def differing(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Name the settings in which two identities differ, those of groups by KEY.NAME."""
-    names = []
+def differences(now: dict[str, Any], before: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which two identities differ, with both values; ...: there is none.
+
+    Those of groups are named KEY.NAME, or KEY where another component was chosen.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
     for key in before | now:
-        value, other = now.get(key), before.get(key)
-        groups = isinstance(value, dict) and isinstance(other, dict)
-        if not groups or other.get("name") != value.get("name"):
-            names += [key] if other != value else []
+        value, other = now.get(key, ...), before.get(key, ...)
+        if not isinstance(value, dict) or not isinstance(other, dict):
+            found[key] = value, other
+        elif other.get("name") != value.get("name"):
+            found[key] = value["name"], other["name"]
         else:
             keys = sorted({*value, *other})
-            names += [f"{key}.{k}" for k in keys if other.get(k) != value.get(k)]
-    return names
+            found |= {f"{key}.{k}": (value.get(k, ...), other.get(k, ...)) for k in keys}
+    return {key: (value, other) for key, (value, other) in found.items() if value != other}
+
+
+def in_words(different: dict[str, tuple[Any, Any]], there: str = "in the run") -> str:
+    """Say what :func:`differences` found: "seed is 1 here and 0 in the run"."""
+    return ", ".join(
+        f"{key} is {_shown(value)} here and {_shown(other)} {there}"
+        for key, (value, other) in different.items()
+    )
+
+
+def as_before(different: dict[str, tuple[Any, Any]]) -> str:
+    """Say what to type for the settings of the run that :func:`differences` compared with."""
+    words = [
+        shlex.quote(f"{key}={show(other)}")
+        for key, (_, other) in different.items()
+        if other is not ... and not _is_digest(other)
+    ]
+    return f"type {' '.join(words)}" if words else "type the settings of that run"
+
+
+def _shown(value: Any) -> str:
+    if value is ...:
+        return "not set"
+    return f"weights {value[:8]}" if _is_digest(value) else show(value)
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+class OfAnotherRun(ValueError):
+    """A checkpoint of a run with other settings."""
 
 
 class Checkpoints:
@@ -296,13 +334,19 @@ def find(
         (directory / STATE).exists() or _step_of(directory) is not None
     )
     candidates = [directory] if one else _directories(directory / FOLDER)
-    complaints = []
+    complaints, others = [], set[str]()
     for candidate in candidates:
         try:
             check_inside(directory, "" if one else f"{FOLDER}/{candidate.name}")
             return _read(candidate, run, hashed), complaints
+        except OfAnotherRun as error:
+            if str(error) not in others:
+                complaints.append(f"{candidate} {error}")
+            others.add(str(error))
         except (OSError, ValueError) as error:
             complaints.append(f"{candidate}: {error}")
+    if len(complaints) == len(others) == 1:
+        raise UserError(f"{complaints[0]}, or start a new run in another output_dir without resume")
     if complaints:
         raise UserError(
             f"no checkpoint can be used ({'; '.join(complaints)}): give another with resume=PATH,"
@@ -338,14 +382,17 @@ def _read(directory: Path, run: dict[str, Any], hashed: bool) -> Checkpoint:
     """
     saved_run, files, checkpoint = _read_state(directory)
     if saved_run != run:
-        different = sorted(key for key in run if saved_run.get(key) != run[key])
+        different = differences(run, saved_run)
         if "workers" in different and CHANGING in (run["workers"], saved_run.get("workers")):
             come = saved_run.get("workers") == CHANGING
             raise ValueError(
                 f"its workers {'come and go' if come else 'do not change'}: type"
                 f" elastic={'true' if come else 'false'}"
             )
-        raise ValueError(f"it is of another run, with another {', '.join(different) or 'setting'}")
+        raise OfAnotherRun(
+            f"is of a run with other settings ({in_words(different)}): {as_before(different)} to"
+            " resume it"
+        )
     if run["workers"] == CHANGING:
         expected = {COMMON, *filter(_WORKER.fullmatch, files)}
     else:

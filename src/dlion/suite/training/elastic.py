@@ -33,8 +33,9 @@ from dlion.suite.training.checkpoint import (
     Checkpoints,
     Progress,
     copy_state,
-    differing,
+    differences,
     identity,
+    in_words,
     worker_file,
 )
 from dlion.suite.training.evaluation import evaluate_again
@@ -463,11 +464,11 @@ class ElasticWorker:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Start from the state of a worker that is there."""
-        names = differing(self.settings, json.loads(state["settings"]))
-        if names and not self._restoring:
+        different = differences(self.settings, json.loads(state["settings"]))
+        if different and not self._restoring:
             raise TrainingFailed(
-                f"this worker was started with another {', '.join(names)} than the run that it"
-                " joins: give all the same settings"
+                f"this worker was started with other settings than the run that it joins"
+                f" ({in_words(different)}): give all the same settings"
             )
         self.boundary, self.known = state["step"], state["known"]
         self.totals, self._pending = Totals(**state["totals"]), None
