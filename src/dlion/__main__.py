@@ -52,6 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"dlion {dlion.__version__}")
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     typed = sys.argv[1:] if arguments is None else arguments
+    if typed[:1] == ["help"]:
+        typed = [*typed[1:2], "--help"]
+    elif typed == ["version"]:
+        typed = ["--version"]
     name = parser.parse_args(typed[:1]).command
     if name not in COMMANDS:
         parser.error(_no_command(name))

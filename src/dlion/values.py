@@ -135,7 +135,14 @@ def refusal(value: Any, hint: Any) -> str | None:
     known = choices(hint)
     guess = did_you_mean(value, known) if isinstance(value, str) else ""
     wrong = "unknown" if isinstance(value, str) and known else "not possible"
-    return f"is {wrong}{guess}: {advice(hint)}"
+    return f"is {wrong}{guess}: {advice(hint)}{_beyond(value)}"
+
+
+def _beyond(value: Any) -> str:
+    """Return the limits of all numbers, for one beyond them."""
+    if not isinstance(value, Real) or not abs(float(value)) >= 2**63:
+        return ""
+    return f" (whole numbers below 2^63, others up to {_LARGEST:.2g})"
 
 
 def advice(hint: Any) -> str:

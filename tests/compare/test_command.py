@@ -59,8 +59,23 @@ def test_every_command_has_a_page_with_an_example(typed, name):
         assert "default: outputs" in " ".join(done.stdout.split())
 
 
-def test_version(typed):
-    assert typed("--version").stdout == f"dlion {dlion.__version__}\n"
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_version(typed, word):
+    assert typed(word).stdout == f"dlion {dlion.__version__}\n"
+
+
+def test_help_is_a_word_too(typed):
+    assert typed("help").stdout == typed("--help").stdout
+    assert typed("help", "plot").stdout == typed("plot", "--help").stdout
+
+
+def test_settings_have_the_names_that_are_typed_for_training(typed, runs, tmp_path):
+    write_run(runs, "g_lion", 1)
+    for only, lines in (("optimizer=g_lion", 1), ("seed=0", 2), ("seed=1", 1)):
+        table = typed("table", "--only", only)
+        assert table.returncode == 0 and len(table.stdout.splitlines()) == 2 + lines, only
+    assert typed("plot", "--x", "optimizer", "-o", "x.png").returncode == 0
+    assert typed("plot", "--panels", "optimizer", "-o", "x.png").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -84,6 +99,10 @@ def test_version(typed):
             ["table", "-o", "x.csv"],
             "x.csv is not a format of this command: choose .md",
         ),
+        (["report", "-o", "x.txt"], "x.txt is not a format of this command: choose .html"),
+        (["plot", "--x", "seed"], "seed is no axis: runs that differ by it alone are one curve"),
+        (["plot", "--x", "lr"], "lr is no setting of these runs (did you mean optimizer.lr?)"),
+        (["table", "--only", "lr=1"], "they have no such setting (did you mean optimizer.lr?)"),
         (["table", "outputs", "-o", "/proc/x"], "/proc/x"),
         (["publish", "outputs"], "required: -o"),
         (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),

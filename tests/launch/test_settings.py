@@ -47,6 +47,8 @@ WRONG = {
     "precision=16": "precision=16 is not possible",
     "seed=-1": "give a whole number, at least 0",
     "seed=x": "seed=x is not possible",
+    "seed=9223372036854775808": "at least 0 (whole numbers below 2^63, others up to 3.4e+38)",
+    "optimizer.lr=1e308": "at least 0 (whole numbers below 2^63, others up to 3.4e+38)",
     "device=gpu": "device=gpu is unknown (did you mean cpu?): choose cpu, cuda or null",
     "backend=mpi": "choose gloo, nccl or null",
     "overlap=maybe": f"overlap=maybe is not possible: {BOOLEAN}",
@@ -224,6 +226,10 @@ WRONG = {
     "experiment=dlion_theory seed=0,x": "seed=x is not possible",
     "optimzer=g_lion": "optimzer is not a setting (did you mean optimizer?)",
     "optimizer.lrr=1": "optimizer.lrr is not a setting (did you mean optimizer.lr?)",
+    "-m optimizer=dlion_mavo,lion_cub optimizer.bits=4": "optimizer.bits is a setting of lion_cub"
+    " and not of dlion_mavo: type +methods.lion_cub.bits=4 instead, or sweep over lion_cub alone",
+    "-m model=linear,vit_tiny model.dim=32": "model.dim is a setting of vit_tiny and not of linear",
+    "experiment=board_text optimizer.bits=4": "is a setting of lion_cub and not of the others",
     "lr=1e-3": "lr is not a setting (did you mean optimizer.lr?)",
     "optimizer.learning_rate=1e-3": "(did you mean optimizer.lr?)",
     "+foo=bar": "foo is not a setting",
@@ -462,6 +468,14 @@ def test_wrong_input_is_one_clear_line(answers, line):
 
 def test_wrong_input_leaves_nothing_behind(answers):
     assert answers["left"]
+
+
+def test_words_that_people_try_first():
+    for words in (["help", "optimizer=dgc"], ["help", "seed"], ["version"]):
+        option = python("train.py", f"--{words[0]}", *words[1:])
+        word = python("train.py", *words)
+        assert word.returncode == 0 and word.stdout == option.stdout
+    assert python("train.py", "help").stdout.startswith("usage: python train.py")
 
 
 def test_a_model_that_needs_values_may_see_single_samples(tmp_path):

@@ -16,7 +16,7 @@ from dlion.suite.record.runs import Run
 from dlion.suite.record.studies import LeftOut
 from dlion.suite.settings import TRAITS, is_group, unrecorded
 from dlion.suite.terminal import in_one_line, printable
-from dlion.values import show
+from dlion.values import did_you_mean, show
 
 Settings = dict[str, Any]  # flat: {"workers": 8, "optimizer.lr": 1e-3, ...}
 Conditions = dict[str, list[str]]  # values of settings, as typed; one of each is to be met
@@ -237,7 +237,7 @@ def select_runs(runs: list[Run], conditions: Conditions) -> list[Run]:
     Raises:
         UserError: if there are none.
     """
-    chosen = [(run, settings_of(run)) for run in runs]
+    chosen = [(run, settings_of(run) | {"seed": _seed(run)}) for run in runs]
     for key, texts in conditions.items():
         known = {show(settings[key]) for _, settings in chosen if key in settings}
         chosen = [
@@ -246,7 +246,9 @@ def select_runs(runs: list[Run], conditions: Conditions) -> list[Run]:
             if key in settings and any(_is_typed(settings[key], text) for text in texts)
         ]
         if not chosen:
+            keys = set().union(*map(settings_of, runs))
             is_ = f"it is {', '.join(sorted(known))}" if known else "they have no such setting"
+            is_ += "" if known else did_you_mean(key, keys)
             raise UserError(f"none of these runs has {key}={' or '.join(texts)}: {is_}")
     return [run for run, _ in chosen]
 

@@ -8,6 +8,11 @@ from dlion.suite.compare.curves import Conditions, Curve, choose_metric, make_cu
 from dlion.suite.compare.reading import read_runs
 from dlion.suite.compare.style import AXES, setting_values
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("optimizer", "method"), "optimizer.name"),
+    **{"model.name": "model", "dataset.name": "dataset", "schedule": "schedule.name"},
+}
+
 
 def add_curve_options(parser: argparse.ArgumentParser) -> None:
     """Add RUNS, the options of :func:`curves_of`, and ``--best``."""
@@ -34,6 +39,11 @@ def add_only(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def setting(typed: str) -> str:
+    """Return the name by which the commands know a setting: optimizer=NAME sets optimizer.name."""
+    return _OTHER_NAMES.get(typed, typed)
+
+
 def conditions_of(options: argparse.Namespace) -> Conditions:
     """Return the settings that ``--only`` asks for, with their values.
 
@@ -45,7 +55,7 @@ def conditions_of(options: argparse.Namespace) -> Conditions:
         key, equals, value = condition.partition("=")
         if not equals:
             raise UserError(f"--only {condition} names no value: type SETTING=VALUE")
-        conditions.setdefault(key, []).append(value)
+        conditions.setdefault(setting(key), []).append(value)
     return conditions
 
 
@@ -59,10 +69,15 @@ def curves_of(options: argparse.Namespace, *settings: str | None) -> tuple[list[
     Raises:
         UserError: if no run matches, or the runs are not comparable.
     """
+    if "seed" in settings:
+        raise UserError(
+            "seed is no axis: runs that differ by it alone are one curve or point; `dlion collect`"
+            " lists each run"
+        )
     runs = select_runs(read_runs(options.runs), conditions_of(options))
     metric = choose_metric(runs, options.metric)
-    first = [setting for setting in settings if setting and setting not in AXES]
+    first = [key for key in settings if key and key not in AXES]
     curves = make_curves(runs, metric, first)
-    for setting in first:
-        setting_values(curves, setting)  # it is an error if no run has it
+    for key in first:
+        setting_values(curves, key)  # it is an error if no run has it
     return curves, metric

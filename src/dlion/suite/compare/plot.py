@@ -15,7 +15,7 @@ import numpy as np
 
 from dlion.suite.arguments import PICTURES, beside, make_parser, output_file, picture
 from dlion.suite.compare.curves import Curve, best_first, is_accuracy, more_is_better, short_name
-from dlion.suite.compare.options import add_curve_options, curves_of
+from dlion.suite.compare.options import add_curve_options, curves_of, setting
 from dlion.suite.compare.style import (
     CURVES,
     MOST_LABELS,
@@ -400,11 +400,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--x",
+        type=setting,
         help="bits (sent so far), paper_bits, sent_bits or received_bits (a step), step, seconds,"
         " or a setting such as workers; without: a panel over bits and one over paper_bits",
     )
     parser.add_argument(
-        "--panels", metavar="SETTING", help="a panel for each value of a setting, workers say"
+        "--panels",
+        type=setting,
+        metavar="SETTING",
+        help="a panel for each value of a setting, workers say",
     )
     return parser.parse_args(arguments)
 

@@ -10,7 +10,7 @@ import numpy as np
 from dlion.errors import UserError
 from dlion.optim import METHODS
 from dlion.suite.compare.curves import Curve, is_accuracy, sort_key
-from dlion.values import show
+from dlion.values import did_you_mean, show
 
 
 class Style(NamedTuple):
@@ -212,7 +212,10 @@ def setting_values(curves: list[Curve], setting: str) -> list[Any]:
     values = [curve.settings[setting] for curve in curves if setting in curve.settings]
     if not values:
         known = sorted(set().union(*(curve.settings for curve in curves)))
-        raise UserError(f"{setting} is no setting of these runs: choose {', '.join(known)}")
+        raise UserError(
+            f"{setting} is no setting of these runs{did_you_mean(setting, known)}: choose"
+            f" {', '.join(known)}"
+        )
     distinct = {sort_key(value): value for value in values}
     return [distinct[key] for key in sorted(distinct)]
 

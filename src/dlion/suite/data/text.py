@@ -113,12 +113,18 @@ def stdlib_text(context: Count = 64, max_bytes: Count | None = None) -> TextData
     train = train[:max_bytes]
     if len(train) <= context or len(test) <= context:
         raise UserError(
-            f"the standard library's files here hold fewer than dataset.context={context} bytes:"
-            " give a smaller context or a larger dataset.max_bytes"
+            f"dataset.context={context} is more than these {len(train):,} bytes to train on and"
+            f" {len(test):,} to test on allow: {smaller_context(len(train), len(test))}"
         )
     return TextData(
         _tokens(train), _tokens(test), vocabulary=256, context=context, tokenizer_at=BYTES
     )
+
+
+def smaller_context(train: int, test: int) -> str:
+    """Say which context to type for so many tokens: one that leaves samples for many workers."""
+    fits = min(test - 1, (train - 1) // 256, 1024)
+    return f"type dataset.context={fits} or less" if fits > 0 else "take more text"
 
 
 def library_sources() -> tuple[list[bytes], list[bytes]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dlion.errors import UserError
-from dlion.suite.data.text import TextData
+from dlion.suite.data.text import TextData, smaller_context
 from dlion.suite.data.tokenizers import BYTES, Bytes
 from dlion.suite.inside import read_named
 from dlion.values import Count, Folder
@@ -66,8 +66,7 @@ def prepared_text(path: Folder | None = None, context: Count = 1024) -> TextData
         if size <= context:
             raise UserError(
                 f"{folder / part}.bin holds {size} tokens, not more than dataset.context="
-                f"{context}: "
-                + (f"type dataset.context={size - 1} or less" if size > 1 else "prepare more text")
+                f"{context}: {smaller_context(*(facts['tokens'][each] for each in PARTS))}"
             )
         stored = np.memmap(folder / f"{part}.bin", facts["dtype"], mode="c")
         tensors.append(torch.from_numpy(stored))

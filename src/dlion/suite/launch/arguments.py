@@ -33,6 +33,8 @@ class Arguments:
         Raises:
             UserError: what to type instead of a word that is neither.
         """
+        if words[:1] in (["help"], ["version"]):
+            words = [f"--{words[0]}", *words[1:]]
         words = [_with_quotes(_with_home(_whole(word))) for word in words]
         parser = get_args_parser()
         parser.error = _refuse  # type: ignore[method-assign]

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from dlion import __version__
@@ -72,11 +73,14 @@ def run(main: Callable[[], Any], conf: Path) -> None:
 
 
 def _reason_behind(error: BaseException, conf: Path) -> BaseException:
-    """Return why a recipe with several values is not composed, if that is why it is no sweep.
+    """Return what an error of composing is about.
 
     Hydra takes a recipe that cannot be composed for one that is no sweep, and then complains of
-    several values.
+    several values. Of a sweep's choices it names no other that has a setting.
     """
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and "." in (cause.full_key or ""):
+        return _of_other_choices(cause.full_key, conf) or error
     if "Ambiguous value for argument" not in str(error):
         return error
     arguments = Arguments(sys.argv[1:])
@@ -88,6 +92,38 @@ def _reason_behind(error: BaseException, conf: Path) -> BaseException:
     except (HydraException, OmegaConfBaseException) as reason:
         return reason
     return error
+
+
+def _of_other_choices(key: str, conf: Path) -> UserError | None:
+    """Return the refusal of a setting that only some of a sweep's choices have; else None."""
+    arguments, group = Arguments(sys.argv[1:]), key.partition(".")[0]
+    with opened(conf, arguments.options.config_dir) as loader:
+        words = OverridesParser.create(config_loader=loader).parse_overrides(arguments.settings)
+        recipes = [w.input_line for w in words if w.key_or_group == "experiment"]
+        load = partial(loader.load_configuration, "config", run_mode=RunMode.RUN)
+        choices = [
+            choice
+            for word in words
+            if word.key_or_group == group and word.is_discrete_sweep()
+            for choice in word.sweep_string_iterator()
+        ]
+        if group == "optimizer" and recipes and not choices:
+            choices = [*(load(recipes).get("methods") or ())]
+        keys = {choice: f"{group}={choice}" for choice in choices}
+        have = [c for c, word in keys.items() if key.partition(".")[2] in load([word])[group]]
+    if not have:
+        return None
+    name, typed = key.partition(".")[2], "VALUE"
+    typed = next((w.input_line.partition("=")[2] for w in words if w.key_or_group == key), typed)
+    lack = [choice for choice in choices if choice not in have]
+    lack = ", ".join(lack) if len(lack) < 4 else "the others"
+    instead = " ".join(f"+methods.{choice}.{name}={typed}" for choice in have)
+    is_table = group == "optimizer" and "," not in typed
+    hint = f"type {instead} instead, or" if is_table else "leave it out, or"
+    return UserError(
+        f"{key} is a setting of {', '.join(have)} and not of {lack}: {hint} sweep over"
+        f" {','.join(have)} alone"
+    )
 
 
 def guarded(config: DictConfig) -> Any:
