@@ -1,5 +1,6 @@
 """Every model fits the data it is given, or says what would."""
 
+import importlib
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -7,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from dlion.errors import TrainingFailed, UserError
@@ -30,6 +32,26 @@ def text() -> TextData:
 
 def node(name: str, **options):
     return OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml"), options)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"), [("resnet10t", {}), ("vit_tiny_patch16_224", {"depth": 1})]
+)
+def test_the_line_of_the_guide_loads_a_model_of_timm(tmp_path, architecture, options):
+    model = models.timm_model(images(), architecture, **options)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    page = (ROOT / "docs" / "how-to" / "use-a-model.md").read_text()
+    line = next(
+        line
+        for line in page.splitlines()
+        if "timm.create_model(" in line and line.endswith("# a ViT") == ("vit" in architecture)
+    )
+    known = {"weights": f"{tmp_path}/model.safetensors", "timm": importlib.import_module("timm")}
+    more = "".join(f", {key}={value}" for key, value in options.items())
+    exec(line.replace("NAME", f"'{architecture}'{more}"), known)
+    with torch.no_grad():
+        one, other = (made.eval()(torch.ones(1, 3, 32, 32)) for made in (model, known["model"]))
+    assert torch.equal(one, other)
 
 
 CASES = [
