@@ -12,11 +12,13 @@ from dlion.suite import terminal
 
 terminal.prepare()
 
+import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from dlion.suite.arguments import errors_end_the_command  # noqa: E402
 
-with errors_end_the_command():  # should only the library be installed
+# should only the library be installed
+with errors_end_the_command(), terminal.patience("loading Python's modules", 2, sys.stderr):
     import hydra  # this takes seconds
     from omegaconf import DictConfig
 

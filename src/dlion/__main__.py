@@ -7,6 +7,7 @@ import sys
 
 import dlion
 from dlion.suite.arguments import Parser, errors_end_the_command
+from dlion.suite.terminal import patience
 from dlion.values import did_you_mean
 
 # the module of dlion.suite with the function ``main``, and what it does; imported when it is used
@@ -61,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(_no_command(name))
     os.environ["MPLBACKEND"] = "agg"  # figures are files, whatever a notebook has set
     with errors_end_the_command():
-        importlib.import_module(f"dlion.suite.{COMMANDS[name][0]}").main(typed[1:])
+        with patience("loading Python's modules", 2, sys.stderr):
+            module = importlib.import_module(f"dlion.suite.{COMMANDS[name][0]}")
+        module.main(typed[1:])
 
 
 def _no_command(name: str | None) -> str:

@@ -64,6 +64,14 @@ def test_version(typed, word):
     assert typed(word).stdout == f"dlion {dlion.__version__}\n"
 
 
+@pytest.mark.slow
+def test_words_are_checked_before_slow_imports():
+    script = "import sys\nfrom dlion.__main__ import main\ntry: main(['methods', '--xx'])\n"
+    script += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "2 False\n" and "unrecognized arguments: --xx" in done.stderr
+
+
 def test_help_is_a_word_too(typed):
     assert typed("help").stdout == typed("--help").stdout
     assert typed("help", "plot").stdout == typed("plot", "--help").stdout

@@ -167,3 +167,13 @@ def test_in_a_folder_that_was_deleted_it_says_so(tmp_path):
     left = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert left.returncode == 2
     assert left.stderr == "error: the folder you are in was deleted: type cd DIR first\n"
+
+
+def test_a_sweep_of_submitit_prints_its_results(tmp_path):
+    settings = [*QUICK, "workers=1", "dataset=digits", "model=linear", "seed=0,1"]
+    sweep = ["-m", "hydra/launcher=submitit_local", f"hydra.sweep.dir={tmp_path}"]
+    done = train(*settings, *sweep, code=0)
+    for summary in tmp_path.glob("*/summary.json"):
+        accuracy = json.loads(summary.read_text())["test_accuracy"]
+        assert f"{summary.parent}: {accuracy}" in done.stdout
+    assert f"dlion table {tmp_path}" in done.stdout

@@ -268,3 +268,11 @@ def test_what_wandb_would_refuse_is_refused_before_the_start(nobody, variable, v
         nobody.setenv(variable, value)
     with pytest.raises(UserError, match=re.escape(f"{variable}={value} ")):
         check_logger(node(**options))
+
+
+def test_no_folder_of_wandb_stays_behind(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    settings = ["steps=1", "workers=1", "dataset=digits", "model=linear"]
+    env = {"TMPDIR": str(tmp_path / "temporary"), "WANDB_MODE": "offline"}
+    train(*settings, f"output_dir={tmp_path / 'run'}", env=env, code=0)
+    assert not list((tmp_path / "temporary").glob("*wandb*"))

@@ -72,9 +72,10 @@ def ignore_interrupts() -> None:
 
 
 @contextmanager
-def patience(doing: str, seconds: float = 20) -> Iterator[None]:
+def patience(doing: str, seconds: float = 20, to: TextIO | None = None) -> Iterator[None]:
     """Say what a command is doing, where that takes longer than so many seconds."""
-    timer = Timer(seconds, lambda: print(f"still {doing}", flush=True))
+    timer = Timer(seconds, lambda: print(f"still {doing}", file=to, flush=True))
+    timer.daemon = True
     timer.start()
     try:
         yield

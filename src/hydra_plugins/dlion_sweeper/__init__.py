@@ -78,7 +78,12 @@ class QuickSweeper(BasicSweeper):
             raise UserError(f"hydra.sweep.dir={show(directory)} {wrong}")
         _check_subdir(self.config, len(batch))
         make_sweep_dir(Path(self.config.hydra.sweep.dir))
-        return super().sweep(arguments)
+        results = super().sweep(arguments)
+        if launcher != "basic":  # their output is in files
+            for job in itertools.chain.from_iterable(results):
+                print(f"{job.hydra_cfg.hydra.runtime.output_dir}: {show(job.return_value)}")
+            print(f"test accuracy, or loss; to compare them: dlion table {directory}")
+        return results
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Do nothing, as all batches were checked together."""

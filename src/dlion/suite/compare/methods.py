@@ -5,15 +5,18 @@ on a worker, beside the parameter and its gradient. Both are of a 512 x 512 matr
 with default settings.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
+import sys
+from typing import TYPE_CHECKING
 
-import torch
-
-from dlion.optim import METHODS, Method
 from dlion.suite.arguments import add_printed_output, make_parser, print_or_write
-from dlion.suite.compare.table import to_markdown
-from dlion.workers import Workers
+from dlion.suite.terminal import patience
+
+if TYPE_CHECKING:
+    from dlion.optim import Method
 
 SIDE, WORKERS = 512, 8
 
@@ -21,12 +24,19 @@ SIDE, WORKERS = 512, 8
 def make_table(arguments: list[str]) -> str:
     """Return the Markdown that the command prints."""
     _parse(arguments)
+    with patience("loading Python's modules", 2, sys.stderr):
+        from dlion.optim import METHODS
+        from dlion.suite.compare.table import to_markdown
     heading = ["`optimizer=`", "bits up", "bits down", "state, bytes", "method"]
     rows = [_row(name, method) for name, method in METHODS.items()]
     return to_markdown([heading, *rows], words=(0, 4), signs=re.compile(r"\|"))
 
 
 def _row(name: str, method: Method) -> list[str]:
+    import torch
+
+    from dlion.workers import Workers
+
     params = [torch.nn.Parameter(torch.zeros(SIDE, SIDE))]
     optimizer = method.cls(params, workers=Workers(local=WORKERS), **method.options)
     numbers = [*optimizer.paper_bits, optimizer.state_bytes / SIDE**2]

@@ -3,6 +3,7 @@
 import os
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,10 +149,21 @@ class WandbLogger(Logger):
             self._to_sync = "not all of it was sent"
         finally:
             wandb.teardown()  # finish() alone returns before the offline file is written
+            _remove_temporary_folders()
         if self._to_sync:
             print(
                 f"{self._to_sync}; to see it in Weights & Biases: wandb sync {folder}", flush=True
             )
+
+
+def _remove_temporary_folders() -> None:
+    """Remove the folders that an import of wandb makes: a forked process leaves them behind."""
+    with suppress(ImportError, AttributeError):  # another version's are elsewhere
+        from wandb.sdk.artifacts.artifact import Artifact
+        from wandb.sdk.data_types._private import MEDIA_TMP
+
+        for folder in (MEDIA_TMP, Artifact._TMP_DIR):
+            folder.cleanup()
 
 
 def _check_variables() -> None:
