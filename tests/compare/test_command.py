@@ -72,6 +72,13 @@ def test_words_are_checked_before_slow_imports():
     assert done.stdout == "2 False\n" and "unrecognized arguments: --xx" in done.stderr
 
 
+def test_large_numbers_may_end_in_a_letter(typed):
+    words = ["--workers", "64", "--rate", "10gbit", "--compute", "0.5"]
+    for short, long in (("7B", "7e9"), ("1.1b", "1.1e9"), ("124M", "124000000")):
+        one, other = (typed("predict", "--parameters", n, *words) for n in (short, long))
+        assert one.returncode == 0 and one.stdout == other.stdout
+
+
 def test_help_is_a_word_too(typed):
     assert typed("help").stdout == typed("--help").stdout
     assert typed("help", "plot").stdout == typed("plot", "--help").stdout
@@ -115,6 +122,8 @@ def test_settings_have_the_names_that_are_typed_for_training(typed, runs, tmp_pa
         (["publish", "outputs"], "required: -o"),
         (["export", "outputs"], "outputs holds 2 runs: name one of them, such as outputs/dlion"),
         (["export", "outputs", "-o", "m.safetensors"], "-o m.safetensors is a folder"),
+        (["predict", "--parameters", "7X"], "7X is not a whole number from 1 to 1e+15"),
+        (["predict", "--parameters", "0.5"], "0.5 is not a whole number"),
         (["sync", "outputs"], "outputs holds no run recorded offline"),
         (["prepare", "nowhere.txt", "-o", "x", "--held-out", "1"], "give 2 or more"),
     ],

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import yaml
+from matplotlib import pyplot
 
 from dlion.suite.compare.curves import make_curves
 from dlion.suite.compare.plot import main
@@ -203,3 +204,19 @@ def test_a_table_of_methods_in_the_configuration_is_no_setting(tmp_path):
     file.write_text(yaml.safe_dump(config))
     (curve,) = make_curves(find_runs([tmp_path]), "accuracy")
     assert curve.seeds == [0, 1] and curve.settings["optimizer.lr"] == 1e-3
+
+
+@pytest.mark.parametrize("x", [[], ["--x", "step"], ["--panels", "workers"]])
+def test_a_legend_of_many_curves_covers_neither_title_nor_panels(tmp_path, plot, monkeypatch, x):
+    for number in range(30):
+        write_run(tmp_path, f"a_method_with_a_long_name_{number}", 0)
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)
+    run = plot(tmp_path, *x, "-o", tmp_path / "x.png")
+    assert run.returncode == 0, run.stderr
+    (canvas,) = shown
+    box = canvas.legends[0].get_window_extent()
+    assert canvas.bbox.x0 <= box.x0 and box.x1 <= canvas.bbox.x1
+    assert canvas.bbox.y0 <= box.y0 and box.y1 <= canvas.bbox.y1
+    texts = [canvas._suptitle.get_window_extent(), *(a.get_tightbbox() for a in canvas.axes)]
+    assert not any(box.overlaps(other) for other in texts)

@@ -206,3 +206,14 @@ def test_it_fits_a_phone_and_paper(page, browser):
         assert frame.rect["height"] < drawn + 20  # no blank paper below it
     colours = browser.find_elements("css selector", ".filters i")
     assert colours and all(colour.is_displayed() for colour in colours)  # they are the legend
+
+
+def test_a_study_comes_before_those_in_its_folder(tmp_path):
+    write_run(tmp_path / "runs", "g_lion", 0)
+    for place in ("a_part", "."):
+        folder = tmp_path / "board" / place
+        folder.mkdir(parents=True, exist_ok=True)
+        add_to_packed(folder / PACKED, [("run", run) for run in find_runs([tmp_path / "runs"])])
+    main([str(tmp_path / "board"), "-o", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
+    assert text.index("board: m on d") < text.index("a_part: m on d")

@@ -187,10 +187,11 @@ def print_or_write(text: str, file: Path | None, name: str) -> None:
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a parser of whole numbers, ``1e7`` among them, from ``least`` to ``most``."""
+    """Return a parser of whole numbers, ``1e7`` and 7B among them, from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        value = _float(text)
+        thousands = "KMBT".find(text[-1:].upper()) + 1 if text else 0
+        value = round(_float(text[:-1]) * 1000**thousands, 3) if thousands else _float(text)
         fits = least <= value <= most and abs(value) < 2**63
         if not (fits and value == int(value)):
             raise argparse.ArgumentTypeError(f"{text} is not a whole number {_limits(least, most)}")

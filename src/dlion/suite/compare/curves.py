@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
@@ -168,6 +168,12 @@ def short_name(key: str) -> str:
     return key.rpartition(".")[2]
 
 
+def meant(key: str, known: Collection[str]) -> str:
+    """Return the setting that a name without its group, or a misspelled one, may mean."""
+    same_end = sorted(name for name in known if short_name(name) == key)
+    return f" (did you mean {same_end[0]}?)" if same_end else did_you_mean(key, known)
+
+
 def sort_key(value: Any) -> tuple[float, str]:
     """Return where a setting's value stands in order: numbers by size, then the rest by name."""
     is_number = isinstance(value, int | float)
@@ -248,7 +254,7 @@ def select_runs(runs: list[Run], conditions: Conditions) -> list[Run]:
         if not chosen:
             keys = set().union(*map(settings_of, runs))
             is_ = f"it is {', '.join(sorted(known))}" if known else "they have no such setting"
-            is_ += "" if known else did_you_mean(key, keys)
+            is_ += "" if known else meant(key, keys)
             raise UserError(f"none of these runs has {key}={' or '.join(texts)}: {is_}")
     return [run for run, _ in chosen]
 

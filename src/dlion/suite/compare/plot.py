@@ -8,6 +8,7 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ REFERENCE = "g_lion"  # the method whose bits the others save
 FRONTS = ("sent_bits", "received_bits")  # what was counted, by which the best methods are known
 A_STEP = ("paper_bits", *FRONTS)  # axes of bits a step, which have a point for each method
 COURSES = {"bits": "bits", "step": "steps", "seconds": "times"}  # axes of training, in curves
+TITLE_HEIGHT, LEGEND_SHARE = 0.8, 0.45  # inches; of the width that a legend may take from panels
 LABEL_DISTANCE = (9, 13)  # points between a marker and its name beside, above or below it
 SHARES = ("outside_box", "agreement", "disagreement")  # whose axis is linear
 
@@ -114,8 +116,7 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
         names = [_verbatim(name) for name in legend]
         turns = any(_turns(panel, figure) for panel in panels)
         note = "lines on each other\ntake turns" if turns else None
-        place = {"loc": "outside right center", "frameon": False}
-        canvas.legend(legend.values(), names, title=note, **place)
+        _add_legend(canvas, [*legend.values()], names, note)
     canvas.suptitle(_title(curves, figure), fontsize=11)
     kind = path.suffix.removeprefix(".")
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # equal runs, equal files
@@ -123,6 +124,23 @@ def draw(curves: list[Curve], figure: Figure, path: Path) -> None:
     with whole_file(path) as part, pyplot.rc_context(constant):
         canvas.savefig(part, format=kind, dpi=130, metadata=dates.get(kind))
     pyplot.close(canvas)
+
+
+def _add_legend(canvas: Any, handles: list[Any], names: list[str], title: str | None) -> None:
+    """Add a legend beside the panels or, where it has no room there, below them in columns."""
+    make = partial(canvas.legend, handles, names, title=title, frameon=False)
+    width, height = canvas.get_size_inches()
+    legend = make(loc="outside right center")
+    column, tall = legend.get_window_extent().size / canvas.dpi
+    if tall < height - TITLE_HEIGHT and column < LEGEND_SHARE * width:
+        return
+    for columns in range(6, 0, -1):
+        legend.remove()
+        legend = make(loc="outside lower center", ncols=columns)
+        wide, tall = legend.get_window_extent().size / canvas.dpi
+        if wide < width:
+            break
+    canvas.set_size_inches(max(width, wide), height + tall)
 
 
 def _panels(curves: list[Curve], figure: Figure) -> list[Panel]:

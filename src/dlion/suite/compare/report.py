@@ -300,8 +300,10 @@ def make_sections(runs: list[Run], folder: Path) -> list[Section]:
         runs: all that the page shows.
         folder: of the page, from which it links to the runs.
     """
-    groups = sorted(group_runs(runs).items())
-    return [_make_section(title, group, folder) for title, group in groups]
+    groups = group_runs(runs)
+    depths = {title: min(len(r.directory.parts) for r in group) for title, group in groups.items()}
+    order = sorted(groups, key=lambda title: (depths[title], title))  # a study before those in it
+    return [_make_section(title, groups[title], folder) for title in order]
 
 
 def _make_section(title: str, runs: list[Run], folder: Path) -> Section:

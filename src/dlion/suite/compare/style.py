@@ -9,8 +9,8 @@ import numpy as np
 
 from dlion.errors import UserError
 from dlion.optim import METHODS
-from dlion.suite.compare.curves import Curve, is_accuracy, sort_key
-from dlion.values import did_you_mean, show
+from dlion.suite.compare.curves import Curve, is_accuracy, meant, sort_key
+from dlion.values import show
 
 
 class Style(NamedTuple):
@@ -213,7 +213,7 @@ def setting_values(curves: list[Curve], setting: str) -> list[Any]:
     if not values:
         known = sorted(set().union(*(curve.settings for curve in curves)))
         raise UserError(
-            f"{setting} is no setting of these runs{did_you_mean(setting, known)}: choose"
+            f"{setting} is no setting of these runs{meant(setting, known)}: choose"
             f" {', '.join(known)}"
         )
     distinct = {sort_key(value): value for value in values}

@@ -47,13 +47,18 @@ def saving_cell(curve: Curve, _: str) -> str:
     return "" if curve.saving is None else f"{curve.saving:.3g}x"
 
 
+def sent_cell(curve: Curve, _: str) -> str:
+    sent = curve.sent_bytes
+    return f"{sent / 1e3:.4g} kB" if sent >= 1e3 else f"{sent:.4g} B"
+
+
 # heading and cell of each column, by the name that --show knows
 COLUMNS: dict[str, tuple[str, Callable[[Curve, str], str]]] = {
     "seeds": ("seeds", lambda curve, _: str(len(curve.seeds))),
     "end": ("at the end", final_cell),
     "best": ("best", best_cell),
     "paper_bits": ("paper bits", paper_bits_cell),
-    "sent": ("sent a step", lambda curve, _: f"{curve.sent_bytes / 1e3:.4g} kB"),
+    "sent": ("sent a step", sent_cell),
     "saving": ("saving", saving_cell),
     "total": ("sent in all", lambda c, _: f"{c.sent_bytes * c.steps[-1] / 1e6:.3g} MB"),
     "time": ("time a step", lambda curve, _: f"{1e3 * curve.seconds:,.1f} ms"),
