@@ -262,10 +262,10 @@ def test_a_worker_that_joins_from_a_checkpoint_or_with_other_data_is_compared_to
     assert address is not None
     joins = [*common, f"elastic.lighthouse={address[1]}"]
     resumed = train(*joins, "seed=1", f"resume={before}", f"output_dir={tmp_path / 'a'}", code=1)
-    assert "another seed than the run that it joins" in resumed.stderr
+    assert "the run that it joins (seed is 1 here and 0 in the run)" in resumed.stderr
     (pictures / "train" / "cats" / "0.PNG").unlink()
     fewer = train(*joins, f"output_dir={tmp_path / 'b'}", code=1)
-    assert "another number of samples than the run that it joins" in fewer.stderr
+    assert "(number of samples is [15, 16] here and [16, 16] in the run)" in fewer.stderr
     run.send_signal(signal.SIGINT)
     assert run.wait().returncode == 130
 
