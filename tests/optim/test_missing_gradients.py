@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dlion.errors import TrainingFailed
+from dlion.methods import METHODS
 from dlion.optim import DLion, GLion, GradDrop, LionCub, LocalUpdate, Signum
 from dlion.workers import Workers
 from tests.support.methods import of_all
@@ -127,3 +128,28 @@ def test_gradients_that_are_not_finite(cls):
     with pytest.raises(TrainingFailed, match=r"the gradient of 0.weight is not finite on worker 0"):
         optimizer.step()
     assert torch.equal(flat(model), before)
+
+
+# a sign has no zero, and estimates or tiles that others share swing about it
+DRIFTING = {"dlion_adm": 17, "muon_adm": 5, "demo": 9}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_whose_gradient_is_always_zero_stay_where_they_are(method):
+    """Those of padding tokens, say. How far they drift is said of the methods that let them."""
+    torch.manual_seed(0)
+    table, matrix = (torch.nn.Parameter(torch.zeros(shape)) for shape in [(16, 8), (32, 32)])
+    found, rate = METHODS[method], 1e-3
+    options = {"lr": rate, "weight_decay": 0.0, "workers": Workers(local=4), **found.options}
+    optimizer = found.cls([table, matrix], **options)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(201):
+        for worker in range(4):
+            table.grad = torch.randn(16, 8, generator=random) + 0.3
+            table.grad[0] = 0
+            matrix.grad = torch.randn(32, 32, generator=random)
+            optimizer.collect(worker)
+        optimizer.step()
+    optimizer.host(None)
+    assert table[0].abs().max() / rate < DRIFTING.get(method, 1.5) + 0.1
+    assert table[1:].abs().mean() / rate > 8

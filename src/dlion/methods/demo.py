@@ -38,8 +38,9 @@ class DeMo(DistributedOptimizer):
     When not to use it: with many workers, as everyone sends its message to n - 1 and receives as
     many, at the usual settings 0.34 (n - 1) bits a parameter and step each way, which for n = 6 and
     more is more than :class:`DLion` takes. In small models, whose many small tensors send half of
-    themselves. The sign moves all of a tile by the full rate, whatever little was sent. NaN in a
-    gradient spoils its tile's momentum for ever: use ``nonfinite``.
+    themselves. The sign moves all of a tile by the full rate, whatever little was sent: rows whose
+    gradient is always zero (of padding, say) drift by 9 rates in 201 steps of 4 workers. With
+    ``nonfinite=None`` a NaN spoils its tile's momentum for ever.
 
     Args:
         lr: learning rate, of a step of signs: 3 to 10 times smaller than AdamW's.

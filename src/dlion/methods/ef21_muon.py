@@ -42,8 +42,8 @@ class EF21Muon(BesideAdamW):
     the others.
 
     When not to use it: with many workers, as everyone sends its message to n - 1 others. An entry
-    costs its value and its place, ``value_bits + ceil(log2(size of the matrix))`` bits. NaN in a
-    gradient spoils estimates for ever: use ``nonfinite``.
+    costs its value and its place, ``value_bits + ceil(log2(size of the matrix))`` bits. With
+    ``nonfinite=None`` a NaN spoils estimates for ever.
 
     Args:
         lr: learning rate, about AdamW's.

@@ -32,8 +32,8 @@ class EFSignSGD(DistributedOptimizer):
 
     When not to use it: to train where :class:`DLion` can; this is here to compare. An answer is as
     large everywhere in a piece, which is noise to the elements with small gradients; only where all
-    of them have been 0 it is 0. NaN in a gradient spoils the scale, and the piece's residuals for
-    ever: use ``nonfinite``.
+    of them have been 0 it is 0. With ``nonfinite=None`` a NaN spoils
+    the scale, and the piece's residuals for ever.
 
     Args:
         lr: learning rate of SGD.
@@ -94,8 +94,9 @@ class EF21Sign(DistributedOptimizer):
     worker, sum and previous answer on the owner); Distributed Lion has 4 bytes and 1 / n bits.
 
     When not to use it: on i.i.d. data, where :class:`DLion` learns faster with half of the memory.
-    With one scale for all of a piece, estimates of small directions are noise. NaN in a gradient
-    spoils the scale, and the piece's estimates for ever: use ``nonfinite``.
+    With one scale for all of a piece, estimates of small directions are noise, and rows whose
+    gradient is always zero (of padding, say) may drift. With ``nonfinite=None`` a NaN spoils the
+    scale, and the piece's estimates for ever.
 
     Args:
         lr: learning rate, 3 to 10 times smaller than AdamW's.

@@ -39,8 +39,8 @@ class OneBitAdam(DistributedOptimizer):
 
     When not to use it: for short trainings, as the warm-up is to be 15 to 20 % of the steps and is
     most of the bytes. Where some gradients come rarely (rows of embeddings), their v is small,
-    while the scale is of all the tensor. NaN in a gradient spoils the scale, and the piece's
-    residuals for ever: use ``nonfinite``.
+    while the scale is of all the tensor. With ``nonfinite=None`` a NaN spoils the scale, and
+    the piece's residuals for ever.
 
     Args:
         lr: learning rate.

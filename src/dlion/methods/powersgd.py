@@ -43,8 +43,8 @@ class PowerSGD(DistributedOptimizer):
     Memory: 8 bytes of state a parameter (residual and momentum), and 4 r / rows of a matrix (Q).
 
     When not to use it: where a step waits for latency, as it has two rounds. Where gradients have
-    more than a few large directions, residuals grow old. NaN in a gradient spoils Q for ever: use
-    ``nonfinite``. As every process computes P^ by itself, all need the same kind of machine and
+    more than a few large directions, residuals grow old. With ``nonfinite=None`` a NaN
+    spoils Q for ever. As every process computes P^ by itself, all need the same kind of machine and
     number of threads.
 
     Args:
