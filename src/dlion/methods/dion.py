@@ -50,7 +50,7 @@ class Dion(BesideAdamW):
         rank_fraction: the rank, as a share of the smaller side of a matrix.
         adjust_lr: s, the scale of a matrix.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
-            embeddings and heads by their usual names.
+            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
         seed: of the first Q, which is the same on all workers.
     """
 

@@ -58,7 +58,7 @@ class EF21Muon(BesideAdamW):
         ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
-            embeddings and heads by their usual names.
+            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
     """
 
     matrix_state = Names(own_state=["momentum", "estimate"], shared_state=["tracked"])

@@ -239,7 +239,7 @@ class GMuon(BesideAdamW):
             on a GPU and float32 on a CPU, where bf16 takes up to 45 times as long.
         ns_coefficients: quintic, one polynomial for all iterations, or polar_express.
         adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
-            embeddings and heads by their usual names.
+            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
     """
 
     matrix_state = Names(shared_state=["momentum_buffer"])

@@ -62,7 +62,7 @@ class MuonADM(MatricesApart, DeltaModulated):
         ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
-            embeddings and heads by their usual names.
+            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class SignMuon(MatricesApart, SignedDescent):
         ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
-            embeddings and heads by their usual names.
+            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
         ties: the answer to an equal vote of an even n, as for :class:`DLion`.
         weighted: weigh the votes of each worker by how often it was with the majority.
         momentum_sync: steps between averages of the momenta of all workers; 0: never; exponential

@@ -44,7 +44,7 @@ class SparseLoCo(LocalUpdate):
     Args:
         lr: of the inner optimizer, scheduled as always.
         inner: the optimizer that each worker takes its own steps with, without momentum for sgd.
-            Muon is for the matrices that :class:`GMuon` chooses, by names and ``use_muon``.
+            Muon is for the matrices that :class:`GMuon` chooses.
         betas: of adamw and lion; the first is the momentum of muon.
         weight_decay: of the inner optimizer, decoupled.
         local_steps: inner steps of each worker between two exchanges.
