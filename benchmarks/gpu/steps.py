@@ -137,8 +137,12 @@ def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.O
 def make_optimizer(
     method: str, overlap: bool, params: list[torch.nn.Parameter], **options: Any
 ) -> optim.DistributedOptimizer:
-    """Return the optimizer of a method of same_bits.py, whose messages go through collectives."""
+    """Return the optimizer of a method of same_bits.py, whose messages go through collectives.
+
+    It does not look for NaN unless it is told to: that is a pass of its own.
+    """
     class_name, settings = METHODS[method]
+    options = {"nonfinite": None, **options}
     optimizer = getattr(optim, class_name)(params, overlap=overlap, **settings, **options)
     optimizer.channel.alone = False  # also where there is no other process
     return optimizer
