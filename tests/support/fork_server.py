@@ -224,7 +224,7 @@ def warm_up() -> None:
     with torch.device("meta"):  # which imports much of torch's compiler
         torch.nn.init.trunc_normal_(torch.ones(2, 2) * 2)
     for method in METHODS.values():  # loads compiled kernels
-        params = [torch.nn.Parameter(torch.zeros(64))]
+        params = [torch.nn.Parameter(torch.zeros(8, 8))]
         method.cls(params, workers=Workers(local=2), **method.options).prepare()
     with (
         initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"),

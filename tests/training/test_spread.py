@@ -133,7 +133,7 @@ def _train_all(processes: int, data, directory) -> None:
 def runs(tmp_path_factory):
     """What every method gives, by its name with the kind of run, and the number of processes."""
     for method in METHODS:  # what is imported and compiled here is so in all processes
-        params = [torch.nn.Parameter(torch.zeros(64))]
+        params = [torch.nn.Parameter(torch.zeros(8, 8))]
         instantiate(_optimizer(method), params, workers=Workers(local=2)).prepare()
     data, found = digits(), {}
     for processes in KINDS:
