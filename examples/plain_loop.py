@@ -26,7 +26,7 @@ x = centres[y] + 2 * torch.randn(5000, 64, generator=draws)
 train_x, train_y = x[rank:4000:world], y[rank:4000:world]  # every worker has its own data
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
-optimizer = dlion.DLion(model.parameters(), lr=1e-3, weight_decay=0.01)
+optimizer = dlion.DLion(model.named_parameters(), lr=1e-3, weight_decay=0.01)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=300)
 
 for _ in range(300):

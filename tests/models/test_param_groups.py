@@ -155,6 +155,29 @@ class TwoHeads(nn.Module):
         self.policy, self.value = nn.Linear(16, 6), nn.Linear(16, 3)
 
 
+def network(outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+class ActorAndCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = network(4), network(3)
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = network(4), network(4)
+
+
+class HeadFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.table = nn.Linear(16, 40), nn.Embedding(40, 16)
+        self.blocks = nn.ModuleList(network(9) for _ in range(2))
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -188,6 +211,9 @@ def hidden(model: nn.Module) -> set[str]:
         (Factors, {"net.0"}),
         (Depthwise, {"point", "up"}),
         (TwoHeads, {"trunk.0", "trunk.2"}),
+        (ActorAndCritic, {"actor.0", "critic.0"}),
+        (Twins, {"one.0", "other.0"}),
+        (HeadFirst, {f"blocks.{i}.{layer}" for i in (0, 1) for layer in (0, 2)}),
         (Tied, {"inner"}),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), None),
     ],
@@ -205,6 +231,7 @@ def test_groups_are_those_that_an_optimizer_takes_and_print_as_a_table():
     model = Tied()
     groups = dlion.param_groups(model)
     assert [group["use_muon"] for group in groups] == [True, False]
+    assert hidden(model) == {"inner.weight"}
     assert str(groups).splitlines() == [
         "places        [7, 6]  of unknown use",
         "table.weight  [9, 6]  table",
@@ -228,8 +255,17 @@ def test_groups_are_those_that_an_optimizer_takes_and_print_as_a_table():
         ({"rest": ["nowhere"]}, "rest=nowhere matches no parameter of two or more dimensions"),
         ({"rest": ["bias"]}, "rest=bias matches no parameter"),
         ({"rest": ["inner"]}, "Tied has no matrix in a hidden layer"),
-        ({"split": {"inner": 4}}, "split=4 does not fit a matrix of 6 outputs"),
-        ({"split": {"inner": (2, 3)}}, r"split=\(2, 3\) does not fit a matrix of 6 outputs"),
+        ({"rest": "("}, r"rest=\( is no regular expression"),
+        ({"split": {"inner": 4}}, "split=4 of inner.weight does not fit a matrix of 6 outputs"),
+        (
+            {"split": {"inner": (2, 3)}},
+            r"split=\(2, 3\) of inner.weight does not fit a",
+        ),
+        (
+            {"split": {"inner": 0}},
+            "split=0 of inner.weight: give how many equal matrices",
+        ),
+        ({"split": {"inner": (9, -3)}}, r"split=\(9, -3\) of inner.weight: give how many equal"),
     ],
 )
 def test_wishes_that_cannot_be_met_are_refused(options, message):

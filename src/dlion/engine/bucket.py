@@ -132,7 +132,7 @@ class Bucket:
     ):
         self.index, self.kind, first = index, kind, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
-        self.sharded = self.apart = isinstance(first, DTensor)
+        self.sharded = isinstance(first, DTensor)
         if owners is None:
             self.slots, self.numel = lay_out(members)
         else:  # each parameter in one slice of so many
@@ -315,6 +315,7 @@ class Bucket:
 
         Of sharded ones it takes a copy, and so of those in shared memory, where others read them.
         """
+        self.apart = self.sharded
         for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
             view = self._views[index]
             home = self.params.data_ptr() + slot.start * self.params.itemsize

@@ -4,7 +4,9 @@ import gc
 import inspect
 import os
 import re
+import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -57,6 +59,18 @@ def _check(name: str, value: Any, hint: Any) -> None:
     if wrong is not None:
         wrong = wrong.replace("null", "None").replace("type true or false", "give True or False")
         raise ValueError(f"{name}={value} {wrong}")
+
+
+def warn(message: str) -> None:
+    """Warn about the line of a user's that has led here."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("dlion", "torch", "contextlib")
 
 
 def check_pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:

@@ -486,6 +486,24 @@ class DistributedOptimizer(torch.optim.Optimizer, Joinable, ABC):
         self._used, self._added = (len(self.param_groups), len(buckets)), False
         return buckets
 
+    def reorder(self, names: list[list[str]]) -> None:
+        """Put the parameters of each group in the order of these names, if they are its own.
+
+        Raises:
+            ValueError: if that is another order than the one of steps that were taken.
+        """
+        for group, wanted in zip(self.param_groups, names, strict=False):
+            here = group.get("param_names", [])
+            if wanted == here or sorted(wanted) != sorted(here):
+                continue
+            if self._step.taken or self._arranged:
+                raise ValueError(
+                    "the saved state has the parameters in another order, and this optimizer has"
+                    " taken steps in its own: load it into a new one"
+                )
+            params = dict(zip(here, group["params"], strict=True))
+            group["params"], group["param_names"] = [params[name] for name in wanted], [*wanted]
+
     def arrange(self, steps: list[int]) -> None:
         """Lay an optimizer that took no step out for a state whose groups took so many each.
 

@@ -47,15 +47,13 @@ def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Copy a saved state in; nothing is changed before all of it is known to fit."""
     groups, apart = state_dict["param_groups"], state_dict.get(APART)
+    if BY_NAME in state_dict:
+        optimizer.reorder([group["param_names"] for group in groups])
     optimizer.arrange([group.get("steps", 0) for group in groups])
     optimizer.include_unfrozen()
     optimizer.members.check_sizes([len(group["params"]) for group in groups])
-    by_name = _check_names(groups, optimizer.param_groups) and BY_NAME in state_dict
-    names = [
-        name
-        for group, here in zip(groups, optimizer.param_groups, strict=True)
-        for name in (_in_order_of(here, group) if by_name else group["params"])
-    ]
+    _check_names(groups, optimizer.param_groups)
+    names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, local, flats = _distributed(optimizer)
     state = _with_steps(state_dict["state"], groups)
@@ -75,8 +73,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._step.restart()
     for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
-        renamed = "param_names" in new and not by_name
-        names_too = {"param_names": new["param_names"]} if renamed else {}
+        names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
         group.clear()
         group.update(new | kept | names_too)
     optimizer.state.clear()
@@ -154,14 +151,8 @@ def _sort_out(
     return saved, foreign
 
 
-def _in_order_of(here: dict[str, Any], saved: dict[str, Any]) -> list[int]:
-    """Return the saved numbers of a group's parameters in the order of the group here."""
-    number = dict(zip(saved["param_names"], saved["params"], strict=True))
-    return [number[name] for name in here["param_names"]]
-
-
-def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> bool:
-    """Refuse the state of the same names in other groups; return whether names are the same.
+def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Refuse the state of the same names in other groups, as state goes by number.
 
     Within a group the saved order of names holds with ``BY_NAME`` alone: of a state that comes
     through torch.distributed.checkpoint numbers are of the parameters here, and names are not.
@@ -170,7 +161,7 @@ def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> boo
         [{*group.get("param_names", ())} for group in groups] for groups in (saved, here)
     )
     if set().union(*before) != set().union(*now):  # a wrapper's prefix, say
-        return False
+        return
     for index, (were, are) in enumerate(zip(before, now, strict=True)):
         if were != are:
             raise ValueError(
@@ -178,7 +169,6 @@ def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> boo
                 f" another parameter group than this optimizer (group {index}): make it of the same"
                 " groups"
             )
-    return all(before)
 
 
 def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:

@@ -1,6 +1,5 @@
 """One step: encode the messages of local workers, exchange them, apply the answers."""
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,6 +9,7 @@ import torch
 
 from dlion.engine import nonfinite
 from dlion.engine.bucket import Bucket, InFlight
+from dlion.engine.checks import warn
 from dlion.engine.elastic import Elastic
 from dlion.engine.header import Sender
 from dlion.engine.layout import Member
@@ -95,7 +95,7 @@ class Step:
         elif method.nonfinite == "skip":
             left_out = nonfinite.leave_out(buckets, method.whole_matrices)
             if left_out and not (self._skipping or method.skipped):
-                warnings.warn(_SKIPPED.format(left_out[0], buckets[0].step + 1), stacklevel=2)
+                warn(_SKIPPED.format(left_out[0], buckets[0].step + 1))
             if left_out:
                 self._skipping.add(local)
         members = method.members

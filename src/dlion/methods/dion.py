@@ -49,8 +49,8 @@ class Dion(BesideAdamW):
         weight_decay: decoupled.
         rank_fraction: the rank, as a share of the smaller side of a matrix.
         adjust_lr: s, the scale of a matrix.
-        adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
-            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
+        adamw_names: a regular expression: matrices whose name contains it are AdamW's. Without
+            ``use_muon`` it takes the place of the usual names of embeddings and heads.
         seed: of the first Q, which is the same on all workers.
     """
 

@@ -57,8 +57,8 @@ class EF21Muon(BesideAdamW):
         ns_steps: Newton-Schulz iterations.
         ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
-        adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
-            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
+        adamw_names: a regular expression: matrices whose name contains it are AdamW's. Without
+            ``use_muon`` it takes the place of the usual names of embeddings and heads.
     """
 
     matrix_state = Names(own_state=["momentum", "estimate"], shared_state=["tracked"])

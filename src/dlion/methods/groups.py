@@ -3,8 +3,9 @@
 A parameter is known by the module that holds it, and by the place of that module in the model.
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dlion.engine.checks import check_pattern
 from dlion.methods.matrices import TABLES, Matrices, are_matrices
 
 MATRIX = "matrix"
@@ -69,8 +71,8 @@ class ParamGroups(list[dict[str, Any]]):
 def param_groups(
     model: nn.Module,
     *,
-    rest: Iterable[str] = (),
-    matrices: Iterable[str] = (),
+    rest: str | Iterable[str] = (),
+    matrices: str | Iterable[str] = (),
     split: Mapping[str, int | Iterable[int]] | None = None,
 ) -> ParamGroups:
     """Return parameter groups of a model: matrices of hidden layers, and the rest.
@@ -88,7 +90,8 @@ def param_groups(
     - layers that make the model's output: what ``get_output_embeddings()`` or ``get_classifier()``
       returns; the last layer in the order of the modules, unless it is part of a block that
       repeats; the last layers of branches before it that read as many inputs; and outside of such
-      blocks layers with as many outputs, or as many as the model has classes or tokens;
+      blocks layers with as many outputs, or as many as the model has classes or tokens or a table
+      has rows;
     - embeddings of patches: a first convolution whose windows do not overlap, or a first Linear
       outside of the blocks that repeat;
     - depthwise convolutions, and weights of norms;
@@ -110,8 +113,8 @@ def param_groups(
         ValueError: if there is no matrix; if an expression matches no parameter of two or more
             dimensions, or a split does not fit.
     """
-    cuts = {each: _sizes(sizes) for each, sizes in (split or {}).items()}
-    chosen = {"rest": [*rest], "matrices": [*matrices], "split": [*cuts]}
+    cuts = {**(split or {})}
+    chosen = {"rest": _listed(rest), "matrices": _listed(matrices), "split": [*cuts]}
     _check_patterns(model, chosen)
     known = _Roles(model)
     named = model.named_parameters()
@@ -129,13 +132,13 @@ def _found(
     tensor: Tensor,
     known: "_Roles",
     chosen: dict[str, list[str]],
-    cuts: dict[str, int | tuple[int, ...]],
+    cuts: dict[str, int | Iterable[int]],
 ) -> Found:
     role, held = known.of(tensor)
     if _matches(name, chosen["matrices"]):
         role = MATRIX
     for pattern in _matches(name, chosen["split"])[:1]:
-        held = held._replace(split=cuts[pattern])
+        held = held.cut(cuts[pattern], name, tensor.shape)
     if tensor.dim() < 2 or not are_matrices(held.shapes(tensor.shape)):
         role = "vector"
     elif _matches(name, chosen["rest"]):
@@ -217,13 +220,20 @@ class _Roles:
                 shape = getattr(getattr(twin, "weight", None), "shape", None)
                 container = isinstance(block, nn.Sequential | nn.ModuleList)
                 if shape == weight.shape or (twin is None and not container):
-                    return True
+                    return depth > 1 or self._may_follow_itself(own)
         return False
+
+    def _may_follow_itself(self, part: str) -> bool:
+        """Whether a part of the model reads as much as it makes, unlike one of two networks."""
+        layers = [layer for layer in self._layers if f"{layer.path}.".startswith(f"{part}.")]
+        return layers[0].inputs == layers[-1].outputs
 
     def _find_outputs(self, model: nn.Module) -> set[nn.Module]:
         """Return the layers that make the model's output."""
         found = {*self._find_declared(model)}
-        sizes = _classes(model) - {x.inputs for x in self._layers if x.path in self._repeated}
+        tables = {getattr(m, "num_embeddings", 0) for m in self._modules.values()}
+        inside = {layer.inputs for layer in self._layers if layer.path in self._repeated}
+        sizes = (_classes(model) | tables) - inside
         read = {layer.inputs for layer in self._layers if layer.module in found}
         outside = [layer for layer in self._layers if layer.path not in self._repeated]
         if outside and outside[-1] == self._layers[-1] and outside[-1].outputs not in read:
@@ -251,11 +261,9 @@ class _Roles:
                     branches.setdefault(name, []).append(layer)
             *others, own = branches.values()
             for branch in reversed(others):
-                reads = own[0].inputs
-                # of the whole model's parts only layers, as others may make what the head reads
-                if not branch[0].inputs == reads != branch[-1].outputs or (
-                    branch[1:] and not parent
-                ):
+                parallel = branch[0].inputs == own[0].inputs != branch[-1].outputs
+                # of the whole model's parts a head may read what several layers make together
+                if not parallel or (not parent and not _is_chain(branch)):
                     break
                 if branch[-1].path not in self._repeated:
                     yield branch[-1].module
@@ -297,7 +305,8 @@ def _held(module: nn.Module, name: str, tensor: Tensor) -> Matrices | None:
         return Matrices()
     if isinstance(module, _ConvNd):
         return Matrices(transposed=isinstance(module, _ConvTransposeNd))
-    if any(kind.__name__ == "Conv1D" for kind in type(module).__mro__):  # of transformers
+    conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    if conv1d and hasattr(module, "nf"):  # of transformers
         return Matrices(transposed=True)
     if re.search(TABLES, name):
         return None
@@ -330,8 +339,12 @@ def _options(held: Matrices) -> dict[str, Any]:
     return {name: value for name, value in held._asdict().items() if value != default[name]}
 
 
-def _sizes(sizes: int | Iterable[int]) -> int | tuple[int, ...]:
-    return sizes if isinstance(sizes, int) else tuple(sizes)
+def _listed(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else [*patterns]
+
+
+def _is_chain(layers: Sequence[_Layer]) -> bool:
+    return all(one.outputs == two.inputs for one, two in itertools.pairwise(layers))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> list[str]:
@@ -342,6 +355,7 @@ def _check_patterns(model: nn.Module, patterns: Mapping[str, Iterable[str]]) -> 
     names = [name for name, tensor in model.named_parameters() if tensor.dim() > 1]
     for option, given in patterns.items():
         for pattern in given:
+            check_pattern(option, pattern)
             if not any(re.search(pattern, name) for name in names):
                 raise ValueError(
                     f"{option}={pattern} matches no parameter of two or more dimensions"

@@ -40,12 +40,26 @@ class Matrices(NamedTuple):
     def of(cls, group: dict[str, Any], name: str, shape: torch.Size) -> "Matrices":
         """Return what a group says of its parameters; without it a stack is known by its name."""
         by_name = len(shape) == 3 and re.search(EXPERTS, name) is not None
-        split = group.get("split", 1)
-        return cls(
-            group.get("stacked", by_name),
-            group.get("transposed", False),
-            split if isinstance(split, int) else tuple(split),
-        )
+        held = cls(group.get("stacked", by_name), group.get("transposed", False))
+        return held.cut(group.get("split", 1), name, shape)
+
+    def cut(self, split: int | Iterable[int], name: str, shape: torch.Size) -> "Matrices":
+        """Return how a parameter holds matrices that are several fused.
+
+        Raises:
+            ValueError: if that is not possible.
+        """
+        sizes = split if isinstance(split, int | str) else tuple(split)
+        numbers = sizes if isinstance(sizes, tuple) else (sizes,)
+        if not numbers or any(type(size) is not int or size < 1 for size in numbers):
+            raise ValueError(
+                f"split={split} of {name or 'a parameter'}: give how many equal matrices it holds,"
+                " or the outputs of each"
+            )
+        held = self if sizes == 1 else self._replace(split=sizes)
+        if len(shape) > 1:
+            held.shapes(shape, name)
+        return held
 
     def views(self, tensor: Tensor) -> list[Tensor]:
         """Return the matrices of a parameter's values as views, stored as the parameter is."""
@@ -55,13 +69,17 @@ class Matrices(NamedTuple):
         dim = 1 if self.transposed else 0
         return [part for each in tensors for part in each.split(self._sizes(each.shape[dim]), dim)]
 
-    def shapes(self, shape: torch.Size) -> list[tuple[int, int]]:
+    def shapes(self, shape: torch.Size, name: str = "") -> list[tuple[int, int]]:
         """Return rows (outputs) and columns of each matrix of a parameter of this shape."""
         count, shape = (shape[0], shape[1:]) if self.stacked else (1, shape)
         rows, columns = shape[0], shape[1:].numel()
         if self.transposed:
             rows, columns = columns, rows
-        return [(size, columns) for size in self._sizes(rows)] * count
+        sizes = self._sizes(rows)
+        if sum(sizes) != rows:
+            of = f" of {name}" * bool(name)
+            raise ValueError(f"split={self.split}{of} does not fit a matrix of {rows} outputs")
+        return [(size, columns) for size in sizes] * count
 
     def stored(self, shape: torch.Size) -> list[tuple[int, int]]:
         """Return rows and columns of each matrix as it lies in memory; a vector is one row.
@@ -80,12 +98,8 @@ class Matrices(NamedTuple):
 
     def _sizes(self, outputs: int) -> list[int]:
         if isinstance(self.split, tuple):
-            sizes = [*self.split]
-        else:
-            sizes = [outputs // self.split] * self.split
-        if sum(sizes) != outputs:
-            raise ValueError(f"split={self.split} does not fit a matrix of {outputs} outputs")
-        return sizes
+            return [*self.split]
+        return [outputs // self.split] * self.split
 
 
 def are_matrices(shapes: Iterable[tuple[int, int]]) -> bool:

@@ -1,7 +1,7 @@
 """Muon on the mean gradient: orthogonalised momenta for matrices, AdamW for the rest."""
 
 import math
-import warnings
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_matches, check_pattern
+from dlion.engine.checks import check_matches, check_pattern, warn
 from dlion.engine.layout import Member, Slot, members_of
 from dlion.engine.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
@@ -96,10 +96,9 @@ class MatricesApart(DistributedOptimizer):
         if self.adamw_names is None and any(member.tensor.dim() < 2 for member in guessed):
             rest = [m.name for m in guessed if m.tensor.dim() > 1 and not self.kind(m)]
             left = f"all but {', '.join(rest[:5])}{', ...' * (len(rest) > 5)}" if rest else "all"
-            warnings.warn(
+            warn(
                 f"which matrices are embeddings or heads was guessed from names: {left} are"
-                f" orthogonalised ({len(hidden)}): {_GIVE}",
-                stacklevel=4,
+                f" orthogonalised ({len(hidden)}): {_GIVE}"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -111,7 +110,10 @@ class MatricesApart(DistributedOptimizer):
 
     def kind(self, member: Member) -> Matrices | None:
         asked = member.group.get("use_muon")
-        chosen = is_hidden(member.name, self.adamw_names) if asked is None else asked
+        if asked is None:
+            chosen = is_hidden(member.name, self.adamw_names)
+        else:
+            chosen = asked and not re.search(self.adamw_names or "(?!)", member.name)
         shape = member.tensor.shape
         if not chosen or len(shape) < 2:
             return None
@@ -238,8 +240,8 @@ class GMuon(BesideAdamW):
         ns_precision: what they are computed in: bf16, as torch.optim.Muon, float32, or auto: bf16
             on a GPU and float32 on a CPU, where bf16 takes up to 45 times as long.
         ns_coefficients: quintic, one polynomial for all iterations, or polar_express.
-        adamw_names: a regular expression: matrices whose name contains it are AdamW's; null:
-            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
+        adamw_names: a regular expression: matrices whose name contains it are AdamW's. Without
+            ``use_muon`` it takes the place of the usual names of embeddings and heads.
     """
 
     matrix_state = Names(shared_state=["momentum_buffer"])

@@ -73,8 +73,8 @@ class SignMuon(MatricesApart, SignedDescent):
         ns_steps: Newton-Schulz iterations.
         ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
-        adamw_names: a regular expression: matrices whose name contains it are of the rest; null:
-            what ``dlion.param_groups`` leaves out, or embeddings and heads by their usual names.
+        adamw_names: a regular expression: matrices whose name contains it are of the rest. Without
+            ``use_muon`` it takes the place of the usual names of embeddings and heads.
         ties: the answer to an equal vote of an even n, as for :class:`DLion`.
         weighted: weigh the votes of each worker by how often it was with the majority.
         momentum_sync: steps between averages of the momenta of all workers; 0: never; exponential

@@ -142,7 +142,8 @@ def of_kind(*suffixes: str) -> Callable[[str], Path]:
 
     def parse(text: str) -> Path:
         file = Path(text)
-        if file.suffix[1:].isalpha() and file.suffix not in suffixes:  # and not the .1 of lr0.1
+        suffix = file.suffix.lower()
+        if suffix[1:].isalpha() and suffix not in suffixes:  # and not the .1 of lr0.1
             raise argparse.ArgumentTypeError(
                 f"{text} is not a format of this command: choose {', '.join(suffixes)}"
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 from dlion.suite.inside import check_inside, opened
 
-_UNFINISHED = re.compile(r".+\.[0-9a-f]{8}\.(part|old)")
+_UNFINISHED = re.compile(r"(.+)\.dlion-[0-9a-f]{8}\.(part|old)")
 
 
 @contextlib.contextmanager
@@ -47,13 +47,21 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def _unfinished(path: Path, kind: str = "part") -> Path:
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.{kind}")
+    return path.with_name(f"{path.name}.dlion-{secrets.token_hex(4)}.{kind}")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the parts of files and folders that killed processes have left in a folder."""
-    for path in filter(lambda path: _UNFINISHED.fullmatch(path.name), folder.iterdir()):
-        remove(path)
+    """Remove the parts of files and folders that killed processes have left in a folder.
+
+    A folder that was put aside for a new one, which did not get there, has its name again.
+    """
+    for path in [*folder.iterdir()]:
+        if (found := _UNFINISHED.fullmatch(path.name)) is None:
+            continue
+        if found[2] == "old" and not os.path.lexists(path.with_name(found[1])):
+            path.rename(path.with_name(found[1]))
+        else:
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -37,7 +37,7 @@ def parameters_of(model: nn.Module, optimizer: Any) -> Any:
     """Return a model's parameters as an optimizer of these settings takes them."""
     method = METHODS.get(optimizer.name)
     by_modules = method is not None and issubclass(method.cls, MatricesApart)
-    if by_modules and optimizer.get("inner", "muon") == "muon" and not optimizer.get("adamw_names"):
+    if by_modules and optimizer.get("inner", "muon") == "muon":
         return param_groups(model)
     return model.named_parameters()
 

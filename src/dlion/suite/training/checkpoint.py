@@ -123,7 +123,7 @@ def differences(now: dict[str, Any], before: dict[str, Any]) -> dict[str, tuple[
         if not isinstance(value, dict) or not isinstance(other, dict):
             found[key] = value, other
         elif other.get("name") != value.get("name"):
-            found[key] = value["name"], other["name"]
+            found[key] = value.get("name", ...), other.get("name", ...)
         else:
             keys = sorted({*value, *other})
             found |= {f"{key}.{k}": (value.get(k, ...), other.get(k, ...)) for k in keys}
@@ -141,8 +141,8 @@ def in_words(different: dict[str, tuple[Any, Any]], there: str = "in the run") -
 def as_before(different: dict[str, tuple[Any, Any]]) -> str:
     """Say what to type for the settings of the run that :func:`differences` compared with."""
     words = [
-        shlex.quote(f"{key}={show(other)}")
-        for key, (_, other) in different.items()
+        shlex.quote(f"{'+' * (value is ...)}{key}={show(other)}")
+        for key, (value, other) in different.items()
         if other is not ... and not _is_digest(other)
     ]
     return f"type {' '.join(words)}" if words else "type the settings of that run"
