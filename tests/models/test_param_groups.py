@@ -171,6 +171,16 @@ class Twins(nn.Module):
         self.one, self.other = network(4), network(4)
 
 
+class Contrastive(nn.Module):
+    """MoCo's: two encoders of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = (
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 5)) for _ in range(2)
+        )
+
+
 class HeadFirst(nn.Module):
     def __init__(self):
         super().__init__()
@@ -213,6 +223,7 @@ def hidden(model: nn.Module) -> set[str]:
         (TwoHeads, {"trunk.0", "trunk.2"}),
         (ActorAndCritic, {"actor.0", "critic.0"}),
         (Twins, {"one.0", "other.0"}),
+        (Contrastive, {"query.0", "key.0"}),
         (HeadFirst, {f"blocks.{i}.{layer}" for i in (0, 1) for layer in (0, 2)}),
         (Tied, {"inner"}),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), None),

@@ -252,18 +252,19 @@ class _Roles:
         Two branches read as many, and the second cannot read what the first one makes.
         """
         parts = last.path.split(".")
-        for depth in range(len(parts)):
-            parent = ".".join(parts[:depth])
+        for depth, part in enumerate(parts):
+            parent = "".join(f"{each}." for each in parts[:depth])
             branches: dict[str, list[_Layer]] = {}
             for layer in self._layers:
-                if not parent or layer.path.startswith(f"{parent}."):
-                    name = layer.path[len(parent) :].strip(".").partition(".")[0]
+                if layer.path.startswith(parent):
+                    name = layer.path.removeprefix(parent).partition(".")[0]
                     branches.setdefault(name, []).append(layer)
-            *others, own = branches.values()
-            for branch in reversed(others):
-                parallel = branch[0].inputs == own[0].inputs != branch[-1].outputs
+            own = branches.pop(part)
+            for name, branch in reversed(branches.items()):
+                alike = type(self._modules[parent + name]) is type(self._modules[parent + part])
                 # of the whole model's parts a head may read what several layers make together
-                if not parallel or (not parent and not _is_chain(branch)):
+                alone = parent or alike or _is_chain(branch)
+                if not (alone and branch[0].inputs == own[0].inputs != branch[-1].outputs):
                     break
                 if branch[-1].path not in self._repeated:
                     yield branch[-1].module
