@@ -80,7 +80,8 @@ class LowRankMean(Exchange):
         self._query_sizes = [rank * matrix.columns for matrix, rank in rank_of.items()]
         queries = sum(self._query_sizes)
         self.values = sum(self._first_sizes) + queries
-        self._first = DenseMean(channel, sum(self._first_sizes), **buffers)
+        # a process of FSDP2 may have no whole tensor: its messages have headers all the same
+        self._first = DenseMean(channel, max(1, sum(self._first_sizes)), **buffers)
         self._second = DenseMean(channel, queries, device=self.device)
         self._values: dict[int, Tensor] = {}  # of local workers, between the rounds
         self._bases: list[Tensor] = []
