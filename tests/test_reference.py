@@ -75,7 +75,7 @@ def test_an_example_of_a_docstring_runs(group, name, text):
 
 def test_the_public_names_are_those_of_the_optimizers_and_what_they_need():
     rest = {"TrainingFailed", "UserError", "Workers", "load_model"}
-    rest |= {"join", "replicate", "check_replicas"}
+    rest |= {"join", "replicate", "check_replicas", "param_groups"}
     assert set(dlion.__all__) == {*optim.__all__, *rest}
 
 

@@ -55,9 +55,12 @@ class Configuration(NamedTuple):
 SPARSE = Limits(0, 2 * BUCKETS, 1)  # numbers of entries are sizes, which the host has to know
 SKIPPING = Limits(BUCKETS, 0, 1)  # whether a gradient is left out is known before it is encoded
 
+# before a local step the host has to know whether the gradients are finite
+LOOKING = 2, Limits(0, 0, 2)
+
 # of a class, where they are others than by default
 SETTINGS = {"OneBitAdam": {"warmup_steps": 1}, "PowerSGD": {"rank": 2}}
-LIMITS = {"GradDrop": (3, SPARSE), "DGC": (3, SPARSE)}
+LIMITS = {"GradDrop": (3, SPARSE), "DGC": (3, SPARSE), "DiLoCo": LOOKING, "SparseLoCo": LOOKING}
 
 
 def plain(method: type[optim.DistributedOptimizer]) -> Configuration:
@@ -73,12 +76,12 @@ OF_TWO = [
     Configuration("DLion ties=random", "DLion", {"ties": "random"}),
     Configuration("DLion ties=zero", "DLion", {"ties": "zero"}),
     Configuration("DLion weighted", "DLion", {"weighted": True}),
-    Configuration("DLion nonfinite=stop", "DLion", {"nonfinite": "stop"}),
+    Configuration("DLion nonfinite=None", "DLion", {"nonfinite": None}),
     Configuration("DLion nonfinite=skip", "DLion", {"nonfinite": "skip"}, 2, SKIPPING),
     Configuration("LionCub max, sync", "LionCub", {"scale": "max", "momentum_sync": 1}),
     Configuration("DLionADM limit, weighted", "DLionADM", {"limit": 2.0, "weighted": True}),
-    Configuration("DiLoCo sign", "DiLoCo", {"local_steps": 2, "wire": "sign"}),
-    Configuration("DiLoCo int8", "DiLoCo", {"local_steps": 2, "wire": "int8"}),
+    Configuration("DiLoCo sign", "DiLoCo", {"local_steps": 2, "wire": "sign"}, *LOOKING),
+    Configuration("DiLoCo int8", "DiLoCo", {"local_steps": 2, "wire": "int8"}, *LOOKING),
 ]
 OF_FOUR = [
     Configuration("DLion grid", "DLion", {"exchange": "grid"}),
@@ -89,7 +92,7 @@ OF_FOUR = [
     Configuration("DLion node float32", "DLion", {"dense_wire": "float32"}, node=True),
     Configuration("GMuon node", "GMuon", {}, node=True),
     Configuration("LionCub node", "LionCub", {}, node=True),
-    Configuration("DiLoCo node", "DiLoCo", {"local_steps": 2}, node=True),
+    Configuration("DiLoCo node", "DiLoCo", {"local_steps": 2}, *LOOKING, node=True),
 ]
 ALL = {configuration.name: configuration for configuration in (*OF_TWO, *OF_FOUR)}
 RUNS = [(name, overlap) for name in ALL for overlap in (False, True)]

@@ -102,7 +102,7 @@ CASES = {name: case(name) for name in METHODS} | VARIANTS
 def one_step(cls, options, workers: Workers):
     """The optimizer after one step on random gradients."""
     param = torch.nn.Parameter(torch.zeros(D))
-    optimizer = cls([param], workers=workers, **options)
+    optimizer = cls([{"params": [param], "use_muon": False}], workers=workers, **options)
     for i, worker in enumerate(workers.ids):
         param.grad = torch.randn(D, generator=torch.Generator().manual_seed(worker))
         optimizer.collect(i)

@@ -56,6 +56,7 @@ def test_averages_of_sign_muon_are_as_near_as_their_wire(wire):
 @pytest.mark.parametrize("wire", ["float32", "bf16", "int8"])
 def test_an_average_leaves_out_what_is_not_finite(wire):
     model, sync = net(), {"momentum_sync": 1, "sync_wire": wire}
+    sync["nonfinite"] = None
     optimizer = SignMuon(model.named_parameters(), workers=Workers(local=3), **sync)
     weight = model[0].weight
     for i in range(3):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import dlion
 from dlion.methods.matrices import is_hidden
 from dlion.optim import DiLoCo, Dion, GAdamW, GMuon, MuonADM, OneBitAdam, PowerSGD, SignMuon
 from dlion.suite.data.torchvision_ops import declare_missing_operators
@@ -171,15 +172,21 @@ def test_vectors_in_tensors_of_more_dimensions_and_tables_of_biases_are_not_orth
 
 
 @pytest.mark.parametrize("cls", [GMuon, SignMuon])
-def test_a_model_without_names_is_warned_of(cls, recwarn):
+def test_guesses_from_names_are_warned_of(cls, recwarn):
     """A list of matrices, as torch.optim.Muon takes them, needs no names."""
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6))
-    cls(model.named_parameters())
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6), nn.Linear(6, 3))
+    cls(dlion.param_groups(model))
     cls([param for param in model.parameters() if param.dim() > 1])
     cls([{"params": model.parameters(), "use_muon": True}])
     assert not recwarn
-    with pytest.warns(UserWarning, match=r"embeddings and heads are orthogonalised .* give model"):
+    with pytest.warns(UserWarning, match=r"guessed from names: all are .* \(3\): give") as warned:
         cls(model.parameters())
+    assert warned[0].filename == __file__
+    model = nn.ModuleDict({"head": nn.Linear(4, 6), "body": nn.Linear(6, 3)})
+    with pytest.warns(UserWarning, match=r"all but head.weight are orthogonalised \(1\)"):
+        cls(model.named_parameters())
+    with pytest.raises(ValueError, match="none of 2 parameters seems to be a matrix of a hidden"):
+        cls(model["head"].named_parameters(prefix="head"))
 
 
 def test_a_group_says_itself_who_is_muons():
@@ -193,8 +200,11 @@ def test_a_group_says_itself_who_is_muons():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-3]
     # half of AdamW's memory
     assert set(optimizer.state[head.weight]) == {"momentum_buffer", "step"}
-    by_name = GMuon(hidden.named_parameters(), adamw_names="weight")
-    assert not names(by_name, True)
+    by_name = GMuon([*hidden.named_parameters("a"), *head.named_parameters("b")], adamw_names="a.w")
+    assert names(by_name, True) == {"b.weight"}
+    groups[0]["params"] = head.named_parameters()
+    groups[1] |= {"params": hidden.named_parameters(prefix="hidden"), "use_muon": True}
+    assert names(GMuon(groups, adamw_names="hidden"), True) == {"weight"}
 
 
 def test_what_is_adamws_moves_as_under_adamw():

@@ -202,7 +202,7 @@ def equal(one: Any, two: Any) -> bool:
 
 def without_names(state: dict[str, Any]) -> dict[str, Any]:
     groups = [{k: v for k, v in g.items() if k != "param_names"} for g in state["param_groups"]]
-    return {**state, "param_groups": groups}
+    return {k: v for k, v in state.items() if k != "by_name"} | {"param_groups": groups}
 
 
 # ------------------------------------------------------------------ arguments

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from threading import Timer, main_thread
 from typing import Any, NoReturn, TextIO
 
 _LONGEST = 1000  # characters of a sentence
+_FORMAT = warnings.formatwarning
 _AGAIN = 0.01  # seconds, in which Python leaves a callback
 
 
@@ -28,6 +30,7 @@ def prepare() -> None:
         if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream))
     _at_interrupt(_leave)
+    warnings.formatwarning = _in_one_line
     # torch writes a page of stack frames for every connection that a worker's death closes
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -35,6 +38,13 @@ def prepare() -> None:
     except FileNotFoundError:
         print("error: the folder you are in was deleted: type cd DIR first", file=sys.stderr)
         sys.exit(2)
+
+
+def _in_one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    """Return what is printed of a warning: a line where it is for users and no programmers."""
+    if category is UserWarning:
+        return f"warning: {message}\n"
+    return _FORMAT(message, category, *where, **line)
 
 
 def raise_interrupts() -> None:

@@ -212,7 +212,7 @@ def _record(error: BaseException, config: DictConfig, output_dir: Path, sweep: P
 
     try:
         check_place(output_dir, sweep)
-    except UserError:
+    except (UserError, OSError):
         return
     if isinstance(error, UserError):
         if sweep is None or holds_another(config, output_dir):
