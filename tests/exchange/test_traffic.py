@@ -89,8 +89,8 @@ def case(name: str):
     options = method.options | every
 
     def stated(n: int) -> float:
-        workers = Workers(local=n)
-        optimizer = method.cls([torch.nn.Parameter(torch.zeros(D))], workers=workers, **options)
+        rest = {"params": [torch.nn.Parameter(torch.zeros(D))], "use_muon": False}
+        optimizer = method.cls([rest], workers=Workers(local=n), **options)
         return bits(*optimizer.paper_bits)(n)
 
     return method.cls, options, FORMULAS.get(name, stated)

@@ -63,7 +63,7 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 def warn(message: str) -> None:
     """Warn about the line of a user's that has led here."""
-    level, frame = 1, sys._getframe(1)
+    level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
