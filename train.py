@@ -18,7 +18,7 @@ from pathlib import Path  # noqa: E402
 from dlion.suite.arguments import errors_end_the_command  # noqa: E402
 
 # should only the library be installed
-with errors_end_the_command(), terminal.patience("loading Python's modules", 2, sys.stderr):
+with errors_end_the_command(), terminal.patience("loading Python's modules", 5, sys.stderr):
     import hydra  # this takes seconds
     from omegaconf import DictConfig
 

@@ -232,7 +232,9 @@ def test_what_needs_the_suite_says_so(place):
     missing = "is not installed: type pip install 'dlion[suite]'\n"
     train, load = (ROOT / "train.py",), ("-c", "from dlion import load_model")
     runs = [start(place, *arguments) for arguments in (("-c", EVERY_COMMAND), train, load)]
-    (_, commands), (_, trained), (_, loaded) = (run.communicate(timeout=120) for run in runs)
+    said = (run.communicate(timeout=120)[1] for run in runs)
+    # on a slow machine all say that they still load
+    commands, trained, loaded = (re.sub("still loading .*\n", "", text) for text in said)
     assert [run.returncode for run in runs] == [0, 1, 1], commands
     assert missing in commands
     assert all(line.startswith("error: ") for line in commands.splitlines())

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(_no_command(name))
     os.environ["MPLBACKEND"] = "agg"  # figures are files, whatever a notebook has set
     with errors_end_the_command():
-        with patience("loading Python's modules", 2, sys.stderr):
+        with patience("loading Python's modules", 5, sys.stderr):
             module = importlib.import_module(f"dlion.suite.{COMMANDS[name][0]}")
         module.main(typed[1:])
 

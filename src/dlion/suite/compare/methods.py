@@ -24,7 +24,7 @@ SIDE, WORKERS = 512, 8
 def make_table(arguments: list[str]) -> str:
     """Return the Markdown that the command prints."""
     _parse(arguments)
-    with patience("loading Python's modules", 2, sys.stderr):
+    with patience("loading Python's modules", 5, sys.stderr):
         from dlion.optim import METHODS
         from dlion.suite.compare.table import to_markdown
     heading = ["`optimizer=`", "bits up", "bits down", "state, bytes", "method"]
