@@ -53,7 +53,7 @@ def group():
 
 @pytest.mark.parametrize(("name", "text"), [pytest.param(*each, id=each[0]) for each in examples()])
 def test_an_example_of_a_docstring_runs(group, name, text):
-    model = torch.nn.Linear(4, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     batches = [torch.randn(3, 4) for _ in range(4)]
 
     def loss_of(batch):
@@ -68,9 +68,9 @@ def test_an_example_of_a_docstring_runs(group, name, text):
         test = doctest.DocTestParser().get_doctest(text, names, name, None, None)
         assert doctest.DocTestRunner().run(test).failed == 0
     else:
-        before = model.weight.clone()
+        before = model[0].weight.clone()
         exec(text.replace('"cuda"', '"cpu"'), names)
-        assert "step()" not in text or not torch.equal(model.weight, before)
+        assert "step()" not in text or not torch.equal(model[0].weight, before)
 
 
 def test_the_public_names_are_those_of_the_optimizers_and_what_they_need():

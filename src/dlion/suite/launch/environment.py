@@ -191,15 +191,16 @@ def _typed_in_a_shell(env: Mapping[str, str]) -> bool:
     """Whether SLURM has started a shell for somebody to type in, and not this command.
 
     ``srun`` in an interactive job starts processes that are to find each other, though they have
-    the job's name and the variables of its terminal. So the task itself is looked at; where it is
-    not to be seen, as in some containers, it counts as this command.
+    the job's name and the variables of its terminal. So the task itself is looked at; one that
+    cannot be seen, from inside a container say, counts as this command.
     """
     task = Path("/proc", env.get("SLURM_TASK_PID", "none"))
     try:
         name, *options = (task / "cmdline").read_text().rstrip("\0").split("\0")
         terminal = str((task / "fd" / "0").readlink()).startswith(("/dev/pts/", "/dev/tty"))
     except OSError:
-        return False
+        named = env.get("SLURM_JOB_NAME") in (*_SHELLS, "interactive") or "SLURM_PTY_PORT" in env
+        return named and "SLURM_TASK_PID" not in env
     is_shell = Path(name).name.removeprefix("-") in _SHELLS
     return terminal and is_shell and all(option.startswith("-") for option in options)
 
