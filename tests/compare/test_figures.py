@@ -52,7 +52,7 @@ def rows(page: Path, first: str) -> list[list[str]]:
 def test_the_headline_is_what_the_board_measured():
     muon, adamw, ours = (ends(TEXT)[name] for name in ("g_muon", "g_adamw", "sign_muon_mavo"))
     loss = said(r"Muon loses (\S+) nats \(\[(\S+)M-parameter GPT, (\d) workers, (\d) seeds\]")
-    (lead,) = said(r"Its (\S+) lead over AdamW is noise with 4 or 32 workers, or 4x the stepseps")
+    (lead,) = said(r"Its (\S+) lead over AdamW is noise with 4 or 32 workers, or 4x the steps")
     (curve,) = [c for c in read_task(TEXT, {}).curves if c.method == "g_adamw"]
     model = read_runs([TEXT / PACKED])[0].summary["parameters"] / 1e6
     assert loss == (f"{ours.mean() - muon.mean():.3f}", f"{model:.1f}", "8", str(len(ours)))
