@@ -318,7 +318,7 @@ def _warm_up(methods: set[str]) -> None:
 
     for class_name, settings in (METHODS[method] for method in sorted(methods)):
         for dtype in (torch.float32, torch.bfloat16):
-            param = torch.nn.Parameter(torch.ones(64, dtype=dtype))
+            param = torch.nn.Parameter(torch.ones(8, 8, dtype=dtype))
             param.grad = torch.ones_like(param)
             if hasattr(optim, class_name):  # an earlier commit may lack it
                 getattr(optim, class_name)([param], **settings).step()
