@@ -17,7 +17,7 @@ from common import ROOT, Parser, Points, Row, run
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from dlion.engine.bucket import Bucket
+from dlion.core.bucket import Bucket
 from dlion.exchange import Channel
 from dlion.kernels import step_size
 from dlion.kernels.reference import lion_direction

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dlion.methods import __all__ as _methods
 
 if TYPE_CHECKING:
-    from dlion.engine.joining import join as join
+    from dlion.elastic.joining import join as join
     from dlion.errors import TrainingFailed as TrainingFailed
     from dlion.errors import UserError as UserError
     from dlion.methods import *  # noqa: F403
@@ -35,7 +35,7 @@ _HOMES = {
     **dict.fromkeys(_methods, "dlion.methods"),
     "param_groups": "dlion.methods.groups",
     "Workers": "dlion.workers",
-    "join": "dlion.engine.joining",
+    "join": "dlion.elastic.joining",
     "replicate": "dlion.replicas",
     "check_replicas": "dlion.replicas",
     "load_model": "dlion.suite.training.weights",

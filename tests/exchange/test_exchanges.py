@@ -8,22 +8,18 @@ import torch
 from dlion.errors import TrainingFailed
 from dlion.exchange import (
     Channel,
-    CosineTopKMean,
     DenseMean,
     LevelMean,
-    LowRankMean,
-    Matrix,
     ScaledSignMean,
-    ScaledTernaryMean,
-    SparseMean,
-    Switch,
-    TernaryMean,
-    TopKMean,
     TrackingVote,
     Vote,
     WeightedVote,
 )
-from dlion.exchange.topk import Block
+from dlion.rivals.exchange.low_rank import LowRankMean, Matrix
+from dlion.rivals.exchange.sparse import SparseMean
+from dlion.rivals.exchange.switch import Switch
+from dlion.rivals.exchange.ternary import ScaledTernaryMean, TernaryMean
+from dlion.rivals.exchange.topk import Block, CosineTopKMean, TopKMean
 from dlion.wire import Sparse
 from dlion.workers import Workers
 

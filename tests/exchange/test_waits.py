@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlion.exchange import Waits
+from dlion.elastic.waits import Waits
 
 LIMIT = timedelta(seconds=60)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import dlion
-from dlion.engine import joining
+from dlion.elastic import joining
 from dlion.exchange import Channel
 from dlion.methods import METHODS
 from dlion.suite.lighthouse import start as lighthouse_at

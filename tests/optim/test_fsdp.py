@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 
-from dlion.engine.shards import local_part
+from dlion.extensions.shards import local_part
 from dlion.methods import simple
 from dlion.optim import (
     DGC,

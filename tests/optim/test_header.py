@@ -2,7 +2,7 @@
 
 import torch
 
-from dlion.engine.header import Header
+from dlion.core.header import Header
 from tests.support.properties import given, st
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from dlion.methods.sync import MomentumSync
+from dlion.extensions.momentum_sync import MomentumSync
 from dlion.optim import LionCub, SignMuon
 from dlion.workers import Workers
 from tests.support.small_model import loss_of, net, samples

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlion.exchange.waits import Waits
+from dlion.elastic.waits import Waits
 from dlion.timer import Timer
 from dlion.transfer import index_of
 from dlion.workers import Workers, backends

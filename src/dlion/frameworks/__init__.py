@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
-from dlion.engine.checks import wrappers
-from dlion.engine.optimizer import DistributedOptimizer
+from dlion.checks import wrappers
+from dlion.core.optimizer import DistributedOptimizer
 
 
 def ours(optimizers: Iterable[Any]) -> list[DistributedOptimizer]:

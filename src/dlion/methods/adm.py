@@ -6,9 +6,9 @@ from typing import Annotated, Any, Unpack
 import torch
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket
-from dlion.engine.optimizer import Common
-from dlion.engine.step import rehearse
+from dlion.core.bucket import Bucket
+from dlion.core.optimizer import Common
+from dlion.core.step import rehearse
 from dlion.exchange import DeltaVote
 from dlion.methods.dlion import Directed, sign_descent
 from dlion.values import Betas, Limits, NotNegative

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket
-from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.core.bucket import Bucket
+from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.exchange import DenseMean, Exchange
 from dlion.methods.updates import adamw_descent
 from dlion.values import Betas, NotNegative

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket
-from dlion.engine.optimizer import Common, DistributedOptimizer
-from dlion.engine.step import rehearse
+from dlion.core.bucket import Bucket
+from dlion.core.optimizer import Common, DistributedOptimizer
+from dlion.core.step import rehearse
 from dlion.exchange import (
     Costs,
     LevelMean,

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from dlion.engine.checks import check_pattern
+from dlion.checks import check_pattern
 from dlion.methods.matrices import TABLES, Matrices, are_matrices
 
 MATRIX = "matrix"

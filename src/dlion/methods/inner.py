@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket, Names
+from dlion.core.bucket import Bucket, Names
 from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, rms_scale, scaled
 from dlion.methods.updates import adamw
 

@@ -6,12 +6,12 @@ from typing import Any, Literal, Unpack
 import torch
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket
-from dlion.engine.checks import check_matches
-from dlion.engine.optimizer import Common
+from dlion.checks import check_matches
+from dlion.core.bucket import Bucket
+from dlion.core.optimizer import Common
 from dlion.exchange import LevelMean, Shape, Ties, Topology, Vote, WeightedVote
+from dlion.extensions.momentum_sync import Every, MomentumSync
 from dlion.methods.dlion import SignedDescent
-from dlion.methods.sync import Every, MomentumSync
 from dlion.values import Betas, Count, Name, NotNegative, Positive
 
 Bits = Literal[1, 2, 4, 8]
@@ -55,7 +55,8 @@ class LionCub(SignedDescent):
             2 bits or more, and n at most 2^(p-1) - 1. Messages shrink to the bits that 2 s + 1
             levels take.
         momentum_sync: steps between averages of the momenta of all workers; 0: never; exponential
-            and floored: at growing intervals, see :class:`dlion.methods.sync.MomentumSync`.
+            and floored: at growing intervals, see
+            :class:`dlion.extensions.momentum_sync.MomentumSync`.
         sync_rate: of the growing intervals: T_{j+1} = T_j + 2^(j / rate).
         sync_until: the last step after which momenta may be averaged. None: the end of training.
         sync_pattern: a regular expression: average only parameters whose name contains it. It needs

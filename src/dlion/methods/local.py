@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.layout import Member
-from dlion.engine.optimizer import Common
+from dlion.core.bucket import Bucket, Names, StateNames
+from dlion.core.layout import Member
+from dlion.core.optimizer import Common
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
 from dlion.methods.inner import INNER, Maker, OfTorch
 from dlion.methods.matrices import Matrices

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlion.engine.layout import Slot
+from dlion.core.layout import Slot
 
 # usual names of embeddings and heads, where no model tells: see param_groups
 EMBEDDINGS_AND_HEADS = (

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.checks import check_matches, check_pattern, warn
-from dlion.engine.layout import Member, Slot, members_of
-from dlion.engine.optimizer import Common, DistributedOptimizer
+from dlion.checks import check_matches, check_pattern, warn
+from dlion.core.bucket import Bucket, Names, StateNames
+from dlion.core.layout import Member, Slot, members_of
+from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.matrices import Matrices, are_matrices, is_hidden, tensors_of

@@ -5,9 +5,10 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
-from dlion.engine.bucket import Bucket, Names, StateNames
-from dlion.engine.optimizer import Common
+from dlion.core.bucket import Bucket, Names, StateNames
+from dlion.core.optimizer import Common
 from dlion.exchange import MeanWire, Shape, Ties, Topology
+from dlion.extensions.momentum_sync import Every, MomentumSync
 from dlion.kernels import Gradients
 from dlion.methods.dlion import Aggregation, SignedDescent, Terms
 from dlion.methods.muon import (
@@ -20,7 +21,6 @@ from dlion.methods.muon import (
     matrix_descent,
     rms_scale,
 )
-from dlion.methods.sync import Every, MomentumSync
 from dlion.methods.updates import variance_descent
 from dlion.values import Betas, Depth, Name, NotNegative, Probability
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.engine.bucket import Bucket
+from dlion.core.bucket import Bucket
 
 
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:

@@ -7,8 +7,8 @@ address that only they reach, of a VPN say. Ctrl-C ends it.
 import signal
 from typing import Any
 
-from dlion.engine.joining import importing_torchft
-from dlion.engine.lighthouse import split_address
+from dlion.elastic.joining import importing_torchft
+from dlion.elastic.lighthouse import split_address
 from dlion.errors import UserError
 from dlion.suite.arguments import make_parser, number, whole
 

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dlion.engine.elastic import check_dealt
-from dlion.engine.joining import check_torchft
-from dlion.engine.lighthouse import check_lighthouse
+from dlion.elastic.joining import check_torchft
+from dlion.elastic.lighthouse import check_lighthouse
+from dlion.elastic.worker import check_dealt
 from dlion.errors import TrainingFailed, UserError
 from dlion.methods.inner import INNER
 from dlion.optim import LocalUpdate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlion.engine.joining import interface_of
+from dlion.elastic.joining import interface_of
 from dlion.errors import Stopped, TrainingFailed
 from dlion.suite.terminal import patience
 from dlion.workers import gpu_of

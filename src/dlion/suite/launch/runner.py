@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dlion.engine.joining import importing_torchft
+from dlion.elastic.joining import importing_torchft
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
 from dlion.suite.launch.deaths import Deaths

@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from dlion.engine.bucket import Bucket
+from dlion.core.bucket import Bucket
 from dlion.exchange import Channel, DenseMean, sum_in_order
 from dlion.methods.dlion import Directed, SignedDescent
 from dlion.optim import DLionADM

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlion.engine.elastic import LeftBehind
-from dlion.engine.joining import join
+from dlion.elastic.joining import join
+from dlion.elastic.worker import LeftBehind
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, sum_in_order
 from dlion.streams import stream_seed

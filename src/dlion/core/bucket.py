@@ -1,0 +1,535 @@
+"""Parameters as one long vector, with all that belongs to them during a step."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlion.core.header import Header, Headers, Sender, check_in_step, hyperparameters
+from dlion.core.layout import Member, dealt, lay_out
+from dlion.exchange import Buffers, Exchange, Stages
+from dlion.extensions.shards import local_part
+from dlion.extensions.whole import Whole
+from dlion.kernels import Gradients, Places
+from dlion.transfer import upload
+
+
+class Fragment(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
+
+    index: int
+    start: int
+    stop: int
+    view: Tensor
+
+
+class Run(NamedTuple):
+    """Parameters side by side whose groups agree in some hyperparameters.
+
+    Attributes:
+        values: of the hyperparameters.
+        part: their elements in a flat buffer.
+        slots: which of the bucket's slots they are.
+    """
+
+    values: tuple[Any, ...]
+    part: slice
+    slots: slice
+
+    def of(self, *flats: Tensor) -> Any:
+        """Return these parameters' part of flat buffers, as views."""
+        return tuple([flat[self.part] for flat in flats])
+
+
+class StateNames(Protocol):
+    """Names of a method's state."""
+
+    own_state: list[str]
+    shared_state: list[str]
+    counters: list[str]
+    own_counters: list[str]
+
+
+@dataclass
+class Names:
+    """Names of the state of some of a method's buckets."""
+
+    own_state: list[str] = field(default_factory=list)
+    shared_state: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+    own_counters: list[str] = field(default_factory=list)
+
+
+@dataclass
+class InFlight:
+    """Data that one step of a bucket keeps until its end.
+
+    Attributes:
+        norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
+        rates: the hyperparameters that the latest message was made with; empty: there is none.
+        present: whether some worker has a gradient, for each parameter.
+        flag: whether some worker's flag is set.
+        slow: whether some worker's links are slow.
+        saved: what each sender did with its own state.
+    """
+
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    rates: str = ""
+    present: list[bool] = field(default_factory=list)
+    flag: bool = False
+    slow: bool = False
+    saved: list[int] = field(default_factory=list)
+
+
+class Bucket:
+    """Parameters of one dtype and device, laid out one after the other.
+
+    Parameters become views into ``params``, so that an update is a few operations on one long
+    vector; those that FSDP2 has sharded, or in shared memory, stay where they are, and ``params``
+    is a copy of what is here. Each starts at a multiple of 64. The gaps between them, and the end,
+    are zero in gradients; ``mask`` tells them apart where that is not enough.
+
+    Attributes:
+        index: its number among the buckets of the optimizer.
+        kind: what its parameters have in common, if the method makes a difference.
+        groups: the optimizer's parameter group of each parameter; hyperparameters are read from
+            them at every step, see :meth:`runs`.
+        edges: the slots at which the parameters of another group begin, 0 among them.
+        distinct_groups: the group at each edge.
+        slots: the parameters and where they are.
+        numel: elements, gaps included.
+        apart: whether parameters are no views of ``params``: FSDP2 has sharded them, or other
+            processes read them in shared memory.
+        exchange: carries the messages about these parameters and holds the answer.
+        params: ``[padded]``, in the parameters' dtype.
+        own: per-worker state, name -> float32 ``[k, padded]``. Never leaves its worker.
+        shared: state that is equal everywhere, name -> float32 ``[padded]``.
+        counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
+        own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
+        counts_steps: whether ``counters["step"]`` is for others to read: the method has none.
+        flight: what the present step has to remember.
+        published: parameter, name and view of what ``state[param]`` of the optimizer shows.
+        run_led: runs the exchange, if only one process of a node does.
+    """
+
+    run_led: Callable[["Bucket"], Stages] | None = None
+    exchange: Any  # the kind that the method made
+    kind: Any  # what the method's kind() returned
+
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[Member],
+        owners: int | None = None,
+        kind: Hashable = None,
+    ):
+        self.index, self.kind, first = index, kind, members[0].tensor
+        self.device, self.dtype = first.device, first.dtype
+        self.sharded = isinstance(first, DTensor)
+        if owners is None:
+            self.slots, self.numel = lay_out(members)
+        else:  # each parameter in one slice of so many
+            members, starts, self.numel = dealt(members, owners)
+            self.slots, _ = lay_out(members, starts)
+        self.regroup(member.group for member in members)
+        self.places = Places((slot.start, slot.stop) for slot in self.slots)
+        self.header = Header(len(members))
+        self._tensors: list[Tensor] = [slot.tensor for slot in self.slots]
+        self.flight = InFlight()
+        self.published: list[tuple[Tensor, str, Tensor]] = []
+        self._places = {(None, None): self.places}
+        self._fragments: dict[int, list[Fragment]] = {}
+        self._row: Tensor | None = None
+
+    def allocate(self, exchange: Exchange, names: StateNames) -> None:
+        """Make the buffers that go with an exchange and move the parameters in."""
+        # an exchange may be about whole tensors of what is sharded here
+        local, padded = exchange.channel.workers.local, max(exchange.numel, self.numel)
+        self.exchange = exchange
+        zeros = partial(torch.zeros, dtype=torch.float32)
+        self.params = torch.zeros(padded, dtype=self.dtype, device=self.device)
+        self.own = {name: zeros(local, padded, device=self.device) for name in names.own_state}
+        self.shared = {name: zeros(padded, device=self.device) for name in names.shared_state}
+        self.counts_steps = "step" not in (*names.counters, *names.own_counters)
+        counters, own = [*names.counters, *["step"] * self.counts_steps], names.own_counters
+        self.counters = {name: zeros(len(self.slots), device="cpu") for name in counters}
+        self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in own}
+        self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
+        self.adopt()
+
+    @torch.no_grad()
+    def renew(self, exchange: Exchange) -> None:
+        """Continue with an exchange for another number of workers, whose padding may differ."""
+        self.exchange = exchange
+        self._fragments.clear()
+        self._row = None
+        if exchange.numel != len(self.params):
+            self.params = self._resized(self.params)
+            self.own = {name: self._resized(rows) for name, rows in self.own.items()}
+            self.shared = {name: self._resized(flat) for name, flat in self.shared.items()}
+        self.adopt()
+
+    def _resized(self, flat: Tensor) -> Tensor:
+        """Copy a flat buffer into one as long as the exchange asks for."""
+        new = flat.new_zeros(*flat.shape[:-1], self.exchange.numel)
+        new[..., : self.numel] = flat[..., : self.numel]
+        return new
+
+    def regroup(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Read hyperparameters from these groups, one for each parameter."""
+        self.groups = list(groups)
+        pairs = enumerate(itertools.pairwise(self.groups), 1)
+        self.edges = [0, *(index for index, (one, two) in pairs if one is not two)]
+        self.distinct_groups = [self.groups[index] for index in self.edges]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group of all parameters; an error if there are several (:meth:`runs`)."""
+        if len(self.edges) > 1:
+            raise RuntimeError(
+                "the parameters of this bucket are of several groups: read hyperparameters from"
+                " bucket.runs(), as dlion.methods.updates does"
+            )
+        return self.groups[0]
+
+    @property
+    def step(self) -> int:
+        """The number of steps that its parameter groups have taken, equally many."""
+        return self.groups[0]["steps"]
+
+    def runs(self, *names: str, within: slice = slice(None)) -> list[Run]:
+        """Return parameters side by side whose groups agree in hyperparameters of these names.
+
+        Together the runs are all of the bucket, padding included. An update loops over them, as
+        ``descent`` of ``dlion.methods.updates`` does.
+
+        Args:
+            within: slots; only what is of these.
+        """
+        if within != slice(None):
+            (start, stop), (slot, *_) = (within.start, within.stop), self.slots[within]
+            assert stop == start + 1
+            values = tuple(map(self.groups[start].__getitem__, names))
+            return [Run(values, slice(slot.start, slot.stop), within)]
+        found: list[tuple[int, tuple[Any, ...]]] = []
+        for index in self.edges:
+            values = tuple(map(self.groups[index].__getitem__, names))
+            if not found or values != found[-1][1]:
+                found.append((index, values))
+        if len(found) == 1:
+            return [Run(found[0][1], within, within)]
+        runs, stop, end = [], None, None
+        for index, values in reversed(found):
+            start = self.slots[index].start
+            runs.append(Run(values, slice(start, end), slice(index, stop)))
+            stop, end = index, start
+        return runs[::-1]
+
+    @property
+    def names(self) -> list[str]:
+        """Name of each parameter, for messages."""
+        unnamed = f"of bucket {self.index}"
+        return [slot.name or f"parameter {i} {unnamed}" for i, slot in enumerate(self.slots)]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """``(start, stop)`` of each parameter."""
+        return list(self.places.spans)
+
+    @cached_property
+    def whole(self) -> Whole:
+        """The tensors as wholes, for methods with ``whole_matrices``."""
+        return Whole(self.slots, self.numel)
+
+    def to_whole(self, flat: Tensor) -> Tensor:
+        """Return a flat buffer as one of ``whole.slots``: itself, if nothing is sharded."""
+        return self.whole.gather(flat)
+
+    def to_shards(self, flat: Tensor) -> Tensor:
+        """Return a flat buffer of ``whole.slots`` as one of ``slots``: itself, if not sharded."""
+        return self.whole.scatter(flat, len(self.params))
+
+    @property
+    def buffers(self) -> Buffers:
+        """Properties of this bucket that an exchange needs besides ``numel``."""
+        return {"header_bytes": self.header.nbytes, "device": self.device}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter with the gap behind it."""
+        edges = [*(slot.start for slot in self.slots), self.numel]
+        return [stop - start for start, stop in itertools.pairwise(edges)]
+
+    @property
+    def mask(self) -> Tensor:
+        """Mask of the elements that belong to parameters, and not to gaps, bool ``[numel]``."""
+        mask = torch.zeros(self.numel, dtype=torch.bool, device=self.device)
+        for slot in self.slots:
+            mask[slot.start : slot.stop] = True
+        return mask
+
+    @property
+    def left(self) -> bool:
+        """Whether the parameters are on another device than this bucket, unless only some are."""
+        return self._tensors[0].device != self.device
+
+    @torch.no_grad()
+    def follow(self, make_exchange: Callable[["Bucket"], Exchange]) -> None:
+        """Continue on the device to which the parameters have moved, with all state.
+
+        Nothing is changed in place, so that ``vars`` of before restore this bucket.
+        """
+        self._check_moved()
+        self.device = self._tensors[0].device
+        vars(self).pop("whole", None)
+        exchange, former = make_exchange(self), self.exchange
+        for name, values in former.state.items():
+            exchange.state[name].copy_(values)
+        self.exchange = exchange
+        self.params = torch.zeros_like(self.params, device=self.device)
+        self.own = {name: rows.to(self.device) for name, rows in self.own.items()}
+        self.shared = {name: flat.to(self.device) for name, flat in self.shared.items()}
+        self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
+        self._fragments, self._row = {}, None
+        self.adopt()
+
+    def _check_moved(self) -> None:
+        found = {(tensor.device, tensor.dtype) for tensor in self._tensors}
+        device, dtype = next(iter(found - {(self.device, self.dtype)}))
+        if found != {(device, self.dtype)}:
+            raise RuntimeError(
+                f"a parameter moved from {self.dtype} on {self.device} to {dtype} on {device}, and"
+                " not all of its bucket, or its dtype changed: create the optimizer after"
+                " model.to(...)"
+            )
+
+    def adopt(self) -> None:
+        """Point parameters back into the buffer, should anyone have replaced their storage.
+
+        Of sharded ones it takes a copy, and so of those in shared memory, where others read them.
+        """
+        self.apart = self.sharded
+        for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
+            view = self._views[index]
+            home = self.params.data_ptr() + slot.start * self.params.itemsize
+            if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
+                view = self._views[index] = slot.standalone(slot.view(self.params))
+            # model.load_state_dict(assign=True), share_memory() and others give a parameter another
+            # storage: its values are taken over, or updates would go to memory nobody reads
+            if tensor.data_ptr() != home:
+                if tensor.device != view.device or tensor.dtype != view.dtype:
+                    raise RuntimeError(
+                        f"a parameter moved from {view.dtype} on {view.device} to {tensor.dtype} on"
+                        f" {tensor.device}: create the optimizer after model.to(...)"
+                    )
+                view.copy_(tensor.data)
+                if not self.sharded:
+                    if tensor.device.type == "cpu" and tensor.is_shared():
+                        self.apart = True
+                    else:
+                        slot.tensor.data = view
+
+    @torch.no_grad()
+    def adopt_state(self, state: dict[Tensor, Any]) -> None:
+        """Take over values that others have put into ``state[param]`` in place of those shown."""
+        for param, name, view in self.published:
+            value = state[param].get(name, view)
+            if value is not view:
+                view.copy_(torch.as_tensor(value))
+            state[param][name] = view
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the buffer into parameters that are no views of it."""
+        if self.apart:
+            torch._foreach_copy_(self.tensors, self._views)
+
+    def copy_gradients(self, rows: Tensor) -> None:
+        """Copy the latest gradients into a message, float32 ``[n, slice]``; zero without one."""
+        fragments = self._fragments.get(rows.data_ptr())
+        if fragments is None:
+            fragments = self._fragments[rows.data_ptr()] = list(self._cut(rows))
+        grads, views, parts = self.grads().tensors, [], []
+        for index, start, stop, view in fragments:
+            grad = grads[index]
+            if grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                parts.append(grad if stop - start == grad.numel() else grad[start:stop])
+        if parts:
+            torch._foreach_copy_(views, parts)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters, as much of each as is here."""
+        return [*map(local_part, self._tensors)] if self.sharded else self._tensors
+
+    def grads(self, slots: slice = slice(None)) -> Gradients:
+        """Return the latest gradients, of all parameters or some, where autograd has left them.
+
+        They are vectors in the parameters' memory order and without gaps: what autograd has
+        expanded is copied.
+        """
+        vectors: list[Tensor | None] = []
+        for slot in self.slots[slots]:
+            grad = slot.tensor.grad
+            if grad is not None:
+                if grad.is_sparse:
+                    text = "sparse gradients are not supported: use Embedding(sparse=False)"
+                    raise RuntimeError(text)
+                grad = local_part(grad) if self.sharded else grad
+                grad = grad if slot.order is None else grad.permute(slot.order)
+                grad = grad.flatten().contiguous()
+            vectors.append(grad)
+        key = slots.start, slots.stop
+        if key not in self._places:
+            self._places[key] = Places(self.places.spans[slots])
+        return Gradients(vectors, self._places[key])
+
+    def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
+
+        That is each parameter by itself, and on a GPU, where a launch costs more than a copy, all
+        of the bucket.
+        """
+        if self.device.type == "cuda":
+            yield 0, self.own[name][local], self.gradients()
+        else:
+            yield from self.grads().parts(self.own[name][local])
+
+    def gradients(self) -> Tensor:
+        """Copy the latest gradients to float32 ``[padded]``; the next call overwrites it."""
+        if self._row is None:
+            self._row = self.params.new_zeros(1, len(self.params), dtype=torch.float32)
+        self.copy_gradients(self._row)
+        return self._row[0]
+
+    def present(self) -> list[bool]:
+        """Whether each parameter has a gradient."""
+        return [slot.tensor.grad is not None for slot in self.slots]
+
+    def trained(self) -> list[bool]:
+        """Whether each parameter is trained."""
+        return [slot.tensor.requires_grad for slot in self.slots]
+
+    def norms(self) -> Tensor:
+        """Return the norm of each gradient, float32 ``[T]``, 0 where there is none."""
+        grads = self.grads()
+        precision = torch.promote_types(self.dtype, torch.float32)
+        found = iter(torch._foreach_norm(grads.present, dtype=precision) if grads.present else ())
+        if len(grads.present) == len(self.slots):
+            return torch.stack(list(found)).to(torch.float32)
+        zero = self.params.new_zeros((), dtype=precision)
+        norms = [zero if grad is None else next(found) for grad in grads.tensors]
+        return torch.stack(norms).to(torch.float32)
+
+    def count_step(self) -> None:
+        """Count a step in ``state[param]["step"]``, as torch's optimizers do, if no update does."""
+        if self.counts_steps:
+            present = self.flight.present or self.trained()  # a local step knows of no others
+            self.counters["step"] += torch.tensor(present, device="cpu")
+
+    def count(self, name: str) -> list[tuple[int, slice]]:
+        """Count a step for every parameter that some worker has a gradient for.
+
+        Returns the counts, each with the slots that it holds for; absent parameters are left
+        out where counts differ.
+        """
+        return self._count(self.counters[name], self.flight.present)
+
+    def count_own(self, name: str, local: int) -> list[tuple[int, slice]]:
+        """As :meth:`count`, for the parameters that a local worker has a gradient for."""
+        return self._count(self.own_counters[name][local], self.present())
+
+    def _count(self, counter: Tensor, here: list[bool]) -> list[tuple[int, slice]]:
+        present = torch.tensor(here, device="cpu")
+        counter += present
+        counts = set(counter[present].tolist())
+        if len(counts) <= 1:
+            return [(int(count), slice(None)) for count in counts]
+        return [
+            (int(count), slice(index, index + 1))
+            for index, (count, here) in enumerate(zip(counter.tolist(), present, strict=True))
+            if here
+        ]
+
+    def stages(self) -> Stages:
+        """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
+        return self.exchange.stages(self.step) if self.run_led is None else self.run_led(self)
+
+    def make_header(self, present: list[bool], sender: Sender) -> Tensor:
+        """Return the header of a worker's message, uint8 ``[header.nbytes]``.
+
+        Its checksum is of what must be equal on all workers as long as they keep in step: the
+        hyperparameters and how many parameters are trained.
+        """
+        step = self.step
+        self.flight.rates = rates = hyperparameters(self.distinct_groups)
+        check = zlib.crc32(f"{sender.trained} {rates}".encode()) % 2**30
+        slow = self.exchange.channel.slow
+        return self.header.encode(step, check, present, sender.flag, slow, sender.saved)
+
+    def write_header(self, local: int, present: list[bool], sender: Sender) -> None:
+        """Let a header go with a local worker's message, see :meth:`make_header`.
+
+        Where ``norms`` are known, it says which gradient is not finite, in place of the step.
+        """
+        header = self.make_header(present, sender)
+        if self.device.type != "cpu":
+            header = upload(header, self.device)
+        norms = self.flight.norms.get(local)
+        if norms is not None:
+            self.header.mark(header, norms)
+        self.exchange.encode_header(local, header)
+
+    def read_headers(self, headers: Tensor) -> None:
+        """Read the headers of all senders, uint8 ``[m, bytes]``.
+
+        Raises:
+            TrainingFailed: if a gradient is not finite and that is to end training, or if workers
+                are in different steps or have different hyperparameters.
+        """
+        read, flight = self.header.decode(headers), self.flight
+        if not read.agree:
+            self.check_in_step(read, self.exchange.channel.participants, "worker")
+        flight.present, flight.flag = read.present, read.flag
+        flight.slow, flight.saved = read.slow, read.saved
+
+    def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
+        """Look closer at headers of senders, a ``kind`` of such numbers, that do not agree."""
+        check_in_step(headers, senders, kind, self.names, self.step, self.groups)
+
+    def untouched(
+        self, present: list[bool], flats: Iterable[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Keep the part of absent parameters in flat buffers as it was."""
+        return nullcontext() if all(present) else self._restored(present, flats)
+
+    @contextmanager
+    def _restored(self, present: list[bool], flats: Iterable[Tensor]) -> Iterator[None]:
+        absent = [slot for slot, here in zip(self.slots, present, strict=True) if not here]
+        parts = [flat[slot.start : slot.stop] for flat in flats for slot in absent]
+        before = [part.clone() for part in parts]
+        yield
+        for part, old in zip(parts, before, strict=True):
+            part.copy_(old)
+
+    def _cut(self, rows: Tensor) -> Iterator[Fragment]:
+        """Yield the parameters' parts of ``rows``, ``[n, slice]``, a flat buffer in slices."""
+        size = rows.shape[1]
+        for index, slot in enumerate(self.slots):
+            at = slot.start
+            while at < slot.stop:
+                row, column = divmod(at, size)
+                end = min(slot.stop, at + size - column)
+                view = rows[row, column : column + end - at]
+                yield Fragment(index, at - slot.start, end - slot.start, view)
+                at = end

@@ -1,0 +1,269 @@
+"""Layout of parameters in buckets, in the order in which messages leave."""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dlion.extensions.shards import local_part
+
+ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
+
+
+class Slot(NamedTuple):
+    """The place of a parameter in a bucket.
+
+    Attributes:
+        tensor, name: the parameter and its name (``""`` where unnamed).
+        shape: of what is here of it: all, but of a parameter that FSDP2 has sharded.
+        start, stop: its elements in a flat buffer.
+        order: its dimensions as they lie in memory, outermost first; None if that is their order.
+    """
+
+    tensor: torch.nn.Parameter
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    order: tuple[int, ...] | None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter as a matrix [outermost in memory, rest]; 1 of a vector."""
+        shape, order = self.shape, self.order or (0,)
+        return shape[order[0]] if len(shape) > 1 else 1
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """Return values in the parameter's shape as a vector, in the parameter's memory order."""
+        return (values if self.order is None else values.permute(self.order)).flatten()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of flat buffers ``[..., padded]``, in its shape."""
+        part, shape = flat[..., self.start : self.stop], self.shape
+        if self.order is None:
+            return part.view((*part.shape[:-1], *shape))
+        leading = range(part.dim() - 1)
+        part = part.unflatten(-1, [shape[dim] for dim in self.order])
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return part.permute(*leading, *(len(leading) + dim for dim in back))
+
+    def standalone(self, view: Tensor) -> Tensor:
+        """Return the same memory behind a storage of its own.
+
+        What saves tensors writes whole storages, and asks which tensors share one; a parameter is
+        to look as it did before.
+        """
+        if view.device.type not in ("cpu", "cuda"):
+            return view
+        alone = torch.from_dlpack(self.flatten(view))
+        return self._replace(start=0, stop=alone.numel()).view(alone)
+
+
+class Member(NamedTuple):
+    """A parameter, its name (``""`` where unnamed), and the parameter group that it is in."""
+
+    tensor: torch.nn.Parameter
+    name: str
+    group: dict[str, Any]
+
+
+def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Deal things of these sizes to so many, as equally as goes; return their places, ascending."""
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(index)
+        loads[lightest] += sizes[index]
+    return [sorted(part) for part in dealt]
+
+
+def dealt(members: Sequence[Member], owners: int) -> tuple[list[Member], list[int], int]:
+    """Order members so that each lies in one of the equal slices of so many owners.
+
+    Returns them, where each starts, and the elements of all slices.
+    """
+    sizes = [-(-local_part(m.tensor).numel() // ALIGNMENT) * ALIGNMENT for m in members]
+    parts = deal(sizes, owners)
+    length = max(sum(sizes[index] for index in part) for part in parts)
+    starts = [
+        owner * length + start
+        for owner, part in enumerate(parts)
+        for start in itertools.accumulate((sizes[index] for index in part[:-1]), initial=0)
+        if part
+    ]
+    return [members[index] for part in parts for index in part], starts, owners * length
+
+
+def lay_out(members: Iterable[Member], starts: Iterable[int] = ()) -> tuple[list[Slot], int]:
+    """Lay parameters out one after the other, from multiples of 64 on, or from ``starts`` on.
+
+    Returns their slots, and the elements of all, gaps included.
+    """
+    slots: list[Slot] = []
+    start, given = 0, iter(starts)
+    for tensor, name, _ in members:
+        start = next(given, start)
+        here = local_part(tensor)
+        slots.append(Slot(tensor, name, here.shape, start, start + here.numel(), _order(here)))
+        start += -(-here.numel() // ALIGNMENT) * ALIGNMENT
+    return slots, max(start, ALIGNMENT)  # of tensors of which nothing is here: a gap
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of a dense tensor's dimensions in memory, None if it is contiguous or has gaps."""
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def share(tensor: Tensor, whole: bool) -> int:
+    """Return a tensor's elements here; ``whole``: its part for each process of its shard group."""
+    if whole and isinstance(tensor, DTensor):
+        return -(-tensor.numel() // tensor.device_mesh.size())
+    return local_part(tensor).numel()
+
+
+def by_kind(
+    members: Iterable[Member],
+    kind: Callable[[Member], Hashable] = lambda member: None,
+    whole: bool = False,
+) -> list[list[Member]]:
+    """Return members that may share a bucket together, without those that have no elements.
+
+    They have one ``kind``, dtype and device, and groups that have taken as many steps.
+    ``whole``: a tensor is a member wherever other processes have elements of it.
+    """
+    kinds: dict[Hashable, list[Member]] = {}
+    for member in members:
+        tensor, group = member.tensor, member.group
+        if share(tensor, whole):
+            same = (tensor.dtype, tensor.device, group.get("steps"), kind(member))
+            kinds.setdefault(same, []).append(member)
+    return [*kinds.values()]
+
+
+def cut(
+    members: list[Member], bucket_cap_mb: float | None, whole: bool = False
+) -> list[list[Member]]:
+    """Members by bucket, in the order in which a backward pass is done with them.
+
+    Of several groups one often has the vectors of all layers, which do not decay. As these are
+    ready last, they go last, unless that makes more buckets.
+    """
+    if bucket_cap_mb is None:
+        return [members]
+    backward = members[::-1]
+    parts = _cut(backward, bucket_cap_mb, whole)
+    if any(member.group is not members[0].group for member in members):
+        backward.sort(key=lambda member: member.tensor.dim() < 2)
+        parts = min(_cut(backward, bucket_cap_mb, whole), parts, key=len)
+    return parts
+
+
+def _cut(rest: list[Member], bucket_cap_mb: float, whole: bool) -> list[list[Member]]:
+    """Cut members into buckets in their order.
+
+    The first bucket is a quarter as large, so that messages start early, and each at most half of
+    what is left, so that little is left to send when the backward pass is over.
+    """
+    cap, parts = bucket_cap_mb * 1e6, []
+    while rest:
+        sizes = [4 * share(member.tensor, whole) for member in rest]
+        room = min(cap, max(cap / 8, sum(sizes) / 2)) if parts else cap / 4
+        count = max(1, sum(total <= room for total in itertools.accumulate(sizes)))
+        parts.append(rest[:count])
+        rest = rest[count:]
+    return parts
+
+
+class Members:
+    """The parameters of an optimizer: those in buckets, and frozen ones, which are in none.
+
+    Args:
+        bucket_cap_mb: as for :func:`cut`.
+        whole: as for :func:`by_kind`.
+
+    Attributes:
+        ids: of the parameters of each group.
+        in_buckets: how many of them are in buckets, or wait for one.
+        frozen: those that were frozen when they were added or looked at last.
+    """
+
+    def __init__(self, bucket_cap_mb: float | None, whole: bool) -> None:
+        self._cap, self._whole = bucket_cap_mb, whole
+        self.frozen: list[Tensor] = []
+        self.in_buckets = 0
+        self.ids: list[list[int]] = []
+        self._all: list[Tensor] = []  # as long as these are kept, ids are theirs
+
+    def fresh(self) -> "Members":
+        """Return one of these settings without groups."""
+        return Members(self._cap, self._whole)
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Take note of a new group."""
+        params = group["params"]
+        self.in_buckets += len(self.trained_of(group))
+        self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
+        self.ids = [*self.ids, [*map(id, params)]]
+        self._all = self._all + params
+
+    def trained_of(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return the parameters of a group that are trained and not empty."""
+        return [p for p in group["params"] if p.requires_grad and share(p, self._whole)]
+
+    def trained(self, groups: list[dict[str, Any]]) -> list[Member]:
+        """Return the parameters of some groups that were not frozen."""
+        frozen = set(map(id, self.frozen))
+        return [member for member in members_of(groups) if id(member.tensor) not in frozen]
+
+    def unfrozen(self, groups: list[dict[str, Any]]) -> list[Member]:
+        """Return parameters that were unfrozen since the last step."""
+        here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
+        if not here:
+            return []
+        self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
+        members = [member for member in members_of(groups) if id(member.tensor) in here]
+        self.in_buckets += sum(share(member.tensor, self._whole) > 0 for member in members)
+        return members
+
+    def lay_out(
+        self,
+        members: list[Member],
+        kind: Callable[[Member], Hashable],
+        together: Callable[[Member], bool],
+    ) -> list[list[Member]]:
+        """Return members by bucket.
+
+        Args:
+            kind: of a member; those of different kinds share no bucket.
+            together: whether those of a member's kind are all in one bucket.
+        """
+        parts: list[list[Member]] = []
+        kinds = by_kind(members, kind, self._whole)
+        for alike in sorted(kinds, key=lambda alike: not kind(alike[0])):  # matrices first
+            cap = None if together(alike[0]) else self._cap
+            parts += cut(alike, cap, self._whole)
+        return parts
+
+    def check_sizes(self, sizes: list[int]) -> None:
+        """Refuse a saved state of groups of other sizes."""
+        here = [*map(len, self.ids)]
+        if sizes != here:
+            raise ValueError(
+                f"the saved state is of groups of {sizes} parameters, this optimizer has {here}:"
+                " load it into the same model with the same groups"
+            )
+
+
+def members_of(groups: Iterable[dict[str, Any]]) -> Iterator[Member]:
+    """Return the parameters of groups, in order."""
+    for group in groups:
+        names = itertools.chain(group.get("param_names") or (), itertools.repeat(""))
+        for tensor, name in zip(group["params"], names, strict=False):
+            yield Member(tensor, name, group)

@@ -1,0 +1,332 @@
+"""Overlap (``overlap=True``): messages leave during the backward pass.
+
+Autograd calls a hook after it has accumulated a gradient. Once all gradients of a bucket are there,
+and the buckets before it have left, its message is encoded and its exchange begins on a thread.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from dlion.core.bucket import Bucket
+from dlion.core.header import hyperparameters
+from dlion.core.layout import Slot
+from dlion.exchange import run_together
+from dlion.extensions.shards import local_part
+from dlion.transfer import keep_for_this_stream
+
+Work = Callable[[], None]
+
+
+class _Noted(NamedTuple):
+    """Gradients with their versions, and what was measured of each, float64 ``[T, m]``."""
+
+    gradients: list[tuple[Slot, Tensor, int]]
+    measure: Callable[[list[Tensor]], Tensor]
+    measured: Tensor
+
+
+@dataclass
+class _Pass:
+    """A bucket in the backward pass of this step.
+
+    Attributes:
+        waiting: trained parameters whose gradient is not there yet; None before the first is.
+        sent: whether its message has left.
+        restarted: whether zero_grad() has given up the pass that the message was made in.
+        noted: of the gradients that the message was made of.
+    """
+
+    waiting: int | None = None
+    sent: bool = False
+    restarted: bool = False
+    noted: _Noted | None = None
+
+
+class Overlap:
+    """Sends buckets during the backward pass, and runs their exchanges on a thread.
+
+    Exchanges begin in the order of the buckets, as collectives must have one order on all
+    processes. On CUDA the thread works on a stream of its own for each device: it waits for the
+    messages, and the update waits for it.
+
+    Args:
+        buckets: of the optimizer, in the order in which messages leave. It grows with parameter
+            groups.
+        encode: writes the last local worker's message about a bucket; returns work that the thread
+            is to do before the exchange, if any.
+        expects: whether the pass at hand is the last one of a step.
+
+    Attributes:
+        sent: how many buckets' messages have left in this step.
+        in_backward: whether a backward pass is going on, or has failed.
+        hooks: those of autograd, to be removed, of each parameter.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        encode: Callable[[Bucket], Work | None],
+        expects: Callable[[], bool],
+    ) -> None:
+        self._buckets = buckets
+        # of the optimizer, which is not to live as long as its parameters' hooks
+        self._encode, self._expects = weakref.WeakMethod(encode), weakref.WeakMethod(expects)
+        self.sent, self.in_backward = 0, False
+        self.hooks: dict[Tensor, RemovableHandle] = {}
+        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._passes: dict[Bucket, _Pass] = {}
+        self._synchronising = True
+        self._written = True  # whether gradients are written to after they are sent: then hashed
+        self._ready = threading.RLock()  # autograd has a thread for every device
+        self._executor: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._running: dict[Bucket, Future[torch.cuda.Event | None]] = {}
+        self._unfinished = False  # whether an exchange of this step has begun and not ended well
+
+    # ---- hooks
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Register autograd hooks that report when gradients of parameters are ready."""
+        ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready))
+        for tensor in tensors:
+            if tensor not in self.hooks:
+                self.hooks[tensor] = tensor.register_post_accumulate_grad_hook(ready)
+
+    def unwatch(self, tensors: Iterable[Tensor]) -> None:
+        """Remove the hooks of parameters."""
+        for tensor in tensors:
+            if tensor in self.hooks:
+                self.hooks.pop(tensor).remove()
+
+    def place(self, bucket: Bucket) -> None:
+        """Take note of a new bucket, and watch its parameters."""
+        self._passes[bucket] = _Pass()
+        self._bucket_of |= dict.fromkeys((slot.tensor for slot in bucket.slots), bucket)
+        self.watch(slot.tensor for slot in bucket.slots)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Forget a bucket of which nothing was sent; its parameters get a place in another."""
+        self._passes.pop(bucket, None)
+        for slot in bucket.slots:
+            self._bucket_of.pop(slot.tensor, None)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _gradient_is_ready(self, tensor: Tensor) -> None:
+        with self._ready:
+            expects = self._expects()
+            if self._synchronising and expects is not None and expects():
+                self._note(self._bucket_of[tensor])
+
+    def _note(self, bucket: Bucket) -> None:
+        """Count a gradient; send all buckets that are complete, in their order."""
+        here = self._passes[bucket]
+        if here.sent and here.restarted:  # the pass is another try, and this bucket has left
+            return
+        if not self.in_backward:
+            self.in_backward = True
+            # autograd calls it at the end of this pass, but only if no exception has ended the
+            # pass: so zero_grad() knows whether what has left may be tried again
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_went_well)
+        if here.waiting is None:
+            here.waiting = sum(slot.tensor.requires_grad for slot in bucket.slots)
+        here.waiting -= 1
+        if here.waiting < 0:
+            raise RuntimeError(
+                "a second backward pass in one step, after messages have left: run all but the last"
+                " backward pass of a step in `with optimizer.no_sync():`, call zero_grad() first if"
+                " it is another try, give checkpoint() use_reentrant=False where a layer runs"
+                " twice, or create the optimizer with overlap=False"
+            )
+        # a later bucket may be complete before an earlier one, and then waits here for it
+        while self.sent < len(self._buckets):
+            complete = self._buckets[self.sent]
+            encode = self._encode()
+            if self._passes[complete].waiting != 0 or encode is None:
+                break
+            self.send(complete, encode(complete))
+
+    def _backward_went_well(self) -> None:
+        """Note that a pass has ended without an exception."""
+        self.in_backward = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes in here only accumulate gradients."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    # ---- changes between backward() and step()
+
+    def check_unchanged(self) -> None:
+        """Refuse gradients and hyperparameters that were changed after messages had left.
+
+        A gradient that is written to without a change is no change. To tell, the norm of each one
+        is taken before. In the first step, and for as long as steps show such writes, a hash is.
+        """
+        self._written = False
+        for bucket in self._buckets[: self.sent]:
+            here, rates = self._passes[bucket], bucket.flight.rates
+            # none if the thread has not made the message, as the exchange before it has failed
+            if rates and rates != hyperparameters(bucket.distinct_groups):
+                raise RuntimeError(
+                    "the learning rate or another hyperparameter was changed between backward() and"
+                    " step(), when messages had left: set it before backward(), or create the"
+                    " optimizer with overlap=False"
+                )
+            if here.noted is not None and not here.restarted:
+                self._check_gradients(here.noted)
+
+    def _check_gradients(self, noted: _Noted) -> None:
+        """Refuse gradients of a bucket that were changed after its message had left."""
+        found = noted.gradients
+        same = [slot.tensor.grad is grad for slot, grad, _ in found]
+        if all(same) and any(local_part(grad)._version != version for _, grad, version in found):
+            # clip_grad_norm_(params, inf), say, multiplies by 1
+            self._written = True
+            now = noted.measure([grad for _, grad, _ in found])
+            same = (now.view(torch.int64) == noted.measured.view(torch.int64)).all(1).tolist()
+        for (slot, *_), unchanged in zip(found, same, strict=True):
+            if not unchanged:
+                raise RuntimeError(
+                    f"the gradient of {slot.name or 'a parameter'} was changed between"
+                    " backward() and step(), when it had been sent: clip or scale gradients"
+                    " with overlap=False (torch.nn.utils.get_total_norm only measures them)"
+                )
+
+    def check_restart(self) -> None:
+        """Refuse zero_grad() after a successful pass whose messages have left."""
+        if self.sent and not self.in_backward:
+            raise RuntimeError(
+                "zero_grad() after a backward pass whose messages have left, before step(): call"
+                " step(), or, where a pass is not to count (through another model's parameters, of"
+                " a batch to be skipped), run it in `with optimizer.no_sync():`, freeze them with"
+                " requires_grad_(False), or create the optimizer with overlap=False"
+            )
+
+    def restart(self) -> None:
+        """Count gradients from zero, as they were dropped; messages that left stay sent."""
+        self.in_backward = False
+        for here in self._passes.values():
+            here.waiting, here.restarted = None, here.sent
+
+    # ---- exchanges
+
+    def send(self, bucket: Bucket, work: Work | None = None) -> None:
+        """Begin the exchange of the next bucket; the thread does ``work`` before it."""
+        self._passes[bucket].sent = True
+        if work is None:
+            self._note_gradients(bucket)
+        self.sent += 1
+        if self._executor is None:
+            threads = torch.get_num_threads()
+            self._executor = ThreadPoolExecutor(
+                1, "exchange", initializer=torch.set_num_threads, initargs=(threads,)
+            )
+        ready = torch.cuda.Event() if bucket.device.type == "cuda" else None
+        if ready is not None:
+            ready.record(torch.cuda.current_stream(bucket.device))
+        self._running[bucket] = self._executor.submit(self._run, bucket, ready, work)
+
+    def _note_gradients(self, bucket: Bucket) -> None:
+        """Record the gradients of a message."""
+        slots = [(slot, slot.tensor.grad) for slot in bucket.slots]
+        found = [(slot, g, local_part(g)._version) for slot, g in slots if g is not None]
+        if found:
+            measure = _hashes if self._written else _norms
+            measured = measure([grad for _, grad, _ in found])
+            self._passes[bucket].noted = _Noted(found, measure, measured)
+
+    @torch.no_grad()
+    def _run(
+        self, bucket: Bucket, ready: torch.cuda.Event | None, work: Work | None
+    ) -> torch.cuda.Event | None:
+        if ready is None:
+            self._exchange(bucket, work)
+            return None
+        if bucket.device not in self._streams:
+            self._streams[bucket.device] = torch.cuda.Stream(bucket.device)
+        stream = self._streams[bucket.device]
+        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
+            ready.wait()
+            self._exchange(bucket, work)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    def _exchange(self, bucket: Bucket, work: Work | None) -> None:
+        if self._unfinished:  # peers would take this message for the one that they still wait for
+            raise RuntimeError("the exchange of an earlier bucket has failed")
+        self._unfinished = True
+        if work is not None:
+            work()
+            self._note_gradients(bucket)
+        run_together([bucket.stages()])
+        self._unfinished = False
+
+    def wait(self, buckets: Sequence[Bucket]) -> None:
+        """Return when the exchanges of buckets that were sent are over; raise what they raised."""
+        for bucket in buckets:
+            done = self._running.pop(bucket).result()
+            if done is not None:
+                done.wait(torch.cuda.current_stream(bucket.device))
+                keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
+
+    def finish(self) -> None:
+        """Wait for all pending work of this host, successful or not."""
+        for future in self._running.values():
+            future.exception()
+
+    def end_step(self) -> None:
+        """Forget the step at hand, when nothing is under way."""
+        self._running.clear()
+        self.sent, self.in_backward, self._unfinished = 0, False, False
+        for bucket in self._passes:
+            self._passes[bucket] = _Pass()
+
+    def close(self) -> bool:
+        """Remove the hooks and end the thread; return whether nothing was under way."""
+        for hook in self.hooks.values():
+            hook.remove()
+        self.hooks.clear()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+        return all(future.done() for future in self._running.values())
+
+
+def _norms(grads: list[Tensor]) -> Tensor:
+    """Return the norms of gradients, ``[T, 1]``: on a GPU a few launches for all of them."""
+    return torch.stack(torch._foreach_norm([*map(local_part, grads)])).double()[:, None]
+
+
+def _hashes(grads: list[Tensor]) -> Tensor:
+    """Return a hash of each gradient's bits, its sum and norm, ``[T, 3]``.
+
+    The hash, of xor, is blind to pairs of equal values.
+    """
+    double, found = torch.float64, []
+    for values in map(local_part, grads):
+        hashed = torch.hash_tensor(values).view(double)
+        found += [hashed, values.sum(dtype=double)]
+        found.append(torch.linalg.vector_norm(values, dtype=double))
+    return torch.stack(found).view(-1, 3)
+
+
+def _call(method: weakref.WeakMethod, tensor: Tensor) -> None:
+    """Call the method of an object, if there still is one."""
+    alive = method()
+    if alive is not None:
+        alive(tensor)

@@ -1,0 +1,147 @@
+"""Muon by adaptive delta modulation: one bit each way, orthogonalised by the owner of a matrix."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Unpack
+
+import torch
+from torch import Tensor
+
+from dlion import kernels
+from dlion.core.bucket import Bucket
+from dlion.core.layout import Member
+from dlion.core.optimizer import Common
+from dlion.exchange import DeltaVote, PolarDeltaVote
+from dlion.methods.adm import DeltaModulated
+from dlion.methods.dlion import sign_descent
+from dlion.methods.matrices import tensors_of
+from dlion.methods.muon import (
+    RMS,
+    Coefficients,
+    MatricesApart,
+    NewtonSchulz,
+    Precision,
+    orthogonalise_to,
+)
+from dlion.methods.sign_muon import LION_SHARE
+from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
+
+
+class MuonADM(MatricesApart, DeltaModulated):
+    """Muon whose momenta are followed by adaptive delta modulation: for non-i.i.d. data.
+
+    Matrices, worker i: ``m_i <- mu m_i + (1 - mu) g_i``, ``u_i = mu m_i + (1 - mu) g_i``, whose
+    estimate h_i a bit moves as in :class:`DLionADM`. Each matrix has one owner, which keeps the sum
+    H of its estimates and answers in one bit ``D = sign(NS(H + lookahead * change of H))`` with the
+    Newton-Schulz iteration NS of :class:`GMuon`; where that is 0 its previous answer. Everyone:
+    ``x <- (1 - lr wd) x - 0.2 lr D``. The rest (vectors, embeddings, heads): as :class:`DLionADM`,
+    at a tenth of the rate.
+
+    Source: no publication of this method is known; the coder is that of :class:`DLionADM`.
+
+    The polar step comes after the sum, so large gradients of one worker count for more than small
+    ones of another, and is computed once. :class:`SignMuon` takes it before the sum, which is
+    better on i.i.d. data and loses where workers see other classes. Matrices are found as by
+    :class:`GMuon`.
+
+    Memory: as :class:`DLionADM`, of slices that hold whole matrices: where matrices do not fill
+    the n slices evenly, padding is kept and sent. With fewer matrices than workers that is most.
+
+    When not to use it: with more workers than matrices; on i.i.d. data, where :class:`SignMuon`
+    learns faster; on parameters that FSDP2 has sharded, which it refuses. All matrices are in one
+    bucket, so little is sent during a backward pass. With ``nonfinite=None`` the estimate of an
+    entry that was not finite once grows for ever, and takes the polar step of its matrix along.
+
+    Args:
+        lr: learning rate of matrices, about that of :class:`GMuon`.
+        momentum: mu, of matrices.
+        betas: of Lion, for the rest.
+        weight_decay: decoupled and not voted on.
+        rise: as for :class:`DLionADM`.
+        lookahead: as for :class:`DLionADM`.
+        ns_steps: Newton-Schulz iterations.
+        ns_precision: auto, bf16 or float32, of Newton-Schulz, as for :class:`GMuon`.
+        ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
+        adamw_names: a regular expression: matrices whose name contains it are of the rest. Without
+            ``use_muon`` it takes the place of the usual names of embeddings and heads.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: NotNegative = 1e-2,
+        momentum: Probability = 0.95,
+        betas: Betas = (0.9, 0.99),
+        weight_decay: NotNegative = 0.0,
+        rise: Annotated[int, Limits(ge=1, le=32)] = 3,
+        lookahead: NotNegative = 0.5,
+        ns_steps: Depth = 5,
+        ns_precision: Precision = "auto",
+        ns_coefficients: Coefficients = "quintic",
+        adamw_names: Name | None = None,
+        **common: Unpack[Common],
+    ):
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "use_muon": None,
+        }
+        super().__init__(params, defaults, rise, lookahead, adamw_names=adamw_names, **common)
+
+    def has_owner(self, member: Member) -> bool:
+        return self.kind(member) is not None
+
+    def make_exchange(self, bucket: Bucket) -> DeltaVote:
+        if not bucket.kind:
+            return super().make_exchange(bucket)
+        if bucket.sharded:
+            raise ValueError(
+                "MuonADM needs owners of whole matrices, and FSDP has sharded these: choose"
+                " SignMuon"
+            )
+
+        # which hold neither of the two
+        slots, matrices, newton_schulz = bucket.slots, bucket.kind, self.newton_schulz
+
+        def polar(indices: list[int], flat: list[Tensor]) -> list[Tensor]:
+            alone = [
+                slots[index]._replace(start=0, stop=len(values))
+                for index, values in zip(indices, flat, strict=True)
+            ]
+            answers = [torch.empty_like(values) for values in flat]
+            targets, tensors = (tensors_of(alone, each, matrices) for each in (answers, flat))
+            orthogonalise_to(targets, tensors, newton_schulz)
+            return answers
+
+        return PolarDeltaVote(
+            self.channel,
+            bucket.numel,
+            bucket.sizes,
+            self.rise,
+            self.lookahead,
+            bucket.spans,
+            polar,
+            **bucket.buffers,
+        )
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if not bucket.kind:
+            super().encode(bucket, local)
+            return
+        exchange, directions = bucket.exchange, bucket.gradients()
+        for run in bucket.runs("momentum"):
+            (mu,), (m, u) = run.values, run.of(bucket.own["momentum"][local], directions)
+            m.lerp_(u, 1 - mu)
+            u.lerp_(m, mu)
+        # betas of 0 and 1: the direction itself is followed, and no momentum moves
+        parts = [directions[start:stop].clone() for start, stop in bucket.spans]
+        found, none = kernels.Gradients(parts, bucket.places), directions.zero_()
+        if not exchange.begun:
+            exchange.start(local, kernels.measure(none, found, 0.0, "l1"))
+        message, coder = exchange.messages[local], exchange.coder(local)
+        kernels.encode_deltas(message, none, found, coder, 0.0, 1.0, self.rise)
+
+    def update(self, bucket: Bucket) -> None:
+        sign_descent(bucket, RMS if bucket.kind else LION_SHARE)
