@@ -88,7 +88,7 @@ def methods() -> dict[str, tuple[str, dict[str, Any]]]:
 
     rates = {"lr": 3e-2, "weight_decay": 0.1}
     return {
-        name: (method.home.split(".")[1], {**rates, **method.options, **SMALL.get(name, {})})
+        name: (method.name, {**rates, **method.options, **SMALL.get(name, {})})
         for name, method in METHODS.items()
     }
 
