@@ -5,11 +5,10 @@ import inspect
 import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlion.values import parameters, refusal
 
+P, R = ParamSpec("P"), TypeVar("R")
 # numbers of processes of torchrun, Open MPI, MPICH and MVAPICH
 _STARTED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -31,17 +31,17 @@ def check_hyperparameters(kind: type, group: dict[str, Any]) -> None:
         _check(name, group[name], types[name])
 
 
-def checked(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Let a constructor refuse arguments that are not of its parameters' types."""
-    known = inspect.signature(constructor)
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse arguments that are not of its parameters' types."""
+    known = inspect.signature(function)
 
-    @wraps(constructor)
-    def check_first(self: Any, *args: Any, **kwargs: Any) -> None:
-        types = parameters(constructor)
-        for name, value in known.bind(self, *args, **kwargs).arguments.items():
+    @wraps(function)
+    def check_first(*args: P.args, **kwargs: P.kwargs) -> R:
+        types = parameters(function)
+        for name, value in known.bind(*args, **kwargs).arguments.items():
             if name in types and name != "params":
                 _check(name, plain(value), types[name])
-        constructor(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return check_first
 
@@ -148,16 +148,6 @@ def check_bare(params: Sequence[Tensor]) -> None:
             " dlion.frameworks (accelerate, transformers, lightning), or call its"
             " register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
-        )
-
-
-def check_whole() -> None:
-    """Refuse to be made by torch's ZeroRedundancyOptimizer, which splits the parameters."""
-    zero = "torch.distributed.optim.zero_redundancy_optimizer"
-    if any(frame.f_globals.get("__name__") == zero for frame, _ in traceback.walk_stack(None)):
-        raise RuntimeError(
-            "ZeroRedundancyOptimizer gives each process other parameters, while workers exchange"
-            " messages about the same ones: make the optimizer of all parameters on every process"
         )
 
 

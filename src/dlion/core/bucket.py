@@ -1,7 +1,6 @@
 """Parameters as one long vector, with all that belongs to them during a step."""
 
 import itertools
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,15 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from dlion.core.header import Header, Headers, Sender, check_in_step, hyperparameters
-from dlion.core.layout import Member, dealt, lay_out
+from dlion.core.header import Header
+from dlion.core.layout import Member, Slot, dealt, lay_out, local_part
+from dlion.core.placement import Placements
 from dlion.exchange import Buffers, Exchange, Stages
-from dlion.extensions.shards import local_part
-from dlion.extensions.whole import Whole
 from dlion.kernels import Gradients, Places
-from dlion.transfer import upload
 
 
 class Fragment(NamedTuple):
@@ -28,6 +24,10 @@ class Fragment(NamedTuple):
     start: int
     stop: int
     view: Tensor
+
+
+# a parameter, the name of some state of it, what is here of that, and what is saved
+Shown = tuple[Tensor, str, Tensor, Tensor]
 
 
 class Run(NamedTuple):
@@ -67,34 +67,41 @@ class Names:
     own_counters: list[str] = field(default_factory=list)
 
 
-@dataclass
-class InFlight:
-    """Data that one step of a bucket keeps until its end.
+class Full:
+    """The tensors of a bucket as wholes, for methods with ``whole_matrices``: here they are.
 
     Attributes:
-        norms: the norms of local workers' gradients, ``[T]`` each, for their headers.
-        rates: the hyperparameters that the latest message was made with; empty: there is none.
-        present: whether some worker has a gradient, for each parameter.
-        flag: whether some worker's flag is set.
-        slow: whether some worker's links are slow.
-        saved: what each sender did with its own state.
+        slots: those that are whole here, in a flat buffer as :meth:`gather` returns it.
+        numel: elements of that buffer, gaps included.
+        shapes: of all tensors, wherever they are whole, in the order of memory.
+        mine: which of them are whole here.
     """
 
-    norms: dict[int, Tensor] = field(default_factory=dict)
-    rates: str = ""
-    present: list[bool] = field(default_factory=list)
-    flag: bool = False
-    slow: bool = False
-    saved: list[int] = field(default_factory=list)
+    def __init__(self, slots: Sequence[Slot], numel: int):
+        self.slots, self.numel = [*slots], numel
+        self.shapes = [slot.shape_in_memory for slot in slots]
+        self.mine = [*range(len(slots))]
+
+    def gather(self, flat: Tensor) -> Tensor:
+        """Return whole tensors, float32 ``[numel]``, of the bucket's flat buffer."""
+        return flat
+
+    def scatter(self, whole: Tensor, padded: int) -> Tensor:
+        """Return the bucket's flat buffer, ``[padded]``, of whole tensors; gaps are zero."""
+        return whole
+
+    def anywhere(self, flags: Tensor) -> Tensor:
+        """Return for each tensor whether a flag is set on any process, bool ``[T]``."""
+        return flags
 
 
 class Bucket:
     """Parameters of one dtype and device, laid out one after the other.
 
     Parameters become views into ``params``, so that an update is a few operations on one long
-    vector; those that FSDP2 has sharded, or in shared memory, stay where they are, and ``params``
-    is a copy of what is here. Each starts at a multiple of 64. The gaps between them, and the end,
-    are zero in gradients; ``mask`` tells them apart where that is not enough.
+    vector; those in shared memory stay where they are, and ``params`` is a copy. Each starts at a
+    multiple of 64. The gaps between them, and the end, are zero in gradients; ``mask`` tells them
+    apart where that is not enough.
 
     Attributes:
         index: its number among the buckets of the optimizer.
@@ -105,8 +112,7 @@ class Bucket:
         distinct_groups: the group at each edge.
         slots: the parameters and where they are.
         numel: elements, gaps included.
-        apart: whether parameters are no views of ``params``: FSDP2 has sharded them, or other
-            processes read them in shared memory.
+        apart: whether parameters are no views of ``params``.
         exchange: carries the messages about these parameters and holds the answer.
         params: ``[padded]``, in the parameters' dtype.
         own: per-worker state, name -> float32 ``[k, padded]``. Never leaves its worker.
@@ -114,14 +120,15 @@ class Bucket:
         counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
         own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
         counts_steps: whether ``counters["step"]`` is for others to read: the method has none.
-        flight: what the present step has to remember.
+        anywhere: whether some worker has a gradient of each parameter, in the step at hand.
         published: parameter, name and view of what ``state[param]`` of the optimizer shows.
-        run_led: runs the exchange, if only one process of a node does.
+        led: runs the exchange in place of this process.
     """
 
-    run_led: Callable[["Bucket"], Stages] | None = None
+    led: Callable[["Bucket"], Stages] | None = None
     exchange: Any  # the kind that the method made
     kind: Any  # what the method's kind() returned
+    placements: type[Placements] = Placements
 
     def __init__(
         self,
@@ -129,10 +136,11 @@ class Bucket:
         members: Sequence[Member],
         owners: int | None = None,
         kind: Hashable = None,
+        header_bytes: int = 0,
     ):
         self.index, self.kind, first = index, kind, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
-        self.sharded = isinstance(first, DTensor)
+        self.apart = False
         if owners is None:
             self.slots, self.numel = lay_out(members)
         else:  # each parameter in one slice of so many
@@ -140,9 +148,8 @@ class Bucket:
             self.slots, _ = lay_out(members, starts)
         self.regroup(member.group for member in members)
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
-        self.header = Header(len(members))
-        self._tensors: list[Tensor] = [slot.tensor for slot in self.slots]
-        self.flight = InFlight()
+        self.header = Header(len(members), header_bytes)
+        self.anywhere: list[bool] = []
         self.published: list[tuple[Tensor, str, Tensor]] = []
         self._places = {(None, None): self.places}
         self._fragments: dict[int, list[Fragment]] = {}
@@ -161,8 +168,7 @@ class Bucket:
         counters, own = [*names.counters, *["step"] * self.counts_steps], names.own_counters
         self.counters = {name: zeros(len(self.slots), device="cpu") for name in counters}
         self.own_counters = {name: zeros(local, len(self.slots), device="cpu") for name in own}
-        self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
-        self.adopt()
+        self._place()
 
     @torch.no_grad()
     def renew(self, exchange: Exchange) -> None:
@@ -174,6 +180,13 @@ class Bucket:
             self.params = self._resized(self.params)
             self.own = {name: self._resized(rows) for name, rows in self.own.items()}
             self.shared = {name: self._resized(flat) for name, flat in self.shared.items()}
+        self._place()
+
+    def _place(self) -> None:
+        """Let the parameters be views of a new buffer."""
+        first, size = self.params.data_ptr(), self.params.itemsize
+        self._homes = [first + slot.start * size for slot in self.slots]
+        self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
         self.adopt()
 
     def _resized(self, flat: Tensor) -> Tensor:
@@ -244,17 +257,13 @@ class Bucket:
         return list(self.places.spans)
 
     @cached_property
-    def whole(self) -> Whole:
+    def full(self) -> Full:
         """The tensors as wholes, for methods with ``whole_matrices``."""
-        return Whole(self.slots, self.numel)
+        return Full(self.slots, self.numel)
 
-    def to_whole(self, flat: Tensor) -> Tensor:
-        """Return a flat buffer as one of ``whole.slots``: itself, if nothing is sharded."""
-        return self.whole.gather(flat)
-
-    def to_shards(self, flat: Tensor) -> Tensor:
-        """Return a flat buffer of ``whole.slots`` as one of ``slots``: itself, if not sharded."""
-        return self.whole.scatter(flat, len(self.params))
+    def scatter(self, full: Tensor) -> Tensor:
+        """Return a flat buffer of ``full.slots`` as one of ``slots``."""
+        return self.full.scatter(full, len(self.params))
 
     @property
     def buffers(self) -> Buffers:
@@ -275,66 +284,45 @@ class Bucket:
             mask[slot.start : slot.stop] = True
         return mask
 
-    @property
-    def left(self) -> bool:
-        """Whether the parameters are on another device than this bucket, unless only some are."""
-        return self._tensors[0].device != self.device
-
-    @torch.no_grad()
-    def follow(self, make_exchange: Callable[["Bucket"], Exchange]) -> None:
-        """Continue on the device to which the parameters have moved, with all state.
-
-        Nothing is changed in place, so that ``vars`` of before restore this bucket.
-        """
-        self._check_moved()
-        self.device = self._tensors[0].device
-        vars(self).pop("whole", None)
-        exchange, former = make_exchange(self), self.exchange
-        for name, values in former.state.items():
-            exchange.state[name].copy_(values)
-        self.exchange = exchange
-        self.params = torch.zeros_like(self.params, device=self.device)
-        self.own = {name: rows.to(self.device) for name, rows in self.own.items()}
-        self.shared = {name: flat.to(self.device) for name, flat in self.shared.items()}
-        self._views = [slot.standalone(slot.view(self.params)) for slot in self.slots]
-        self._fragments, self._row = {}, None
-        self.adopt()
-
-    def _check_moved(self) -> None:
-        found = {(tensor.device, tensor.dtype) for tensor in self._tensors}
-        device, dtype = next(iter(found - {(self.device, self.dtype)}))
-        if found != {(device, self.dtype)}:
-            raise RuntimeError(
-                f"a parameter moved from {self.dtype} on {self.device} to {dtype} on {device}, and"
-                " not all of its bucket, or its dtype changed: create the optimizer after"
-                " model.to(...)"
-            )
-
     def adopt(self) -> None:
         """Point parameters back into the buffer, should anyone have replaced their storage.
 
-        Of sharded ones it takes a copy, and so of those in shared memory, where others read them.
+        ``model.load_state_dict(assign=True)``, ``share_memory()`` and others give a parameter
+        another one: its values are taken over, or updates would go to memory nobody reads.
         """
-        self.apart = self.sharded
-        for index, (slot, tensor) in enumerate(zip(self.slots, self.tensors, strict=True)):
+        tensors = self.tensors
+        if [tensor.data_ptr() for tensor in tensors] == self._homes:
+            self.apart = False
+        else:
+            self.apart = self._take_over(tensors)
+
+    @torch.no_grad()
+    def _take_over(self, tensors: list[Tensor]) -> bool:
+        """Copy values from elsewhere; return whether some parameters have to stay there."""
+        apart = False
+        for index, (slot, tensor, home) in enumerate(
+            zip(self.slots, tensors, self._homes, strict=True)
+        ):
             view = self._views[index]
-            home = self.params.data_ptr() + slot.start * self.params.itemsize
             if view.data_ptr() != home:  # its storage went elsewhere, into shared memory say
                 view = self._views[index] = slot.standalone(slot.view(self.params))
-            # model.load_state_dict(assign=True), share_memory() and others give a parameter another
-            # storage: its values are taken over, or updates would go to memory nobody reads
-            if tensor.data_ptr() != home:
-                if tensor.device != view.device or tensor.dtype != view.dtype:
-                    raise RuntimeError(
-                        f"a parameter moved from {view.dtype} on {view.device} to {tensor.dtype} on"
-                        f" {tensor.device}: create the optimizer after model.to(...)"
-                    )
-                view.copy_(tensor.data)
-                if not self.sharded:
-                    if tensor.device.type == "cpu" and tensor.is_shared():
-                        self.apart = True
-                    else:
-                        slot.tensor.data = view
+            if tensor.data_ptr() == home:
+                continue
+            if tensor.device != view.device or tensor.dtype != view.dtype:
+                raise RuntimeError(
+                    f"a parameter moved from {view.dtype} on {view.device} to {tensor.dtype} on"
+                    f" {tensor.device}: create the optimizer after model.to(...)"
+                )
+            view.copy_(tensor.data)
+            if self._stays(tensor):
+                apart = True
+            else:
+                slot.tensor.data = view
+        return apart
+
+    def _stays(self, tensor: Tensor) -> bool:
+        """Whether a parameter keeps its own memory, as others read it there."""
+        return tensor.device.type == "cpu" and tensor.is_shared()
 
     @torch.no_grad()
     def adopt_state(self, state: dict[Tensor, Any]) -> None:
@@ -370,7 +358,7 @@ class Bucket:
     @property
     def tensors(self) -> list[Tensor]:
         """The parameters, as much of each as is here."""
-        return [*map(local_part, self._tensors)] if self.sharded else self._tensors
+        return [slot.tensor for slot in self.slots]
 
     def grads(self, slots: slice = slice(None)) -> Gradients:
         """Return the latest gradients, of all parameters or some, where autograd has left them.
@@ -385,7 +373,7 @@ class Bucket:
                 if grad.is_sparse:
                     text = "sparse gradients are not supported: use Embedding(sparse=False)"
                     raise RuntimeError(text)
-                grad = local_part(grad) if self.sharded else grad
+                grad = local_part(grad)
                 grad = grad if slot.order is None else grad.permute(slot.order)
                 grad = grad.flatten().contiguous()
             vectors.append(grad)
@@ -431,10 +419,24 @@ class Bucket:
         norms = [zero if grad is None else next(found) for grad in grads.tensors]
         return torch.stack(norms).to(torch.float32)
 
+    @property
+    def exchange_state(self) -> dict[str, Tensor]:
+        """What the exchange keeps, as far as ``state[param]`` of the optimizer shows it."""
+        return self.exchange.state
+
+    def unpublished(self, placements: Any) -> tuple[list[Shown], list[Callable[[], None]]]:
+        """Return state that is saved and not shown, and what puts it back once it is loaded."""
+        return [], []
+
+    @staticmethod
+    def absent(optimizer: Any, placements: Any) -> list[Shown]:
+        """Return the state of parameters of which this process has nothing."""
+        return []
+
     def count_step(self) -> None:
         """Count a step in ``state[param]["step"]``, as torch's optimizers do, if no update does."""
         if self.counts_steps:
-            present = self.flight.present or self.trained()  # a local step knows of no others
+            present = self.anywhere or self.trained()  # a local step knows of no others
             self.counters["step"] += torch.tensor(present, device="cpu")
 
     def count(self, name: str) -> list[tuple[int, slice]]:
@@ -443,7 +445,7 @@ class Bucket:
         Returns the counts, each with the slots that it holds for; absent parameters are left
         out where counts differ.
         """
-        return self._count(self.counters[name], self.flight.present)
+        return self._count(self.counters[name], self.anywhere)
 
     def count_own(self, name: str, local: int) -> list[tuple[int, slice]]:
         """As :meth:`count`, for the parameters that a local worker has a gradient for."""
@@ -463,49 +465,7 @@ class Bucket:
 
     def stages(self) -> Stages:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
-        return self.exchange.stages(self.step) if self.run_led is None else self.run_led(self)
-
-    def make_header(self, present: list[bool], sender: Sender) -> Tensor:
-        """Return the header of a worker's message, uint8 ``[header.nbytes]``.
-
-        Its checksum is of what must be equal on all workers as long as they keep in step: the
-        hyperparameters and how many parameters are trained.
-        """
-        step = self.step
-        self.flight.rates = rates = hyperparameters(self.distinct_groups)
-        check = zlib.crc32(f"{sender.trained} {rates}".encode()) % 2**30
-        slow = self.exchange.channel.slow
-        return self.header.encode(step, check, present, sender.flag, slow, sender.saved)
-
-    def write_header(self, local: int, present: list[bool], sender: Sender) -> None:
-        """Let a header go with a local worker's message, see :meth:`make_header`.
-
-        Where ``norms`` are known, it says which gradient is not finite, in place of the step.
-        """
-        header = self.make_header(present, sender)
-        if self.device.type != "cpu":
-            header = upload(header, self.device)
-        norms = self.flight.norms.get(local)
-        if norms is not None:
-            self.header.mark(header, norms)
-        self.exchange.encode_header(local, header)
-
-    def read_headers(self, headers: Tensor) -> None:
-        """Read the headers of all senders, uint8 ``[m, bytes]``.
-
-        Raises:
-            TrainingFailed: if a gradient is not finite and that is to end training, or if workers
-                are in different steps or have different hyperparameters.
-        """
-        read, flight = self.header.decode(headers), self.flight
-        if not read.agree:
-            self.check_in_step(read, self.exchange.channel.participants, "worker")
-        flight.present, flight.flag = read.present, read.flag
-        flight.slow, flight.saved = read.slow, read.saved
-
-    def check_in_step(self, headers: Headers, senders: Sequence[int], kind: str) -> None:
-        """Look closer at headers of senders, a ``kind`` of such numbers, that do not agree."""
-        check_in_step(headers, senders, kind, self.names, self.step, self.groups)
+        return self.exchange.stages(self.step) if self.led is None else self.led(self)
 
     def untouched(
         self, present: list[bool], flats: Iterable[Tensor]

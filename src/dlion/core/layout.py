@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dlion.extensions.shards import local_part
-
 ALIGNMENT = 64  # elements: every parameter starts at a whole word of a one-bit message
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor: itself, unless it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 class Slot(NamedTuple):
@@ -18,7 +24,7 @@ class Slot(NamedTuple):
 
     Attributes:
         tensor, name: the parameter and its name (``""`` where unnamed).
-        shape: of what is here of it: all, but of a parameter that FSDP2 has sharded.
+        shape: of what is here of it: all, unless it is a DTensor.
         start, stop: its elements in a flat buffer.
         order: its dimensions as they lie in memory, outermost first; None if that is their order.
     """
@@ -35,6 +41,11 @@ class Slot(NamedTuple):
         """Rows of the parameter as a matrix [outermost in memory, rest]; 1 of a vector."""
         shape, order = self.shape, self.order or (0,)
         return shape[order[0]] if len(shape) > 1 else 1
+
+    @property
+    def shape_in_memory(self) -> torch.Size:
+        """The shape with the dimensions as they lie in memory."""
+        return torch.Size(self.shape[dim] for dim in self.order or range(len(self.shape)))
 
     def flatten(self, values: Tensor) -> Tensor:
         """Return values in the parameter's shape as a vector, in the parameter's memory order."""
@@ -128,15 +139,20 @@ def share(tensor: Tensor, whole: bool) -> int:
     return local_part(tensor).numel()
 
 
-def by_kind(
+def by_bucket(
     members: Iterable[Member],
-    kind: Callable[[Member], Hashable] = lambda member: None,
+    bucket_cap_mb: float | None = None,
     whole: bool = False,
+    kind: Callable[[Member], Hashable] = lambda member: None,
+    together: Callable[[Member], bool] = lambda member: False,
 ) -> list[list[Member]]:
-    """Return members that may share a bucket together, without those that have no elements.
+    """Return members by bucket, without those that have no elements.
 
-    They have one ``kind``, dtype and device, and groups that have taken as many steps.
-    ``whole``: a tensor is a member wherever other processes have elements of it.
+    Those of a bucket have one ``kind``, dtype and device, and groups that have taken as many steps.
+
+    Args:
+        whole: a tensor is a member wherever other processes have elements of it.
+        together: whether those of a member's kind are all in one bucket.
     """
     kinds: dict[Hashable, list[Member]] = {}
     for member in members:
@@ -144,7 +160,11 @@ def by_kind(
         if share(tensor, whole):
             same = (tensor.dtype, tensor.device, group.get("steps"), kind(member))
             kinds.setdefault(same, []).append(member)
-    return [*kinds.values()]
+    parts: list[list[Member]] = []
+    for alike in sorted(kinds.values(), key=lambda alike: not kind(alike[0])):  # matrices first
+        cap = None if together(alike[0]) else bucket_cap_mb
+        parts += cut(alike, cap, whole)
+    return parts
 
 
 def cut(
@@ -179,86 +199,6 @@ def _cut(rest: list[Member], bucket_cap_mb: float, whole: bool) -> list[list[Mem
         parts.append(rest[:count])
         rest = rest[count:]
     return parts
-
-
-class Members:
-    """The parameters of an optimizer: those in buckets, and frozen ones, which are in none.
-
-    Args:
-        bucket_cap_mb: as for :func:`cut`.
-        whole: as for :func:`by_kind`.
-
-    Attributes:
-        ids: of the parameters of each group.
-        in_buckets: how many of them are in buckets, or wait for one.
-        frozen: those that were frozen when they were added or looked at last.
-    """
-
-    def __init__(self, bucket_cap_mb: float | None, whole: bool) -> None:
-        self._cap, self._whole = bucket_cap_mb, whole
-        self.frozen: list[Tensor] = []
-        self.in_buckets = 0
-        self.ids: list[list[int]] = []
-        self._all: list[Tensor] = []  # as long as these are kept, ids are theirs
-
-    def fresh(self) -> "Members":
-        """Return one of these settings without groups."""
-        return Members(self._cap, self._whole)
-
-    def add(self, group: dict[str, Any]) -> None:
-        """Take note of a new group."""
-        params = group["params"]
-        self.in_buckets += len(self.trained_of(group))
-        self.frozen = self.frozen + [tensor for tensor in params if not tensor.requires_grad]
-        self.ids = [*self.ids, [*map(id, params)]]
-        self._all = self._all + params
-
-    def trained_of(self, group: dict[str, Any]) -> list[Tensor]:
-        """Return the parameters of a group that are trained and not empty."""
-        return [p for p in group["params"] if p.requires_grad and share(p, self._whole)]
-
-    def trained(self, groups: list[dict[str, Any]]) -> list[Member]:
-        """Return the parameters of some groups that were not frozen."""
-        frozen = set(map(id, self.frozen))
-        return [member for member in members_of(groups) if id(member.tensor) not in frozen]
-
-    def unfrozen(self, groups: list[dict[str, Any]]) -> list[Member]:
-        """Return parameters that were unfrozen since the last step."""
-        here = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
-        if not here:
-            return []
-        self.frozen = [tensor for tensor in self.frozen if id(tensor) not in here]
-        members = [member for member in members_of(groups) if id(member.tensor) in here]
-        self.in_buckets += sum(share(member.tensor, self._whole) > 0 for member in members)
-        return members
-
-    def lay_out(
-        self,
-        members: list[Member],
-        kind: Callable[[Member], Hashable],
-        together: Callable[[Member], bool],
-    ) -> list[list[Member]]:
-        """Return members by bucket.
-
-        Args:
-            kind: of a member; those of different kinds share no bucket.
-            together: whether those of a member's kind are all in one bucket.
-        """
-        parts: list[list[Member]] = []
-        kinds = by_kind(members, kind, self._whole)
-        for alike in sorted(kinds, key=lambda alike: not kind(alike[0])):  # matrices first
-            cap = None if together(alike[0]) else self._cap
-            parts += cut(alike, cap, self._whole)
-        return parts
-
-    def check_sizes(self, sizes: list[int]) -> None:
-        """Refuse a saved state of groups of other sizes."""
-        here = [*map(len, self.ids)]
-        if sizes != here:
-            raise ValueError(
-                f"the saved state is of groups of {sizes} parameters, this optimizer has {here}:"
-                " load it into the same model with the same groups"
-            )
 
 
 def members_of(groups: Iterable[dict[str, Any]]) -> Iterator[Member]:

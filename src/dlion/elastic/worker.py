@@ -23,17 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlion.core import saving
+from dlion.checks import check_parameters
 from dlion.core.bucket import Bucket
 from dlion.core.header import plain_values
-from dlion.core.method import Method
+from dlion.core.layout import local_part
+from dlion.core.state import publish
 from dlion.elastic.joining import RETRY, GroupTransport, packed, unpacked
 from dlion.elastic.lighthouse import Known, is_refused, page_of
 from dlion.elastic.waits import in_thread
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
-from dlion.extensions.shards import local_part
+from dlion.extensions.lockstep import facts_about, settings_of
+from dlion.extensions.transaction import Transaction
 from dlion.workers import Workers
 
 # state of exchanges that can be dealt again: the answer before, which all workers know, and what an
@@ -53,17 +55,16 @@ class LeftBehind(TrainingFailed):
     """The others went on without this worker, which had stopped, and are gone."""
 
 
-class Elastic:
+class Elastic(Transaction):
     """The workers of one optimizer, as a torchft manager knows them.
 
     Args:
         manager: made by :func:`join`, or a ``torchft.Manager`` with ``use_async_quorum=False`` and
             a ``ProcessGroupGloo``.
-        optimizer: with its buckets, made for one worker.
+        dense_group: the processes of this worker, if they average their gradients.
 
     Attributes:
         open: whether there is a quorum for the step at hand.
-        committed: whether the latest step has moved the parameters.
         healed: how often the state of a peer was taken over.
         interrupted: asked while others are waited for: whether to leave.
 
@@ -71,22 +72,27 @@ class Elastic:
         ValueError: for a manager or a method that will not do.
     """
 
-    def __init__(self, manager: Any, optimizer: Method, facts: dict[str, Any]):
+    def __init__(self, manager: Any, dense_group: dist.ProcessGroup | None):
+        super().__init__(self._decide)
+        if _STATE in getattr(manager, "_user_state_dicts", {}):
+            raise ValueError(
+                "this manager has an optimizer already, whose steps it counts: give that one"
+                " all parameters, as groups, or join() another lighthouse for each optimizer"
+            )
+        if dense_group is not None:
+            check_inside(manager, dense_group)
         if manager._use_async_quorum:
             raise ValueError("the manager must have use_async_quorum=False: make it with join()")
         if "gloo" not in manager._pg.getBackendName():
             raise ValueError("the manager's process group must be a torchft.ProcessGroupGloo")
-        self.manager, self._optimizer = manager, optimizer
-        self.open, self.committed, self.healed = False, True, 0
+        self.manager, self._dense = manager, dense_group is not None
+        self.open, self.healed = False, 0
         self.interrupted: Callable[[], bool] = lambda: False
-        from dlion import __version__  # which imports this module
-
-        facts = {**facts, "version of dlion": __version__}
-        self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
+        self._met = False
+        self._facts: dict[str, str] = {}  # that all workers of the run must agree on
         self._group: dist.ProcessGroup | None = None
         self._inside: dist.ProcessGroup | None = getattr(manager, "inside", None)
-        self._kept: dict[Bucket, list[tuple[Tensor, Tensor]]] = {}
-        self._before: list[tuple[Tensor, Tensor]] = []  # state with what is kept of this step
+        self._error: Exception | None = None  # of the exchange at hand
         self._known: dict[int, dict[str, Tensor]] = {}  # by bucket, what exchanges start from
         self._late = 0.0  # since when only workers are there that must not begin the run
         self._new = True  # no step of this worker has begun
@@ -99,23 +105,52 @@ class Elastic:
         self._ahead: set[str] = set()  # workers that have begun it, as long as they live
         self._id = int.from_bytes(os.urandom(7), "little")
         self._lineage = 0  # of the steps that this worker's state has seen
-        for bucket in optimizer.buckets:
-            check_dealt(bucket, type(optimizer).__name__)
+
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        if optimizer._named:
+            raise ValueError(
+                "manager= names the participants: give no workers, process_group or mesh"
+            )
+        optimizer._step_supports_amp_scaling = True  # so that before_step hears of it
+        optimizer.set_participants = _refuse_participants
+
+    def on_groups(self, groups: list[dict[str, Any]]) -> None:
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        check_parameters(trained, alone=False)
+        if self._facts:
+            return
+        self.optimizer.check_elastic()
+        from dlion import __version__  # which imports this module
+
+        facts = {"settings": settings_of(self.optimizer), **facts_about(groups)}
+        facts["version of dlion"] = __version__
+        self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
+        self.manager.register_state_dict_fn(_STATE, self._load, self._state)
+        if isinstance(self.manager._checkpoint_transport, GroupTransport):
+            self.manager._checkpoint_transport.watched = self._watched
+        self.optimizer.register_load_state_dict_post_hook(
+            lambda loaded: self.resume(loaded.param_groups[0]["steps"])
+        )
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        check_dealt(bucket, self.optimizer.__class__.__name__)
+
+    def _meet(self) -> None:
+        """Make ready for the first step."""
+        optimizer, self._met = self.optimizer, True
         self._check_together()
         if all(bucket.device.type == "cpu" for bucket in optimizer.buckets):
             optimizer.prepare()  # kernels are compiled before others wait for this worker
             optimizer.channel.traffic = Traffic()
-        manager.register_state_dict_fn(_STATE, self._load, self._state)
-        if isinstance(manager._checkpoint_transport, GroupTransport):
-            manager._checkpoint_transport.watched = self._watched
 
     def _check_together(self) -> None:
         """Refuse processes of this worker with the same model each, which nothing keeps the same.
 
         Those with another part of it each, stages of a pipeline say, are several models to us.
         """
-        buckets, inside = self._optimizer.buckets, self._inside
-        if inside is None or self._optimizer.node is not None or any(b.sharded for b in buckets):
+        buckets, inside = self.optimizer.buckets, self._inside
+        if inside is None or self._dense or any(type(b) is not Bucket for b in buckets):
             return
         here = torch.stack([bucket.params.double().sum().cpu() for bucket in buckets])
         there = [torch.empty_like(here) for _ in range(inside.size())]
@@ -181,7 +216,7 @@ class Elastic:
         Many that come while all others are busy would be most of those who ask. torchft 0.2 tells
         steps on its page alone.
         """
-        if self._optimizer.param_groups[0]["steps"]:
+        if self.optimizer.param_groups[0]["steps"]:
             return
         page = page_of(self.manager)
         if page is None:
@@ -275,14 +310,14 @@ class Elastic:
     def _look_up(self) -> None:
         """Leave, if that is asked for."""
         if self.interrupted():
-            raise Stopped(self._optimizer.param_groups[0]["steps"])
+            raise Stopped(self.optimizer.param_groups[0]["steps"])
 
     def _rebuild(self) -> bool:
         """Make the exchanges for the workers of this quorum, if it is a new one."""
         group = self.manager._pg.parent
         if group is self._group:
             return True
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         rank, count = self.manager.participating_rank(), self.manager.num_participants()
         optimizer.workers = Workers(rank, count, group=group)
         self.meet(optimizer.channel)
@@ -322,19 +357,19 @@ class Elastic:
         for bucket in optimizer.buckets:
             exchange = optimizer.make_exchange(bucket)
             bucket.renew(exchange)
-            saving.publish(bucket, optimizer.state, Workers())
+            publish(bucket, optimizer.state, Workers())
             self._deal(bucket, everyones)
         self._everyones = everyones
         return True
 
     def meet(self, channel: Channel) -> None:
         """Move a channel to the workers of this quorum."""
-        channel.move(self._optimizer.workers, getattr(self.manager._pg, "waits", None))
+        channel.move(self.optimizer.workers, getattr(self.manager._pg, "waits", None))
 
     def _deal(self, bucket: Bucket, everyones: list[int]) -> None:
         """Give a new exchange the known part of its state."""
         known, state = self._known.get(bucket.index, {}), bucket.exchange.state
-        rank = self._optimizer.workers.rank
+        rank = self.optimizer.workers.rank
         if "previous" in known:
             flat = torch.full((bucket.exchange.numel // 64,), -1, dtype=torch.int64)
             words = known["previous"][: len(flat)]
@@ -369,57 +404,53 @@ class Elastic:
 
     # ---- a step
 
-    def keep(self, bucket: Bucket) -> None:
-        """Remember the worker's own state of a bucket, which encoding is about to move."""
-        rows = [*bucket.own.values(), *bucket.own_counters.values()]
-        kept = self._kept.get(bucket, [])
-        if [id(row) for row, _ in kept] != [id(row) for row in rows]:
-            kept = self._kept[bucket] = [(row, torch.empty_like(row)) for row in rows]
-        for row, copy in kept:
-            copy.copy_(row)
-        self._before += kept
+    def before_step(self) -> bool:
+        if getattr(self.optimizer, "found_inf", None) is not None:
+            raise RuntimeError("a GradScaler does not work with manager=: train in bfloat16")
+        return True
 
-    def require_open(self) -> None:
-        """Refuse a message without a receiver."""
+    def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
         if not self.open:
             raise RuntimeError(
                 "no step has begun: with manager=, zero_grad() begins a step, so call it before"
                 " backward()"
             )
+        super().before_encode(buckets, local)
 
-    def commit(self, wait: Callable[[Sequence[Bucket]], None]) -> bool:
-        """Wait for all answers, here and elsewhere; return whether all have them.
-
-        Args:
-            wait: waits for the answers of buckets here.
-        """
-        optimizer = self._optimizer
-        buckets, error = optimizer.buckets, None
+    @contextmanager
+    def around_exchange(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Wait for all answers, here and elsewhere; who does not come is an error of the step."""
+        self._error = None
         try:
             with self._watched():
-                wait(buckets)
-                if optimizer.after_step is not None:
-                    optimizer.after_step(buckets, optimizer.channel)
-                optimizer.channel.barrier()
+                yield
+                self.optimizer.channel.barrier()
         except TrainingFailed as failed:
             if not self._others_are_odd():
                 raise
-            error = failed
+            self._error = failed
         except RuntimeError as failed:
-            error = failed
-        if error is not None:
-            self._give_up(error)
+            self._error = failed
+
+    def _decide(self) -> bool:
+        """Ask all whether to commit the step."""
+        if self._error is not None:
+            self._give_up(self._error)
         self.open = False
-        self.committed = self._should_commit()
-        if self.committed:
-            self._before.clear()
+        committed = self._should_commit()
+        if committed:
             seen = f"{self._lineage} {self.manager._quorum_id}".encode()
             self._lineage = int.from_bytes(hashlib.sha256(seen).digest()[:7], "little")
-            for bucket in buckets:
+            for bucket in self.optimizer.buckets:
                 self._note(bucket)
         else:
             self._abort()  # so that the next quorum makes exchanges again: they have moved too
-        return self.committed
+        return committed
+
+    def after_zero_grad(self) -> None:
+        if not self._met:
+            self._meet()
+        self.begin()
 
     def _should_commit(self) -> bool:
         """Whether all processes of this worker can commit.
@@ -486,21 +517,15 @@ class Elastic:
             self._silence *= 2
         return {name for name in steps if silence.get(name, 0.0) > self._silence}
 
-    def put_back(self) -> None:
-        """Undo what encoding has moved, as the step was not committed."""
-        for row, copy in self._before:
-            row.copy_(copy)
-        self._before.clear()
-
     def _others_are_odd(self) -> bool:
         """Whether this worker's gradients are finite, and its headers equal those of most."""
-        rank = self._optimizer.workers.rank
-        for bucket in self._optimizer.buckets:
+        rank = self.optimizer.workers.rank
+        for bucket in self.optimizer.buckets:
             read = bucket.header.decode(bucket.exchange.headers)
-            if read.broken[rank] is not None:
+            if read.vetoed[rank] is not None:
                 return False
-            said = list(zip(read.steps, read.checksums, strict=True))
-            finite = [each for each, n in zip(said, read.broken, strict=True) if n is None]
+            said = [*zip(read.steps, [row.tobytes() for row in read.extra], strict=True)]
+            finite = [each for each, n in zip(said, read.vetoed, strict=True) if n is None]
             (most, _), *_ = Counter(finite).most_common()
             if said[rank] != most:
                 return False
@@ -541,10 +566,10 @@ class Elastic:
         """Start from a :meth:`snapshot`. Nothing in it is executed."""
         for name, state in unpacked(snapshot).items():
             self.manager._load_state_dict_fns[name](state)
-        self.resume(self._optimizer.param_groups[0]["steps"])
+        self.resume(self.optimizer.param_groups[0]["steps"])
 
     def _state(self) -> dict[str, Any]:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         return {
             "facts": self._facts,
             "lineage": self._lineage,
@@ -568,7 +593,7 @@ class Elastic:
 
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         theirs = state["facts"]
         names = [name for name in self._facts if self._facts[name] != theirs.get(name)]
         if names:
@@ -602,16 +627,8 @@ class Elastic:
         self.healed += 1
 
 
-def alone(named: Any, manager: Any) -> Workers:
-    """Return this process alone, as a manager names its peers at every step."""
-    if _STATE in getattr(manager, "_user_state_dicts", {}):
-        raise ValueError(
-            "this manager has an optimizer already, whose steps it counts: give that one"
-            " all parameters, as groups, or join() another lighthouse for each optimizer"
-        )
-    if named is not None:
-        raise ValueError("manager= names the participants: give no workers, process_group or mesh")
-    return Workers()
+def _refuse_participants(workers: Sequence[int] | None) -> None:
+    raise RuntimeError("set_participants() with manager=, which names the participants")
 
 
 def check_inside(manager: Any, dense_group: dist.ProcessGroup) -> None:

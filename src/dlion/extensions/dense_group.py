@@ -1,22 +1,24 @@
 """Two levels: processes of a node average their gradients densely, and nodes exchange messages."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dlion.checks import check_parameters
 from dlion.core.bucket import Bucket
+from dlion.core.extension import Extension
+from dlion.core.layout import local_part
 from dlion.exchange import Channel, RoundedMean, Stages, Traffic
-from dlion.extensions.lockstep import check_equal
+from dlion.extensions.lockstep import check_equal, facts_about, settings_of
 from dlion.wire import BFloat16, Float32, Wire
-from dlion.workers import Workers
-
-DenseWire = Literal["bf16", "float32"]
+from dlion.workers import Workers, check_gpus
 
 
-class Node:
+class DenseGroup(Extension):
     """Processes that are one worker together, all with the same parameters and state.
 
     They give each other the mean of their gradients. Of each bucket one of them, in turn, then
@@ -24,35 +26,35 @@ class Node:
 
     Args:
         group: these processes, connected by fast links.
-        wire: of gradients.
-        voters: those that this process exchanges messages with, one in each node.
-        overlap: whether others talk meanwhile, so that these need a group of their own.
+        wire: of gradients, bf16 or float32.
         elastic: whether voters may leave during an exchange, and the node continues.
 
+    Attributes:
+        processes: how many they are.
+
     Raises:
-        ValueError: if voters are among these processes.
+        ValueError: if voters are among these processes, or the method does not go with it.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        wire: DenseWire,
-        voters: Workers,
-        overlap: bool,
-        elastic: bool,
-    ) -> None:
-        workers = Workers.current(group=group)
-        if len({*workers.ranks} & {*voters.ranks}) > 1:
+    def __init__(self, group: dist.ProcessGroup, wire: str, elastic: bool) -> None:
+        self._workers = Workers.current(group=group)
+        self.processes, self._elastic = self._workers.processes, elastic
+        self._wire: Wire = BFloat16() if wire == "bf16" else Float32()
+        self._means: dict[int, RoundedMean] = {}
+
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        workers = self._workers
+        if len({*workers.ranks} & {*optimizer.workers.ranks}) > 1:
             raise ValueError(
                 "the processes of dense_group are also to exchange messages: give the mesh (or"
                 " process_group) of one process in each node"
             )
-        self._rank, self._processes, self._ranks = workers.rank, workers.processes, workers.ranks
-        self._elastic = elastic
-        self._wire: Wire = BFloat16() if wire == "bf16" else Float32()
         self._headers = Channel(workers.with_cpu_group())
-        self._channel = Channel(workers.with_own_group() if overlap else workers)
-        self._means: dict[int, RoundedMean] = {}
+        own = optimizer.options.get("overlap", False)  # others talk meanwhile
+        self._channel = Channel(workers.with_own_group() if own else workers)
+        optimizer.borrowed.append(self._channel.workers)
+        check_equal(workers, {"settings": settings_of(optimizer)})
 
     @property
     def traffic(self) -> Traffic:
@@ -62,65 +64,70 @@ class Node:
             *(a + b for a, b in zip(vars(one).values(), vars(two).values(), strict=True))
         )
 
-    def close(self) -> None:
-        """Give back the group of its own."""
-        self._channel.workers.give_back()
+    def on_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Compare what the processes of the node were given; its first one's values are theirs."""
+        params = [tensor for group in groups for tensor in group["params"]]
+        check_gpus(self._workers, params[0].device)
+        check_parameters([p for p in params if p.requires_grad], alone=False)
+        check_equal(self._workers, facts_about(groups))
+        for tensor in params:
+            here = local_part(tensor).detach()
+            values = here.contiguous()
+            self._channel.broadcast(values.flatten().view(torch.uint8))  # of any dtype
+            here.copy_(values)
 
-    def lead(self, bucket: Bucket, method: str) -> None:
+    def on_bucket(self, bucket: Bucket) -> None:
         """Let one process exchange the messages of a bucket, and hand on the result."""
-        if bucket.sharded or not bucket.exchange.can_follow:
-            what = "parameters that FSDP has sharded" if bucket.sharded else method
+        if type(bucket) is not Bucket or not bucket.exchange.can_follow:
+            what = self.optimizer.__class__.__name__
+            what = what if type(bucket) is Bucket else "parameters that FSDP has sharded"
             raise ValueError(
                 f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
                 " SignMuon, LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of"
                 " the float32 wire) on a plain model"
             )
-        bucket.run_led = self.run
+        bucket.led = self.run
 
-    def hand_out(self, values: Tensor) -> None:
-        """Overwrite ``values`` with those of the first process of the node."""
-        self._channel.broadcast(values)
+    def before_step(self) -> bool:
+        """Let all processes know of an overflow on one, which a GradScaler has found."""
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is not None:
+            self.optimizer.found_inf = self.any(found != 0).to(found.dtype)
+        return True
 
-    def check_equal(self, facts: dict[str, Any]) -> None:
-        """Compare the arguments of the processes, as ``check_equal`` of ``lockstep.py``."""
-        check_equal(self._channel.workers, facts)
+    def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        for bucket in buckets:
+            self.average(bucket, local)
 
     def any(self, here: Tensor) -> Tensor:
         """Return where some process has True, bool ``[...]``."""
         return self._channel.gather(here[None]).any(0)
 
-    def average(self, bucket: Bucket, header: Tensor) -> bool:
+    def average(self, bucket: Bucket, local: int) -> None:
         """Give all processes the mean gradient; one that some have counts as zero elsewhere.
-
-        Args:
-            bucket: whose gradients.
-            header: of the message that this process would send by itself.
-
-        Returns:
-            whether some process has its flag set.
 
         Raises:
             TrainingFailed: if processes are in different steps or have different hyperparameters.
         """
-        headers = bucket.header.decode(self._headers.gather(header[None]))
-        if not headers.agree:
-            bucket.check_in_step(headers, self._ranks, "process")
+        header = self.optimizer.make_header(bucket, local, bucket.present()).cpu()
+        rows = self._headers.gather(header[None])
+        senders = [f"process {rank}" for rank in self._workers.ranks]
+        read = self.optimizer.read_headers(bucket, rows, senders)
+        self.optimizer.flag_beside |= read.flag
         numel = bucket.exchange.numel
-        known = self._means.get(bucket.index)
-        if known is None or known.device != bucket.device:
+        if bucket.index not in self._means:
             mean = RoundedMean(self._channel, numel, self._wire, device=bucket.device)
             self._means[bucket.index] = mean
         exchange = self._means[bucket.index]
         exchange.encode(0, pad(bucket.gradients(), (0, exchange.numel - numel)))
         exchange.run(bucket.step)
         mean = exchange.decode()
-        for slot, here in zip(bucket.slots, headers.present, strict=True):
+        for slot, here in zip(bucket.slots, read.present, strict=True):
             if not here:
                 continue
             if slot.tensor.grad is None:
                 slot.tensor.grad = torch.empty_like(slot.tensor)
             slot.tensor.grad.copy_(slot.view(mean))
-        return headers.flag
 
     def run(self, bucket: Bucket) -> Stages:
         """Run the exchange of a bucket on one process, and hand on the result.
@@ -128,9 +135,9 @@ class Node:
         Raises:
             RuntimeError: if it breaks off. Where voters may leave, all processes of the node raise.
         """
-        exchange, leader = bucket.exchange, bucket.index % self._processes
+        exchange, leader = bucket.exchange, bucket.index % self.processes
         broken: RuntimeError | None = None
-        if leader == self._rank:
+        if leader == self._workers.rank:
             try:
                 yield from exchange.stages(bucket.step)
             except RuntimeError as error:
@@ -144,9 +151,9 @@ class Node:
         for part in (exchange.answer, exchange.headers):
             whole = part.contiguous()
             self._channel.broadcast(whole, leader)
-            if leader != self._rank:
+            if leader != self._workers.rank:
                 part.copy_(whole)
-        if leader != self._rank:
+        if leader != self._workers.rank:
             exchange.accept()
 
     def _raise_together(self, broken: RuntimeError | None, leader: int) -> None:

@@ -1,10 +1,12 @@
-"""Comparisons of processes before the first step, of hashes of what they were given.
+"""Comparisons of processes, which must be given the same and stay in step.
 
-In later steps the header of every message is compared, see ``header.py``.
+Before the first step hashes of what they were given; in every step a checksum that goes with each
+message. A process that differs ends training on all of them, with one sentence.
 """
 
 import hashlib
 import json
+import struct
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -12,14 +14,103 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dlion.core.header import plain_values
+from dlion.checks import check_alone, check_bare
+from dlion.core.bucket import Bucket
+from dlion.core.extension import Extension
+from dlion.core.header import Headers, hyperparameters, plain_values
+from dlion.core.layout import local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel, is_broken
-from dlion.extensions.shards import local_part
 from dlion.transfer import download
-from dlion.workers import Workers
+from dlion.workers import Workers, check_gpus
+
+
+class Lockstep(Extension):
+    """Compares the processes of an optimizer's workers.
+
+    Raises:
+        TrainingFailed: if they were given other parameters or settings, are in different steps, or
+            have different hyperparameters.
+        RuntimeError: if the model is wrapped in a DistributedDataParallel, or the optimizer was
+            made before the process group.
+    """
+
+    header_bytes = 4
+
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        self._workers = optimizer.workers
+        self._met_nobody = not (optimizer._named or dist.is_initialized())
+        self._first, self._checksum = True, b""
+        self._local: int | None = None  # whose messages it goes with
+        check_local_workers(self._workers)
+        check_equal(self._workers, {"settings": settings_of(optimizer)})
+
+    def on_groups(self, groups: list[dict[str, Any]]) -> None:
+        check_gpus(self._workers, groups[0]["params"][0].device)
+        check_equal(self._workers, facts_about(groups))
+        check_bare([tensor for group in groups for tensor in group["params"]])
+
+    def before_step(self) -> bool:
+        if self._first:
+            params = self.optimizer.params
+            check_bare(params)
+            if self._workers.processes > 1 and self._workers.local == 1:
+                check_data(params, self._workers)
+            if self._met_nobody:
+                check_alone()
+        return True
+
+    def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        optimizer = self.optimizer
+        if optimizer.schedule.at_step or local != self._local:  # else once for all buckets
+            self._local = local
+            facts = f"{optimizer.trained} {hyperparameters(optimizer.param_groups)}"
+            self._checksum = struct.pack("<I", zlib.crc32(facts.encode()))
+
+    def write_header(self, bucket: Bucket, local: int) -> bytes:
+        return self._checksum
+
+    def read_headers(self, bucket: Bucket, headers: Headers, senders: list[str]) -> None:
+        if any(step >= 2**31 for step in headers.steps):  # vetoed: the numbers say nothing
+            return
+        rows = headers.extra[:, self.place].tolist()
+        first, *others = zip(senders, headers.steps, rows, strict=True)
+        for sender, step, checksum in others:
+            if step != first[1]:
+                raise TrainingFailed(
+                    f"{sender} is in step {step + 1}, {first[0]} in step {first[1] + 1}: all"
+                    " processes must load the same state and call step() equally often"
+                )
+            if checksum != first[2]:
+                here = "; ".join(dict.fromkeys(map(_shown, self.optimizer.param_groups)))
+                raise TrainingFailed(
+                    f"in step {step + 1} {sender} has other hyperparameters or frozen parameters"
+                    f" than {first[0]} (here: {here}): all processes must set the same, and call"
+                    " step() of the optimizer and of its schedules equally often"
+                )
+
+    def after_step(self, counts: bool) -> None:
+        self._first, self._local = self._first and not counts, None
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """Return what describes an optimizer: its public attributes and options."""
+    public = {name: value for name, value in optimizer.__dict__.items() if name[0] != "_"}
+    known = plain_values(public | optimizer.options)
+    lists = {name for name, value in known.items() if isinstance(value, list | tuple)}
+    objects = {name for name in lists if not all(isinstance(each, int) for each in known[name])}
+    return {"method": optimizer.__class__.__name__} | {
+        name: value for name, value in known.items() if name not in objects
+    }
+
+
+def _shown(group: dict[str, Any]) -> str:
+    apart = {name: value for name, value in plain_values(group).items() if name != "steps"}
+    return ", ".join(f"{name}={value}" for name, value in apart.items())
 
 
 def facts_about(groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Averages the workers' momenta now and then."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from dlion.checks import check_pattern
 from dlion.core.bucket import Bucket
+from dlion.core.extension import Extension
 from dlion.exchange import Channel, DirectSend, MeanWire, make_mean
 from dlion.values import Whole
 from dlion.workers import Workers
@@ -13,7 +15,7 @@ from dlion.workers import Workers
 Every = Whole | Literal["exponential", "floored"]
 
 
-class MomentumSync:
+class MomentumSync(Extension):
     """Averages the momenta of all workers after some steps.
 
     Source: Ishikawa et al. 2024 (arXiv 2411.16462); the exponential rule is 0/1 Adam's (Lu et al.
@@ -54,11 +56,13 @@ class MomentumSync:
         self._means: dict[Bucket, DirectSend] = {}
         self._workers: Workers | None = None
 
-    def after_step(self, buckets: Sequence[Bucket], channel: Channel) -> None:
-        """Average the momenta of buckets whose step it is."""
+    @contextmanager
+    def around_exchange(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Average the momenta of buckets whose step it is, after all messages."""
+        yield
         for bucket in buckets:
             if self.is_due(bucket.step + 1):
-                self.average(bucket, channel)
+                self.average(bucket, self.optimizer.channel)
 
     def is_due(self, step: int) -> bool:
         """Whether to average after ``step`` steps."""

@@ -1,75 +1,91 @@
-"""Handling of gradients that are NaN or infinite."""
+"""Gradients that are NaN or infinite: training stops on all workers, or they are left out."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dlion.checks import warn
 from dlion.core.bucket import Bucket
-from dlion.core.header import not_finite
+from dlion.core.extension import Extension
+from dlion.core.header import Headers
+from dlion.errors import TrainingFailed
 from dlion.transfer import download
 
+_SKIPPED = (
+    "the gradient of {} is not finite in step {}: nonfinite=skip leaves it out, and will leave out"
+    " others without a word (optimizer.skipped counts them)"
+)
 
-def measure(buckets: Sequence[Bucket], local: int) -> None:
-    """Take the norms of a local worker's gradients along, for the headers of its messages."""
-    for bucket in buckets:
-        bucket.flight.norms[local] = bucket.norms()
 
-
-def leave_out(buckets: Sequence[Bucket], whole: bool) -> list[str]:
-    """Drop gradients that are not finite; return the names of theirs. The host waits once.
+class Nonfinite(Extension):
+    """Looks at the norm of every gradient.
 
     Args:
-        whole: drop all parts of a tensor that FSDP2 has sharded, if one is not finite.
+        way: ``stop`` says in the headers which gradient is not finite, and all processes raise
+            TrainingFailed; ``skip`` drops it, as if the worker had none.
     """
-    found = []
-    flags = [~bucket.norms().isfinite() for bucket in buckets]
-    if whole:
-        pairs = zip(buckets, flags, strict=True)
-        flags = [bucket.whole.anywhere(broken) for bucket, broken in pairs]
-    for bucket, here in zip(buckets, download(flags), strict=True):
-        for slot, name, broken in zip(bucket.slots, bucket.names, here.tolist(), strict=True):
-            if broken:
-                slot.tensor.grad = None
-                found.append(name)
-    return found
+
+    def __init__(self, way: Literal["stop", "skip"]):
+        self._way = way
+        self._norms: dict[tuple[Bucket, int], Tensor] = {}  # of a worker's gradients, ``[T]``
+        self._skipping: set[int] = set()  # workers that leave out a gradient in this step
+
+    def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        if self._way == "skip":
+            self._leave_out(buckets, local)
+            return
+        for bucket in buckets:
+            self._norms[bucket, local] = bucket.norms()
+        if self.optimizer.moves_alone:  # no header will stop the others first
+            self._refuse(buckets, local)
+
+    def _leave_out(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Drop gradients that are not finite. The host waits once."""
+        found = []
+        flags = [~bucket.norms().isfinite() for bucket in buckets]
+        if self.optimizer.whole_matrices:
+            pairs = zip(buckets, flags, strict=True)
+            flags = [bucket.full.anywhere(broken) for bucket, broken in pairs]
+        for bucket, here in zip(buckets, download(flags), strict=True):
+            for slot, name, broken in zip(bucket.slots, bucket.names, here.tolist(), strict=True):
+                if broken:
+                    slot.tensor.grad = None
+                    found.append(name)
+        if found and not (self._skipping or self.optimizer.skipped):
+            warn(_SKIPPED.format(found[0], buckets[0].step + 1))
+        if found:
+            self._skipping.add(local)
+
+    def _refuse(self, buckets: Sequence[Bucket], local: int) -> None:
+        """Raise TrainingFailed for a gradient that is not finite. The host waits once."""
+        found = download([self._norms[bucket, local] for bucket in buckets])
+        for bucket, here in zip(buckets, found, strict=True):
+            broken = (~here.isfinite()).nonzero()
+            if len(broken):
+                worker = self.optimizer.workers.ids[local]
+                raise _not_finite(bucket, int(broken[0]), f"worker {worker}")
+
+    def veto(self, bucket: Bucket, local: int) -> Tensor | None:
+        found = self._norms.pop((bucket, local), None)
+        return None if found is None else found < torch.inf
+
+    def read_headers(self, bucket: Bucket, headers: Headers, senders: list[str]) -> None:
+        for sender, broken in zip(senders, headers.vetoed, strict=True):
+            if broken is not None:
+                raise _not_finite(bucket, broken, sender)
+
+    def after_step(self, counts: bool) -> None:
+        if counts:
+            self.optimizer.skipped += len(self._skipping)
+        self._skipping.clear()
+        self._norms.clear()
 
 
-def refuse(buckets: Sequence[Bucket], local: int) -> None:
-    """Raise TrainingFailed for a measured gradient that is not finite. The host waits once."""
-    norms = download([bucket.flight.norms[local] for bucket in buckets])
-    for bucket, here in zip(buckets, norms, strict=True):
-        broken = (~here.isfinite()).nonzero()
-        if len(broken):
-            worker = bucket.exchange.channel.workers.ids[local]
-            raise not_finite(bucket.names[int(broken[0])], f"worker {worker}", bucket.step)
-
-
-def overflowed(optimizer: Any) -> bool:
-    """Whether a GradScaler found an overflow on any worker; if not, unscale the gradients."""
-    if optimizer._step.elastic is not None:
-        raise RuntimeError("a GradScaler does not work with manager=: train in bfloat16")
-    if optimizer.overlap or optimizer.workers.local > 1:
-        raise RuntimeError(
-            "under a GradScaler messages must not be made of scaled gradients: create the"
-            " optimizer with overlap=False and one worker a process"
-        )
-    mine = optimizer.found_inf.view(1) != 0
-    if optimizer.node is not None:
-        mine = optimizer.node.any(mine)
-    if optimizer.channel.gather(mine[None]).any():
-        return True
-    if optimizer.grad_scale is not None:
-        grads = [tensor.grad for tensor in optimizer.params if tensor.grad is not None]
-        _unscale(grads, optimizer.grad_scale)
-    return False
-
-
-@torch.no_grad()
-def _unscale(grads: Sequence[Tensor], scale: Tensor) -> None:
-    """Divide gradients by the scale of a GradScaler, without the host knowing it."""
-    factor = scale.double().reciprocal().float()
-    for device in {grad.device for grad in grads}:
-        here = [grad for grad in grads if grad.device == device]
-        torch._foreach_mul_(here, factor.to(device))
+def _not_finite(bucket: Bucket, index: int, whose: str) -> TrainingFailed:
+    return TrainingFailed(
+        f"the gradient of {bucket.names[index]} is not finite on {whose} in step"
+        f" {bucket.step + 1}: lower the learning rate, or leave such gradients out with"
+        " nonfinite=skip"
+    )

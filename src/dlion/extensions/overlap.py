@@ -6,22 +6,21 @@ and the buckets before it have left, its message is encoded and its exchange beg
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlion.core.bucket import Bucket
+from dlion.core.extension import Extension, Schedule
 from dlion.core.header import hyperparameters
-from dlion.core.layout import Slot
-from dlion.exchange import run_together
-from dlion.extensions.shards import local_part
+from dlion.core.layout import Slot, local_part
 from dlion.transfer import keep_for_this_stream
 
 Work = Callable[[], None]
@@ -52,7 +51,7 @@ class _Pass:
     noted: _Noted | None = None
 
 
-class Overlap:
+class Overlap(Extension, Schedule):
     """Sends buckets during the backward pass, and runs their exchanges on a thread.
 
     Exchanges begin in the order of the buckets, as collectives must have one order on all
@@ -60,31 +59,23 @@ class Overlap:
     messages, and the update waits for it.
 
     Args:
-        buckets: of the optimizer, in the order in which messages leave. It grows with parameter
-            groups.
-        encode: writes the last local worker's message about a bucket; returns work that the thread
-            is to do before the exchange, if any.
-        expects: whether the pass at hand is the last one of a step.
+        deferred: whether messages are written on the thread, as that takes collectives: then all
+            start there, and communicators never meet in two orders.
 
     Attributes:
-        sent: how many buckets' messages have left in this step.
         in_backward: whether a backward pass is going on, or has failed.
-        hooks: those of autograd, to be removed, of each parameter.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        encode: Callable[[Bucket], Work | None],
-        expects: Callable[[], bool],
-    ) -> None:
-        self._buckets = buckets
-        # of the optimizer, which is not to live as long as its parameters' hooks
-        self._encode, self._expects = weakref.WeakMethod(encode), weakref.WeakMethod(expects)
-        self.sent, self.in_backward = 0, False
-        self.hooks: dict[Tensor, RemovableHandle] = {}
+    at_step = False
+
+    def __init__(self, deferred: bool) -> None:
+        self._deferred = deferred
+        self.in_backward = False
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._passes: dict[Bucket, _Pass] = {}
+        self._rates = ""  # the hyperparameters that messages of this step were made with
+        self._late: dict[Bucket, Work] = {}  # what the thread does before an exchange
         self._synchronising = True
         self._written = True  # whether gradients are written to after they are sent: then hashed
         self._ready = threading.RLock()  # autograd has a thread for every device
@@ -93,39 +84,43 @@ class Overlap:
         self._running: dict[Bucket, Future[torch.cuda.Event | None]] = {}
         self._unfinished = False  # whether an exchange of this step has begun and not ended well
 
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        optimizer.workers = optimizer.workers.with_own_group()  # others talk meanwhile
+        optimizer.borrowed.append(optimizer.workers)
+        optimizer.schedule = self
+
     # ---- hooks
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Register autograd hooks that report when gradients of parameters are ready."""
-        ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready))
-        for tensor in tensors:
-            if tensor not in self.hooks:
-                self.hooks[tensor] = tensor.register_post_accumulate_grad_hook(ready)
-
-    def unwatch(self, tensors: Iterable[Tensor]) -> None:
-        """Remove the hooks of parameters."""
-        for tensor in tensors:
-            if tensor in self.hooks:
-                self.hooks.pop(tensor).remove()
-
-    def place(self, bucket: Bucket) -> None:
-        """Take note of a new bucket, and watch its parameters."""
+    def on_bucket(self, bucket: Bucket) -> None:
         self._passes[bucket] = _Pass()
-        self._bucket_of |= dict.fromkeys((slot.tensor for slot in bucket.slots), bucket)
-        self.watch(slot.tensor for slot in bucket.slots)
+        ready = partial(_call, weakref.WeakMethod(self._gradient_is_ready))
+        for slot in bucket.slots:
+            self._bucket_of[slot.tensor] = bucket
+            if slot.tensor not in self._hooks:
+                hook = slot.tensor.register_post_accumulate_grad_hook(ready)
+                self._hooks[slot.tensor] = hook
 
     def forget(self, bucket: Bucket) -> None:
-        """Forget a bucket of which nothing was sent; its parameters get a place in another."""
         self._passes.pop(bucket, None)
         for slot in bucket.slots:
-            self._bucket_of.pop(slot.tensor, None)
+            if self._bucket_of.get(slot.tensor) is bucket:
+                del self._bucket_of[slot.tensor]
+                self._hooks.pop(slot.tensor).remove()
+
+    def _expects(self) -> bool:
+        """Whether gradients of the last local participant are accumulated."""
+        if not self._synchronising or (self.accumulates is not None and self.accumulates()):
+            return False
+        optimizer = self.optimizer
+        local = optimizer.channel.local_participants
+        return bool(local) and optimizer.collected - {local[-1]} == {*local[:-1]}
 
     @torch._disable_dynamo
     @torch.no_grad()
     def _gradient_is_ready(self, tensor: Tensor) -> None:
         with self._ready:
-            expects = self._expects()
-            if self._synchronising and expects is not None and expects():
+            if self._expects():
                 self._note(self._bucket_of[tensor])
 
     def _note(self, bucket: Bucket) -> None:
@@ -149,12 +144,14 @@ class Overlap:
                 " twice, or create the optimizer with overlap=False"
             )
         # a later bucket may be complete before an earlier one, and then waits here for it
-        while self.sent < len(self._buckets):
-            complete = self._buckets[self.sent]
-            encode = self._encode()
-            if self._passes[complete].waiting != 0 or encode is None:
+        optimizer = self.optimizer
+        while self.sent < len(optimizer.buckets):
+            complete = optimizer.buckets[self.sent]
+            if self._passes[complete].waiting != 0:
                 break
-            self.send(complete, encode(complete))
+            last = optimizer.channel.local_participants[-1]
+            self.encode([complete], last, optimizer.write_messages)
+            self._send(complete)
 
     def _backward_went_well(self) -> None:
         """Note that a pass has ended without an exception."""
@@ -171,22 +168,28 @@ class Overlap:
 
     # ---- changes between backward() and step()
 
-    def check_unchanged(self) -> None:
+    def unsent(self, buckets: list[Bucket]) -> list[Bucket]:
+        if self._deferred:
+            self.finish()  # it writes the mean gradients
+        if self.sent:
+            self._check_unchanged()
+        return buckets[self.sent :]
+
+    def _check_unchanged(self) -> None:
         """Refuse gradients and hyperparameters that were changed after messages had left.
 
         A gradient that is written to without a change is no change. To tell, the norm of each one
         is taken before. In the first step, and for as long as steps show such writes, a hash is.
         """
         self._written = False
-        for bucket in self._buckets[: self.sent]:
-            here, rates = self._passes[bucket], bucket.flight.rates
-            # none if the thread has not made the message, as the exchange before it has failed
-            if rates and rates != hyperparameters(bucket.distinct_groups):
-                raise RuntimeError(
-                    "the learning rate or another hyperparameter was changed between backward() and"
-                    " step(), when messages had left: set it before backward(), or create the"
-                    " optimizer with overlap=False"
-                )
+        if self._rates != hyperparameters(self.optimizer.param_groups):
+            raise RuntimeError(
+                "the learning rate or another hyperparameter was changed between backward() and"
+                " step(), when messages had left: set it before backward(), or create the"
+                " optimizer with overlap=False"
+            )
+        for bucket in self.optimizer.buckets[: self.sent]:
+            here = self._passes[bucket]
             if here.noted is not None and not here.restarted:
                 self._check_gradients(here.noted)
 
@@ -207,8 +210,7 @@ class Overlap:
                     " with overlap=False (torch.nn.utils.get_total_norm only measures them)"
                 )
 
-    def check_restart(self) -> None:
-        """Refuse zero_grad() after a successful pass whose messages have left."""
+    def before_zero_grad(self) -> None:
         if self.sent and not self.in_backward:
             raise RuntimeError(
                 "zero_grad() after a backward pass whose messages have left, before step(): call"
@@ -217,16 +219,34 @@ class Overlap:
                 " requires_grad_(False), or create the optimizer with overlap=False"
             )
 
-    def restart(self) -> None:
-        """Count gradients from zero, as they were dropped; messages that left stay sent."""
+    def after_zero_grad(self) -> None:
+        """Count gradients from zero; messages that left in a pass that has failed stay sent."""
         self.in_backward = False
         for here in self._passes.values():
             here.waiting, here.restarted = None, here.sent
 
     # ---- exchanges
 
-    def send(self, bucket: Bucket, work: Work | None = None) -> None:
-        """Begin the exchange of the next bucket; the thread does ``work`` before it."""
+    def encode(
+        self,
+        buckets: Sequence[Bucket],
+        local: int,
+        encode: Callable[[Sequence[Bucket], int], None],
+    ) -> None:
+        if self._deferred:
+            self._late |= {bucket: partial(encode, [bucket], local) for bucket in buckets}
+        else:
+            encode(buckets, local)
+
+    def send(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets[self.sent :]:
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Begin the exchange of the next bucket."""
+        work = self._late.pop(bucket, None)
+        if not self.sent:
+            self._rates = hyperparameters(self.optimizer.param_groups)
         self._passes[bucket].sent = True
         if work is None:
             self._note_gradients(bucket)
@@ -274,11 +294,10 @@ class Overlap:
         if work is not None:
             work()
             self._note_gradients(bucket)
-        run_together([bucket.stages()])
+        super().exchange([bucket])
         self._unfinished = False
 
-    def wait(self, buckets: Sequence[Bucket]) -> None:
-        """Return when the exchanges of buckets that were sent are over; raise what they raised."""
+    def exchange(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             done = self._running.pop(bucket).result()
             if done is not None:
@@ -286,22 +305,20 @@ class Overlap:
                 keep_for_this_stream(*bucket.exchange.answer, bucket.exchange.headers)
 
     def finish(self) -> None:
-        """Wait for all pending work of this host, successful or not."""
         for future in self._running.values():
             future.exception()
 
     def end_step(self) -> None:
-        """Forget the step at hand, when nothing is under way."""
         self._running.clear()
+        self._late.clear()
         self.sent, self.in_backward, self._unfinished = 0, False, False
         for bucket in self._passes:
             self._passes[bucket] = _Pass()
 
     def close(self) -> bool:
-        """Remove the hooks and end the thread; return whether nothing was under way."""
-        for hook in self.hooks.values():
+        for hook in self._hooks.values():
             hook.remove()
-        self.hooks.clear()
+        self._hooks.clear()
         if self._executor is not None:
             self._executor.shutdown(wait=False)
         return all(future.done() for future in self._running.values())

@@ -1,8 +1,7 @@
-"""Doors to frameworks: their checkpoints hold process 0's optimizer, these every worker's.
+"""Integrations: frameworks' checkpoints hold process 0's optimizer, these every worker's.
 
 ``accelerate``, ``transformers`` and ``lightning`` here import the framework of that name, and
-nothing else of the library imports them. In another loop set ``optimizer.workers_apart = True`` and
-call ``optimizer.save_workers(folder)`` and ``load_workers(folder)`` on every process.
+nothing else of the library imports them. Other loops use :class:`WorkerFiles`.
 """
 
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 
 from dlion.checks import wrappers
 from dlion.core.optimizer import DistributedOptimizer
+from dlion.frameworks.worker_files import WorkerFiles as WorkerFiles
 
 
 def ours(optimizers: Iterable[Any]) -> list[DistributedOptimizer]:

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import GradientState
 
-from dlion.frameworks import ours, silence
+from dlion.frameworks import WorkerFiles, ours, silence
 
 
 def accumulates() -> bool:
@@ -31,18 +31,19 @@ def keep_workers(accelerator: Accelerator) -> None:
         raise ValueError(
             "keep_workers() found no optimizer of dlion: call it after accelerator.prepare()"
         )
+    kept = []
     for optimizer in ours(accelerator._optimizers):
-        optimizer.workers_apart = True
-        optimizer.accumulates = accumulates
+        kept.append(WorkerFiles(optimizer))
+        optimizer.schedule.accumulates = accumulates
         silence(optimizer)
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        for index, optimizer in enumerate(ours(accelerator._optimizers)):
-            optimizer.save_workers(Path(folder), f"optimizer_{index}")
+        for index, files in enumerate(kept):
+            files.save(Path(folder), f"optimizer_{index}")
 
     def load(models: list[Any], folder: str) -> None:
-        for index, optimizer in enumerate(ours(accelerator._optimizers)):
-            optimizer.load_workers(Path(folder), f"optimizer_{index}")
+        for index, files in enumerate(kept):
+            files.load(Path(folder), f"optimizer_{index}")
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
-from dlion.frameworks import ours
+from dlion.frameworks import WorkerFiles, ours
 
 
 class KeepWorkers(DDPStrategy):
@@ -33,6 +33,7 @@ class KeepWorkers(DDPStrategy):
             ValueError: if none is of this library.
         """
         super().setup_optimizers(trainer)
+        self._files: list[WorkerFiles] = []
         if self.optimizers and not ours(self.optimizers):
             raise ValueError(
                 "KeepWorkers sends no gradients, and no optimizer is one of dlion's, so each"
@@ -41,16 +42,16 @@ class KeepWorkers(DDPStrategy):
         for optimizer in ours(self.optimizers):
             if getattr(self.precision_plugin, "scaler", None) is None:
                 optimizer._step_supports_amp_scaling = False  # or no gradient may be clipped
-            optimizer.workers_apart = True
-            optimizer.accumulates = lambda: (
+            self._files.append(WorkerFiles(optimizer))
+            optimizer.schedule.accumulates = lambda: (
                 not getattr(self.model, "require_backward_grad_sync", True)
             )
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write each worker's state beside the file, on every process."""
         if "optimizer_states" in checkpoint:
-            for index, optimizer in enumerate(ours(self.optimizers)):
-                optimizer.save_workers(_beside(filepath), f"optimizer_{index}")
+            for index, files in enumerate(self._files):
+                files.save(_beside(filepath), f"optimizer_{index}")
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -61,9 +62,9 @@ class KeepWorkers(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Read each worker's state too."""
         super().load_optimizer_state_dict(checkpoint)
-        for index, optimizer in enumerate(ours(self.optimizers)):
-            if self._loads is not None and optimizer._awaits is not None:
-                optimizer.load_workers(self._loads, f"optimizer_{index}")
+        for index, files in enumerate(self._files):
+            if self._loads is not None and files.awaited:
+                files.load(self._loads, f"optimizer_{index}")
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove the workers' files too."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dlion.frameworks import ours, silence
+from dlion.frameworks import WorkerFiles, ours, silence
 from dlion.frameworks.accelerate import accumulates
 
 
@@ -35,14 +35,15 @@ class KeepWorkers(TrainerCallback):
     def __init__(self, resume_from: str | Path | None = None) -> None:
         self.resume_from = resume_from
         self._limit: int | None = None
+        self._files: WorkerFiles | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
         """Silence DistributedDataParallel; read the workers' state of a resumed run."""
         for one in ours([optimizer]):
-            one.workers_apart = True
-            one.accumulates = accumulates
+            self._files = WorkerFiles(one)
+            one.schedule.accumulates = accumulates
             silence(one)
             if state.global_step and not one.param_groups[0]["steps"]:
                 warnings.warn(
@@ -52,7 +53,7 @@ class KeepWorkers(TrainerCallback):
                 )
             if not args.save_only_model and args.save_total_limit is not None:
                 self._limit, args.save_total_limit = args.save_total_limit, None
-            if one._awaits is not None:
+            if self._files.awaited:
                 told = [self.resume_from, args.resume_from_checkpoint]
                 folders = [Path(path) for path in told if isinstance(path, str | Path)]
                 folder = (folders or [_folder(args, state)])[0]
@@ -61,13 +62,13 @@ class KeepWorkers(TrainerCallback):
                         f"the workers' own state is not in {folder}: name the folder that the run"
                         " resumes from, KeepWorkers(resume_from=DIR)"
                     )
-                one.load_workers(folder)
+                self._files.load(folder)
 
     def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Write each worker's state into the checkpoint that was just saved."""
         for one in ours([] if args.save_only_model else [optimizer]):
             folder = _folder(args, state)
-            one.save_workers(folder)
+            self._files.save(folder)
             if self._limit is not None:
                 one.channel.barrier()  # all have written theirs
                 if args.should_save:

@@ -7,8 +7,7 @@ import torch
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common
-from dlion.core.step import rehearse
+from dlion.core.optimizer import Common, warm_up
 from dlion.exchange import DeltaVote
 from dlion.methods.dlion import Directed, sign_descent
 from dlion.values import Betas, Limits, NotNegative
@@ -61,7 +60,7 @@ class DeltaModulated(Directed):
         sign_descent(bucket)
 
     def prepare(self) -> None:
-        rehearse(self)
+        warm_up(self)
 
 
 class DLionADM(DeltaModulated):

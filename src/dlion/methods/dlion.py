@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, DistributedOptimizer
-from dlion.core.step import rehearse
+from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
 from dlion.exchange import (
     Costs,
     LevelMean,
@@ -186,7 +185,7 @@ class SignedDescent(Directed):
             kernels.apply_levels(params, sums, exchange.largest, *rates)
 
     def prepare(self) -> None:
-        rehearse(self)
+        warm_up(self)
 
 
 class DLion(SignedDescent):

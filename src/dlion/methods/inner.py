@@ -50,9 +50,6 @@ class Inner(ABC):
     ) -> None:
         """Restore the result of :meth:`state_dict`."""
 
-    def follow(self, bucket: Bucket) -> None:  # noqa: B027 - most have nothing beside the bucket
-        """Bring what is kept beside a bucket to the device that it has moved to."""
-
 
 class SGD(Inner):
     """``y <- (1 - lr wd) y - lr g``."""
@@ -156,11 +153,6 @@ class OfTorch(Inner):
         for bucket, states in zip(buckets, saved, strict=True):
             for optimizer, state in zip(self._of(bucket), states, strict=True):
                 optimizer.load_state_dict(state)
-
-    def follow(self, bucket: Bucket) -> None:
-        before = self._made.pop(bucket, [])
-        for old, new in zip(before, self._of(bucket), strict=bool(before)):
-            new.load_state_dict(old.state_dict())
 
     def _of(self, bucket: Bucket) -> list[torch.optim.Optimizer]:
         if bucket not in self._made:

@@ -85,7 +85,8 @@ class LionCub(SignedDescent):
         self.momentum_sync, self.sync_rate, self.sync_until = momentum_sync, sync_rate, sync_until
         self.sync_pattern = sync_pattern
         sync = MomentumSync(momentum_sync, sync_rate, sync_pattern, sync_until)
-        self.after_step = sync.after_step
+        if momentum_sync:
+            common["extensions"] = [*common.get("extensions", ()), sync]
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, "mavo", ties, exchange=exchange, **common)
         check_matches("sync_pattern", sync_pattern, self.param_groups)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dlion.core.bucket import Bucket, Names, StateNames
+from dlion.core.extension import Extension
 from dlion.core.layout import Member
 from dlion.core.optimizer import Common
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
@@ -19,6 +20,15 @@ from dlion.values import Betas, Called, Count, NotNegative, Probability
 InnerOptimizer = (
     Literal["adamw", "lion", "muon", "sgd"] | Annotated[Maker, Called("in Python a function")]
 )
+
+
+class InnerSteps(Extension):
+    """Moves a worker by its own gradients, before it writes a message, if it does."""
+
+    def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        with self.optimizer.moving():
+            for bucket in buckets:
+                self.optimizer.move(bucket, local)
 
 
 class LocalUpdate(MatricesApart):
@@ -89,6 +99,7 @@ class LocalUpdate(MatricesApart):
         self.own_counters = [*self._inner.own_counters, *self.own_counters]
         self.shared_state = ["outer", *self.shared_state]
         common["overlap"] = False
+        common["extensions"] = [*common.get("extensions", ()), InnerSteps()]
         super().__init__(params, defaults, adamw_names=None, **common)
 
     def kind(self, member: Member) -> Matrices | None:
@@ -113,9 +124,6 @@ class LocalUpdate(MatricesApart):
             bucket.write_back()
         self._hosted = local
 
-    def follow(self, bucket: Bucket) -> None:
-        self._inner.follow(bucket)
-
     def end_round(self) -> None:
         self._last = True
 
@@ -132,10 +140,10 @@ class LocalUpdate(MatricesApart):
         state = super().common_state()
         return {name: view for name, view in state.items() if not name.endswith(".parameters")}
 
-    def inner_state(self) -> list[list[dict[str, Any]]]:
+    def get_extra_state(self) -> list[list[dict[str, Any]]]:
         return self._inner.state_dict(self.buckets)
 
-    def load_inner(self, saved: list[list[dict[str, Any]]] | None) -> None:
+    def set_extra_state(self, saved: list[list[dict[str, Any]]] | None) -> None:
         if saved is not None:
             self._inner.load_state_dict(self.buckets, saved)
         self._loaded = True
@@ -147,6 +155,7 @@ class LocalUpdate(MatricesApart):
         return self._last or (self.param_groups[0]["steps"] + 1) % self.local_steps == 0
 
     def move(self, bucket: Bucket, local: int) -> None:
+        """Take a local worker's inner step."""
         self._take_over(bucket, local)
         own = (rows[local] for rows in bucket.own.values())
         with self.channel.timer.apply, bucket.untouched(bucket.present(), own):
@@ -175,7 +184,7 @@ class LocalUpdate(MatricesApart):
 
     def _host_next(self) -> None:
         """Put the parameters of the worker whose turn it is into the model."""
-        collected = self._step.collected
+        collected = self.collected
         waiting = [i for i in self.channel.local_participants if i not in collected]
         if waiting:
             self.host(waiting[0])
@@ -188,7 +197,7 @@ class LocalUpdate(MatricesApart):
         """
         bucket.adopt()
         params, own = bucket.params, bucket.own["local"][local]
-        if bucket.step == 0 and not self._step.collected - {local}:
+        if bucket.step == 0 and not self.collected - {local}:
             self.begin(bucket)
         elif self._loaded and not torch.equal(own.to(params.dtype), params):
             raise RuntimeError(

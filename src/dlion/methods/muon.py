@@ -318,13 +318,13 @@ def bucket_orthogonalise(bucket: Bucket, flat: Tensor, newton_schulz: NewtonSchu
 
     Matrices that FSDP2 has sharded are gathered, each on one process of the shard group.
     """
-    whole = bucket.to_whole(flat)
-    slots, answer = bucket.whole.slots, torch.zeros_like(whole)
+    whole = bucket.full.gather(flat)
+    slots, answer = bucket.full.slots, torch.zeros_like(whole)
     targets, tensors = (
         tensors_of(slots, [flat] * len(slots), bucket.kind) for flat in (answer, whole)
     )
     orthogonalise_to(targets, tensors, newton_schulz)
-    return bucket.to_shards(answer)
+    return bucket.scatter(answer)
 
 
 def orthogonalise_to(

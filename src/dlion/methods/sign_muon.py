@@ -113,7 +113,9 @@ class SignMuon(MatricesApart, SignedDescent):
             raise ValueError("rest=adamw needs aggregation=avg: a vote has no second moment")
         self.local_polar, self.rest = local_polar, rest
         self.momentum_sync, self.sync_wire = momentum_sync, sync_wire
-        self.after_step = MomentumSync(momentum_sync, wire=sync_wire).after_step
+        if momentum_sync:
+            sync = MomentumSync(momentum_sync, wire=sync_wire)
+            common["extensions"] = [*common.get("extensions", ()), sync]
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         defaults = {
             "lr": lr,

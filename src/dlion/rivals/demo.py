@@ -78,19 +78,19 @@ class DeMo(DistributedOptimizer):
 
     def make_exchange(self, bucket: Bucket) -> CosineTopKMean:
         sides = self.chunk, self.topk, self.value_bits
-        whole = bucket.whole
+        whole = bucket.full
         matrices = [Matrix(slot.start, slot.stop, slot.rows) for slot in whole.slots]
         return CosineTopKMean(self.channel, whole.numel, matrices, *sides, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        found = bucket.exchange.transform(bucket.to_whole(bucket.gradients()))
+        found = bucket.exchange.transform(bucket.full.gather(bucket.gradients()))
         kept = bucket.own["momentum"][local]
         for run in bucket.runs("momentum"):
             kept[run.part] *= run.values[0]
-        momentum = bucket.to_whole(kept)
+        momentum = bucket.full.gather(kept)
         momentum += found
         momentum -= bucket.exchange.encode(local, momentum)
-        kept.copy_(bucket.to_shards(momentum))
+        kept.copy_(bucket.scatter(momentum))
 
     def update(self, bucket: Bucket) -> None:
-        descent(bucket, bucket.to_shards(bucket.exchange.decode()).sign_())
+        descent(bucket, bucket.scatter(bucket.exchange.decode()).sign_())

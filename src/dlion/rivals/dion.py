@@ -76,7 +76,7 @@ class Dion(BesideAdamW):
     @property
     def paper_bits(self) -> tuple[float, float]:
         """The values of both rounds, and the gradients of the rest, in float32."""
-        slots = [slot for bucket in self.buckets for slot in bucket.whole.slots]
+        slots = [slot for bucket in self.buckets for slot in bucket.full.slots]
         parameters = sum(slot.stop - slot.start for slot in slots)
         values = sum(self._values(bucket) for bucket in self.buckets)
         bits = 32 * values / max(1, parameters)
@@ -85,7 +85,7 @@ class Dion(BesideAdamW):
     def _values(self, bucket: Bucket) -> int:
         if bucket.kind:
             return bucket.exchange.values
-        return sum(slot.stop - slot.start for slot in bucket.whole.slots)
+        return sum(slot.stop - slot.start for slot in bucket.full.slots)
 
     def matrix_exchange(self, bucket: Bucket) -> Exchange:
         seed = stream_seed(self.seed, "dion", bucket.index)
@@ -97,16 +97,16 @@ class Dion(BesideAdamW):
     def encode_matrices(self, bucket: Bucket, local: int) -> None:
         momentum = bucket.own["momentum"][local]
         momentum += bucket.gradients()
-        bucket.exchange.encode(local, bucket.to_whole(momentum))
+        bucket.exchange.encode(local, bucket.full.gather(momentum))
 
     def update_matrices(self, bucket: Bucket) -> None:
-        sent, momenta = bucket.to_shards(bucket.exchange.product()), bucket.own["momentum"]
-        with bucket.untouched(bucket.flight.present, momenta):
+        sent, momenta = bucket.scatter(bucket.exchange.product()), bucket.own["momentum"]
+        with bucket.untouched(bucket.anywhere, momenta):
             for local in self.channel.local_participants:
                 for run in bucket.runs("momentum"):
                     momenta[local, run.part].sub_(sent[run.part], alpha=1 - run.values[0])
         scale = rms_scale if self.adjust_lr == "match_rms_adamw" else _aspect
-        matrix_descent(bucket, bucket.to_shards(bucket.exchange.decode()), scale)
+        matrix_descent(bucket, bucket.scatter(bucket.exchange.decode()), scale)
 
 
 def _aspect(rows: int, columns: int) -> float:

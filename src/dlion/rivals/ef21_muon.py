@@ -89,7 +89,7 @@ class EF21Muon(BesideAdamW):
         """Bits of entries and places, sent to each and received from n - 1, and of the rest."""
         sent = received = parameters = 0.0
         for bucket in self.buckets:
-            for slot in bucket.whole.slots:
+            for slot in bucket.full.slots:
                 size, up, down = slot.stop - slot.start, 32.0, 32.0
                 if bucket.kind:
                     k = self._count(size)
@@ -102,7 +102,7 @@ class EF21Muon(BesideAdamW):
         return math.ceil(self.density * size)
 
     def matrix_exchange(self, bucket: Bucket) -> Exchange:
-        whole = bucket.whole
+        whole = bucket.full
         blocks = [Block(slot.start, 1, slot.stop - slot.start) for slot in whole.slots]
         bits, buffers = self.value_bits, bucket.buffers
         return TopKMean(self.channel, whole.numel, blocks, self._count, bits, **buffers)
@@ -112,17 +112,17 @@ class EF21Muon(BesideAdamW):
         for run in bucket.runs("momentum"):
             momentum[run.part].lerp_(gradients[run.part], 1 - run.values[0])
         change = momentum - bucket.own["estimate"][local]
-        bucket.exchange.encode(local, bucket.to_whole(change))
+        bucket.exchange.encode(local, bucket.full.gather(change))
 
     def update_matrices(self, bucket: Bucket) -> None:
         exchange, estimates = bucket.exchange, bucket.own["estimate"]
         answer = exchange.decode()
         # also where this worker had no gradient: what was sent counts
-        with bucket.untouched(bucket.flight.present, estimates):
+        with bucket.untouched(bucket.anywhere, estimates):
             for local in self.channel.local_participants:
-                estimates[local] += bucket.to_shards(exchange.sent(local))
+                estimates[local] += bucket.scatter(exchange.sent(local))
         # the mean of all estimates: those of absent workers stay
         tracked = bucket.shared["tracked"]
-        tracked += bucket.to_shards(answer * (exchange.senders / self.workers.count))
+        tracked += bucket.scatter(answer * (exchange.senders / self.workers.count))
         polar = bucket_orthogonalise(bucket, tracked, self.newton_schulz)
         matrix_descent(bucket, polar, rms_scale)

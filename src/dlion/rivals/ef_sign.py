@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, DistributedOptimizer
-from dlion.core.step import rehearse
+from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
 from dlion.exchange import ScaledSignMean, TrackingVote
 from dlion.kernels.reference import lion_direction
 from dlion.methods.dlion import sign_descent
@@ -136,4 +135,4 @@ class EF21Sign(DistributedOptimizer):
         sign_descent(bucket)
 
     def prepare(self) -> None:
-        rehearse(self)
+        warm_up(self)

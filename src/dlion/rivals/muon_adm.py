@@ -11,6 +11,7 @@ from dlion.core.bucket import Bucket
 from dlion.core.layout import Member
 from dlion.core.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
+from dlion.extensions.shards import ShardedBucket
 from dlion.methods.adm import DeltaModulated
 from dlion.methods.dlion import sign_descent
 from dlion.methods.matrices import tensors_of
@@ -96,7 +97,7 @@ class MuonADM(MatricesApart, DeltaModulated):
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
         if not bucket.kind:
             return super().make_exchange(bucket)
-        if bucket.sharded:
+        if isinstance(bucket, ShardedBucket):
             raise ValueError(
                 "MuonADM needs owners of whole matrices, and FSDP has sharded these: choose"
                 " SignMuon"

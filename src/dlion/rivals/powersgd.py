@@ -76,7 +76,7 @@ class PowerSGD(DistributedOptimizer):
     @property
     def paper_bits(self) -> tuple[float, float]:
         """The values of both rounds in float32, by the shapes of the parameters."""
-        slots = (slot for bucket in self.buckets for slot in bucket.whole.slots)
+        slots = (slot for bucket in self.buckets for slot in bucket.full.slots)
         parameters = max(1, sum(slot.stop - slot.start for slot in slots))
         bits = 32 * sum(bucket.exchange.values for bucket in self.buckets) / parameters
         return bits, bits
@@ -88,14 +88,14 @@ class PowerSGD(DistributedOptimizer):
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local]
         residual += bucket.gradients()
-        bucket.exchange.encode(local, bucket.to_whole(residual))
+        bucket.exchange.encode(local, bucket.full.gather(residual))
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
-        with bucket.untouched(bucket.flight.present, residuals):
+        with bucket.untouched(bucket.anywhere, residuals):
             for local in self.channel.local_participants:
-                residuals[local] -= bucket.to_shards(bucket.exchange.sent(local))
-        momentum_descent(bucket, bucket.to_shards(bucket.exchange.decode()))
+                residuals[local] -= bucket.scatter(bucket.exchange.sent(local))
+        momentum_descent(bucket, bucket.scatter(bucket.exchange.decode()))
 
 
 def low_rank_mean(
@@ -115,7 +115,7 @@ def low_rank_mean(
     """
     shapes = [
         Matrices.of(group, slot.name, shape).stored(shape)
-        for slot, group, shape in zip(bucket.slots, bucket.groups, bucket.whole.shapes, strict=True)
+        for slot, group, shape in zip(bucket.slots, bucket.groups, bucket.full.shapes, strict=True)
     ]
     ranks = [[rank(*shape) for shape in parts] for parts in shapes]
     sizes = [
@@ -129,13 +129,13 @@ def low_rank_mean(
     draws = torch.randn(
         sum(sizes), generator=stream(seed, "query"), dtype=torch.float32, device="cpu"
     ).split(sizes)
-    mine = bucket.whole.mine
+    mine = bucket.full.mine
     return LowRankMean(
         channel,
-        bucket.whole.numel,
+        bucket.full.numel,
         [
             matrix
-            for slot, index in zip(bucket.whole.slots, mine, strict=True)
+            for slot, index in zip(bucket.full.slots, mine, strict=True)
             for matrix in _matrices(slot.start, shapes[index])
         ],
         [r for index in mine for r in ranks[index]],

@@ -8,8 +8,8 @@ import torch
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, DistributedOptimizer
-from dlion.core.step import rehearse
+from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
+from dlion.extensions.shards import ShardedBucket
 from dlion.methods.rules import largest_entries
 from dlion.methods.updates import descent, momentum_descent
 from dlion.rivals.exchange.sparse import SparseMean
@@ -43,7 +43,7 @@ class SparseOptimizer(DistributedOptimizer):
         return SparseMean(self.channel, bucket.numel, **bucket.buffers)
 
     def prepare(self) -> None:
-        rehearse(self)
+        warm_up(self)
 
 
 class GradDrop(SparseOptimizer):
@@ -132,7 +132,7 @@ class DGC(SparseOptimizer):
         super().__init__(params, defaults, density, **common)
 
     def make_exchange(self, bucket: Bucket) -> SparseMean:
-        if self.clip_norm is not None and bucket.sharded:
+        if self.clip_norm is not None and isinstance(bucket, ShardedBucket):
             raise ValueError(
                 f"clip_norm={self.clip_norm} needs the whole gradient, which FSDP has sharded here:"
                 " give clip_norm=null (None)"

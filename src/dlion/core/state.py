@@ -1,0 +1,348 @@
+"""State of an optimizer: shown as ``state[param][name]``, saved and loaded.
+
+Per-worker state that several processes have parts of is a DTensor, which knows which part is where.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlion.core.bucket import Bucket
+from dlion.core.layout import local_part
+from dlion.workers import Workers
+
+EXCHANGE = "exchange."  # before the names of what an exchange keeps
+APART = "workers_apart"  # an entry of a saved state that lacks what workers own
+BY_NAME = "by_name"  # an entry that torch.distributed.checkpoint does not keep
+States = dict[Tensor, dict[str, Tensor]]  # of each parameter, by name
+
+
+def of_worker(buckets: Sequence[Bucket], local: int) -> dict[str, Tensor]:
+    """Return views of one local worker's own state by name: the same for every spread."""
+    views = {}
+    for bucket in buckets:
+        for name, rows in (bucket.own | bucket.own_counters).items():
+            views[f"{bucket.index}.{name}"] = rows[local]
+        for name, rows in bucket.exchange.state.items():
+            views[f"{bucket.index}.{EXCHANGE}{name}"] = rows[local]
+    return views
+
+
+def of_all(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+    """Return parameters and state that are equal on all workers, as views by name."""
+    views = {}
+    for bucket in buckets:
+        views[f"{bucket.index}.parameters"] = bucket.params
+        counters = {} if bucket.counts_steps else bucket.counters
+        for name, values in (bucket.shared | counters).items():
+            views[f"{bucket.index}.{name}"] = values
+    return views
+
+
+def publish(bucket: Bucket, state: dict[Tensor, Any], workers: Workers) -> None:
+    """Show the flat state of a bucket as ``state[param][name]``, as views.
+
+    ``worker`` says whose the per-worker state is. What an exchange keeps for its bucket is with the
+    first parameter, ``exchange.NAME``.
+    """
+    worker, published = ids_of(workers), []
+    for index, slot in enumerate(bucket.slots):
+        own: dict[str, Tensor] = {}
+        if bucket.own:
+            own["worker"] = worker
+        for name, flat in (bucket.own | bucket.shared).items():
+            own[name] = slot.view(flat)
+        for name, counts in bucket.counters.items():
+            own[name] = counts[index]
+        for name, counts in bucket.own_counters.items():
+            own[name] = counts[:, index]
+        if not index:
+            own |= {EXCHANGE + name: rows for name, rows in bucket.exchange_state.items()}
+        state[slot.tensor].update(own)  # others' entries stay
+        published += [(slot.tensor, name, value) for name, value in own.items()]
+    bucket.published = published
+
+
+def ids_of(workers: Workers) -> Tensor:
+    """Return the owners of per-worker state: ids and number of workers, int64 ``[k, 2]``."""
+    rows = [[worker, workers.count] for worker in workers.ids]
+    return torch.tensor(rows, device="cpu")
+
+
+# ---- saving and loading
+
+
+class Entry(NamedTuple):
+    """A tensor of the state: what is here of it, and what a saved state has."""
+
+    here: Tensor
+    saved: Tensor
+
+
+Entries = dict[Tensor, dict[str, Entry]]  # of each parameter, by name
+
+
+@torch.no_grad()
+def entries(optimizer: Any) -> tuple[Entries, list[Callable[[], None]]]:
+    """Return an optimizer's state, sharing its memory, as DTensors where processes differ.
+
+    And what is to be called once values were copied into it.
+    """
+    found: Entries = {}
+    after: list[Callable[[], None]] = []
+    placements = optimizer.bucket_type.placements(optimizer.owner, optimizer.params[0])
+    for bucket in optimizer.buckets:
+        for param, name, value in bucket.published:
+            if name in bucket.shared:
+                there = placements.shared(value, param)
+            elif name in bucket.counters:
+                there = value
+            else:
+                there = placements.own(value, param if name in bucket.own else None)
+            found.setdefault(param, {})[name] = Entry(value, there)
+        more, finish = bucket.unpublished(placements)
+        for param, name, value, there in more:
+            found[param][name] = Entry(value, there)
+        after += finish
+    for param, name, value, there in optimizer.bucket_type.absent(optimizer, placements):
+        found.setdefault(param, {}).setdefault(name, Entry(value, there))
+    return found, after
+
+
+def pack(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Put the state of all buckets into torch's packed state, before others' hooks see it."""
+    for bucket in optimizer.buckets:
+        bucket.adopt_state(optimizer.state)
+    found, _ = entries(optimizer)
+    state = {
+        key: {**value} if isinstance(key, int) else value
+        for key, value in state_dict["state"].items()
+    }
+    index_of = {param: index for index, param in enumerate(optimizer.params)}
+    for param, named in found.items():
+        index = index_of[param]
+        state[index] = state.get(index, {}) | {name: each.saved for name, each in named.items()}
+    for bucket in optimizer.buckets:
+        if bucket.counts_steps and not bucket.step:
+            # as in torch, no step is counted before the first; so torch.distributed.checkpoint,
+            # which insists on all keys that are here, loads states that do not have this one
+            for slot in bucket.slots:
+                del state[index_of[slot.tensor]]["step"]
+    packed = {**state_dict, "state": state}
+    if all("param_names" in group for group in packed["param_groups"]):
+        packed[BY_NAME] = True
+    if extra := optimizer.get_extra_state():
+        packed["inner"] = extra
+    return packed
+
+
+def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Copy a saved state in; nothing is changed before all of it is known to fit."""
+    groups, apart = state_dict["param_groups"], APART in state_dict
+    if BY_NAME in state_dict:
+        _reorder(optimizer, [group["param_names"] for group in groups])
+    arrange(optimizer, [group.get("steps", 0) for group in groups])
+    optimizer.include_unfrozen()
+    _check_sizes(groups, optimizer.param_groups)
+    _check_names(groups, optimizer.param_groups)
+    names = [name for group in groups for name in group["params"]]
+    param_of = dict(zip(names, optimizer.params, strict=True))
+    here, finish = entries(optimizer)
+    local = {
+        param: {name: local_part(each.here) for name, each in named.items()}
+        for param, named in here.items()
+    }
+    saved, foreign = _sort_out(_with_steps(state_dict["state"], groups), param_of, local, apart)
+    _check_groups(groups, {*optimizer.hyperparameters})
+    worker = ids_of(optimizer.owner)
+    for name, param in param_of.items():
+        own, given = local.get(param, {}), saved.get(param, {})
+        if apart:
+            own = {key: own[key] for key in own.keys() & given.keys()}
+        if given and not own and not param.requires_grad:
+            raise ValueError(
+                f"parameter {name} is frozen, and was trained when the state was saved: call"
+                " requires_grad_(True) before you load it"
+            )
+        _check_state(name, given, own, worker)
+    optimizer.restart()
+    for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
+        kept = {key: group[key] for key in ("params", "param_names") if key in group}
+        names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
+        group.clear()
+        group.update(new | kept | names_too)
+    optimizer.state.clear()
+    for bucket in optimizer.buckets:
+        publish(bucket, optimizer.state, optimizer.owner)
+    with torch.no_grad():
+        for param, tensors in saved.items():
+            for name, value in tensors.items():
+                local[param][name].copy_(local_part(value))
+        for each in finish:
+            each()
+    for key, value in foreign.items():
+        if isinstance(key, Tensor):
+            optimizer.state[key] |= value
+        else:
+            optimizer.state[key] = value
+    optimizer.awaits = state_dict.get(APART)
+    optimizer.set_extra_state(None if apart else state_dict.get("inner", []))
+
+
+def arrange(optimizer: Any, steps: list[int]) -> None:
+    """Lay an optimizer that took no step out for a state whose groups took so many each.
+
+    Groups that were added later then have buckets of their own, as they had. What others have put
+    into ``param_groups``, as Lightning's BaseFinetuning does, is taken over.
+    """
+    here = [group["steps"] for group in optimizer.param_groups]
+    if any(here) or len(steps) != len(here):
+        return
+    count = {id(g): taken for g, taken in zip(optimizer.param_groups, steps, strict=True)}
+    mixed = any(len({count[id(g)] for g in b.distinct_groups}) > 1 for b in optimizer.buckets)
+    if optimizer.edited or mixed:
+        for group, taken in zip(optimizer.param_groups, steps, strict=True):
+            group["steps"] = taken
+        optimizer.lay_out_again()
+
+
+def _reorder(optimizer: Any, names: list[list[str]]) -> None:
+    """Put the parameters of each group in the order of these names, if they are its own."""
+    for group, wanted in zip(optimizer.param_groups, names, strict=False):
+        here = group.get("param_names", [])
+        if wanted == here or sorted(wanted) != sorted(here):
+            continue
+        if group["steps"]:
+            raise ValueError(
+                "the saved state has the parameters in another order, and this optimizer has"
+                " taken steps in its own: load it into a new one"
+            )
+        params = dict(zip(here, group["params"], strict=True))
+        group["params"], group["param_names"] = [params[name] for name in wanted], [*wanted]
+
+
+def _with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Give parameters whose steps an earlier state did not count those of their group."""
+    steps = {name: group.get("steps", 0) for group in groups for name in group["params"]}
+    return {
+        key: value | {"step": value.get("step", steps[key])} if key in steps and value else value
+        for key, value in state.items()
+    }
+
+
+def _sort_out(
+    state: dict[Any, Any], param_of: dict[Any, Any], here: States, apart: bool
+) -> tuple[States, dict[Any, Any]]:
+    """Tell an optimizer's state, as tensors, from entries that others have put there.
+
+    Numbers become tensors of the shape here; ``apart``: what a worker owns may be missing.
+    """
+    saved: States = {}
+    foreign: dict[Any, Any] = {}
+    for key, value in state.items():
+        param = param_of.get(key)
+        if param is None:
+            foreign[key] = value
+            continue
+        own = here.get(param, {})
+        complete = apart or own.keys() <= value.keys()
+        for name, found in value.items():
+            if name in own:
+                if isinstance(found, dict):
+                    raise ValueError(
+                        f"the saved state of parameter {key} has no value for {name}: it is of"
+                        " other parameter groups"
+                    )
+                if not isinstance(found, Tensor):
+                    found = own[name].new_full(own[name].shape, found)
+                saved.setdefault(param, {})[name] = found
+            elif complete and own and not str(name).startswith(EXCHANGE):
+                foreign.setdefault(param, {})[name] = found
+            else:
+                saved.setdefault(param, {})[name] = torch.as_tensor(found)
+    return saved, foreign
+
+
+def _check_sizes(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Refuse a saved state of groups of other sizes."""
+    were, are = ([len(group["params"]) for group in groups] for groups in (saved, here))
+    if were != are:
+        raise ValueError(
+            f"the saved state is of groups of {were} parameters, this optimizer has {are}:"
+            " load it into the same model with the same groups"
+        )
+
+
+def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Refuse the state of the same names in other groups, as state goes by number.
+
+    Within a group the saved order of names holds with ``BY_NAME`` alone: of a state that comes
+    through torch.distributed.checkpoint numbers are of the parameters here, and names are not.
+    """
+    before, now = (
+        [{*group.get("param_names", ())} for group in groups] for groups in (saved, here)
+    )
+    if set().union(*before) != set().union(*now):  # a wrapper's prefix, say
+        return
+    for index, (were, are) in enumerate(zip(before, now, strict=True)):
+        if were != are:
+            raise ValueError(
+                f"the saved state has {', '.join(sorted(were - are) or sorted(are - were))} in"
+                f" another parameter group than this optimizer (group {index}): make it of the same"
+                " groups"
+            )
+
+
+def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
+    """Refuse saved parameter groups without some hyperparameters."""
+    for group in saved:
+        missing = sorted(hyperparameters - group.keys())
+        if missing:
+            raise ValueError(
+                f"the saved state has no {', '.join(missing)}: it is of another method"
+            )
+
+
+def _check_state(
+    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
+) -> None:
+    """Refuse the saved state of other workers, and of another model or method.
+
+    Args:
+        parameter: its number or name.
+        saved, own: its tensors by name; ``worker`` says whose they are.
+        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
+    """
+    owner = local_part(saved.get("worker", worker)).cpu()
+    if not torch.equal(owner, worker):
+        raise ValueError(
+            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
+            " each process load what it has saved itself, with as many processes and virtual"
+            " workers; torch.distributed.checkpoint can give it to as many workers on other"
+            " processes"
+        )
+    if _shapes(saved) != _shapes(own):
+        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
+        if all(name.startswith(EXCHANGE) for name in differ):
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the groups,"
+                " bucket_cap_mb, ties and shards that it was saved with, and unfreeze what was"
+                " unfrozen then after the optimizer is made"
+            )
+        raise ValueError(
+            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
+            f" {_shapes(own)}: load it into the same model and method"
+        )
+
+
+def _owner(rows: Tensor) -> str:
+    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
+    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
+    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(local_part(value).shape) for name, value in state.items()}
