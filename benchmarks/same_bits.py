@@ -500,7 +500,8 @@ def _watch_zero_votes(marker: Path) -> None:
                     grad, key = param.grad, (worker, param)
                     momentum = kept.setdefault(key, torch.zeros(param.shape))
                     direction = momentum * betas[0]
-                    if grad is not None and (grad.isfinite().all() or not self.nonfinite):
+                    found = getattr(self, "options", vars(self)).get("nonfinite", "stop")
+                    if grad is not None and (grad.isfinite().all() or not found):
                         direction += grad.float() * (1 - betas[0])
                         momentum.mul_(betas[1]).add_(grad.float() * (1 - betas[1]))
                     if (direction == 0).any():

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 # the order of samples depends on seed and epoch alone, so that a resumed run has the same
 sampling = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
 accelerator = Accelerator(cpu=True, dataloader_config=sampling)
-model = make_model()
+model = make_model().to(accelerator.device)  # before the optimizer is made
 optimizer = DLion(model.parameters(), lr=3e-3)
 loader = DataLoader(make_data(), batch_size=32, shuffle=True)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 
 import dlion
@@ -61,7 +60,7 @@ def test_an_example_of_a_docstring_runs(group, name, text):
 
     names = {name: getattr(dlion, name) for name in dlion.__all__}
     names |= {"model": model, "batches": batches, "loss_of": loss_of, "loss": loss_of(batches[0])}
-    names |= {"init_device_mesh": dist.init_device_mesh, "fully_shard": fully_shard, "Join": Join}
+    names |= {"init_device_mesh": dist.init_device_mesh, "fully_shard": fully_shard}
     names |= {"nodes": 1, "gpus": 1}
     names |= {"dlion": dlion}
     if ">>>" in text:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dlion
+from dlion.elastic import of
 from dlion.methods import METHODS
 
 
@@ -102,17 +103,17 @@ def main(
         if step == breaks:
             breaks = -1
             if "STRAYS" in os.environ:  # as if it had seen another step committed than its peers
-                optimizer.elastic._lineage += 1
+                of(optimizer)._lineage += 1
                 with torch.no_grad():
                     net[0].weight += 1
-            optimizer.elastic.attempt(fail)
+            of(optimizer).attempt(fail)
             continue
         if step == cuts:
             cuts = -1
             optimizer.buckets[0].exchange.run = lambda step: fail()  # the next quorum has another
         before = own_state(optimizer)
         loss(net, step, optimizer.workers.rank * together + place).backward()
-        if not optimizer.overlap:  # its messages have left
+        if optimizer.schedule.at_step:  # its messages have left
             clip(net)
         time.sleep(float(os.environ.get("LAG", 0)))
         stop("steps")

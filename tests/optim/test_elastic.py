@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import dlion
-from dlion.elastic import joining
+from dlion.elastic import joining, of
 from dlion.exchange import Channel
 from dlion.methods import METHODS
 from dlion.suite.lighthouse import start as lighthouse_at
@@ -303,7 +303,7 @@ def test_a_lighthouse_that_began_again_may_number_a_quorum_as_before(
             loss(net, step, 0).backward()
             optimizer.step()
             optimizer.zero_grad()
-            optimizer.elastic.attempt(fail)  # its connections are closed
+            of(optimizer).attempt(fail)  # its connections are closed
             at.shutdown()
             at = soon(address)
         assert optimizer.param_groups[0]["steps"] == 3

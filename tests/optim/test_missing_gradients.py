@@ -119,7 +119,7 @@ def test_gradients_that_are_not_finite(cls):
         optimizer.collect(i)
     optimizer.step()
     assert optimizer.skipped == 1 and flat(model).isfinite().all()
-    optimizer.nonfinite = "stop"
+    optimizer = cls(model.named_parameters(), lr=1e-2, workers=Workers(local=2))
     before = flat(model)
     for i in range(2):
         loss_of(model, *samples(i)).backward()

@@ -9,7 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dlion.optim import DGC, DiLoCo, DLion, DLionADM, GAdamW, GMuon, LionCub, Signum
+from dlion.extensions.dense_group import DenseGroup
+from dlion.optim import (
+    DGC,
+    DiLoCo,
+    DistributedOptimizer,
+    DLion,
+    DLionADM,
+    GAdamW,
+    GMuon,
+    LionCub,
+    Signum,
+)
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.workers import Workers
@@ -71,6 +82,11 @@ def reference(method: type, settings: dict[str, Any]) -> Tensor:
     return flat(model)
 
 
+def dense(optimizer: DistributedOptimizer) -> DenseGroup:
+    (found,) = (each for each in optimizer.extensions if isinstance(each, DenseGroup))
+    return found
+
+
 def in_each_process() -> dict[str, Any]:
     join_process_group("gloo", 60)
     rank = dist.get_rank()
@@ -88,7 +104,11 @@ def in_each_process() -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         everyone: list[Any] = [None] * 4
-        mine = flat(model), optimizer.channel.traffic.sent_bytes, optimizer.node.traffic.sent_bytes
+        mine = (
+            flat(model),
+            optimizer.channel.traffic.sent_bytes,
+            dense(optimizer).traffic.sent_bytes,
+        )
         dist.all_gather_object(everyone, mine)
         expected = reference(method, settings)
         seen[name] = all(torch.equal(params, expected) for params, _, _ in everyone)

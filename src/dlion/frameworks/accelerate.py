@@ -21,6 +21,7 @@ def keep_workers(accelerator: Accelerator) -> None:
     them, on any number of processes that host as many workers. DistributedDataParallel, in which
     ``prepare()`` wraps models, sends no gradients any more::
 
+        optimizer = DLion(model.to(accelerator.device).parameters())
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         keep_workers(accelerator)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlion.elastic import of
 from dlion.elastic.joining import join
 from dlion.elastic.worker import LeftBehind
 from dlion.errors import Stopped, TrainingFailed
@@ -142,8 +143,9 @@ class ElasticWorker:
             job.meeting.wait(seat)
         manager.register_state_dict_fn("run", self._load, self._state)
         self.optimizer = make_optimizer(job, model, manager=manager)
-        assert self.optimizer.elastic is not None
-        self.elastic, self.manager = self.optimizer.elastic, manager
+        elastic = of(self.optimizer)
+        assert elastic is not None
+        self.elastic, self.manager = elastic, manager
         self.elastic.interrupted = lambda: notice.first is not None
         for group in self.optimizer.param_groups:
             group["initial_lr"] = group["lr"]

@@ -180,7 +180,7 @@ class Trainer:
             "received_bytes": round(progress.received_bytes / workers.count),
             "nic_bytes": round(progress.nic_bytes / workers.processes) or None,
         }
-        if self.optimizer.nonfinite == "skip":
+        if self.optimizer.options["nonfinite"] == "skip":
             row["skipped"] = progress.skipped
         if evaluates:
             with self.meter.paused():
