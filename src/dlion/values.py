@@ -10,6 +10,7 @@ import inspect
 import json
 import operator
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import (
     Literal,
     NamedTuple,
     Union,
+    Unpack,
     get_args,
     get_origin,
     get_type_hints,
@@ -221,13 +223,38 @@ def hints(target: Any) -> dict[str, Any]:
 
 @cache
 def parameters(target: Any) -> dict[str, Any]:
-    """Return the types of a class's or function's parameters by name, ``Any`` where it has none."""
+    """Return the types of a class's or function's parameters by name, ``Any`` where it has none.
+
+    Of keyword arguments, ``**name: Unpack[...]``, it has those that the TypedDict's Args describe.
+    """
     known = hints(target)
-    return {
+    named = {
         name: known.get(name, Any) if parameter.default is not None else known.get(name, Any) | None
         for name, parameter in signature(target).items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
+    for options in _options(target):
+        said, every = sentences(options), get_type_hints(options, include_extras=True)
+        named |= {key: hint for key, hint in every.items() if key in said}
+    return named
+
+
+def sentences(target: Any) -> dict[str, str]:
+    """Return the sentence about each parameter in the Args of a docstring."""
+    _, _, text = inspect.cleandoc(target.__doc__ or "").partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    for options in _options(target):
+        found |= sentences(options)
+    section = re.split(r"\n(?=\S)", text)[0]
+    for entry in re.split(r"\n(?=\S)", textwrap.dedent(section).strip()):
+        names, _, sentence = entry.partition(": ")
+        found |= {name: " ".join(sentence.split()) for name in names.split(", ")}
+    return found
+
+
+def _options(target: Any) -> list[Any]:
+    """Return the TypedDict of a class's or function's keyword arguments, if there is one."""
+    return [get_args(hint)[0] for hint in hints(target).values() if get_origin(hint) is Unpack]
 
 
 def did_you_mean(word: str, known: Iterable[Any]) -> str:

@@ -534,7 +534,7 @@ def components():
 def test_every_setting_of_a_component_has_a_type_and_a_sentence(group, node):
     sources = [settings.locate(node._target_, group), settings.Samples]
     hints = {name: hint for source in sources for name, hint in values.parameters(source).items()}
-    said = {name: text for source in sources for name, text in settings.sentences(source).items()}
+    said = {name: text for source in sources for name, text in values.sentences(source).items()}
     for key in (key for key in node if key not in settings.SPECIAL):
         if key in hints:  # another one is passed on to a library
             assert hints[key] not in (Any, int, float) and said[key], key
@@ -550,7 +550,7 @@ def test_every_setting_of_a_run_has_a_type_a_sentence_and_a_value():
         settings.Samples,
     )
     for kind in kinds:
-        assert all(settings.sentences(kind)[name] for name in values.parameters(kind))
+        assert all(values.sentences(kind)[name] for name in values.parameters(kind))
     own = {
         key
         for key, hint in values.parameters(settings.Settings).items()

@@ -31,8 +31,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dlion.methods.adm import DeltaModulated
-from dlion.methods.dlion import SignedDescent
+from dlion.methods.adm import DeltaVoteOptimizer
+from dlion.methods.dlion import SignVoteOptimizer
 from dlion.methods.muon import MatricesApart
 from dlion.optim import METHODS, EF21Sign, LionCub
 from tests.support import methods
@@ -121,7 +121,7 @@ _RESIDUALS = dict.fromkeys(
 _OF_SIGNS = [
     name
     for name, method in METHODS.items()
-    if issubclass(method.cls, (SignedDescent, DeltaModulated, EF21Sign))
+    if issubclass(method.cls, (SignVoteOptimizer, DeltaVoteOptimizer, EF21Sign))
     and not issubclass(method.cls, LionCub)  # levels have a zero
 ]
 _OF_MATRICES = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlion import methods
-from dlion.methods.dlion import SignedDescent
+from dlion.methods.dlion import SignVoteOptimizer
 from dlion.optim import DLion, DLionADM, LionCub, Signum
 from dlion.suite.training.agreement import Agreement
 from dlion.workers import Workers
@@ -83,7 +83,7 @@ def test_one_step_is_what_the_definitions_say(method):
 ONE_BIT = [
     name
     for name, method in methods.METHODS.items()
-    if issubclass(method.cls, SignedDescent) and method.cls is not LionCub
+    if issubclass(method.cls, SignVoteOptimizer) and method.cls is not LionCub
 ]
 
 

@@ -10,7 +10,7 @@ from dlion.exchange.direct_send import (
     Stages,
     run_together,
 )
-from dlion.exchange.grid import Costs, Shape, Topology, grid_shape, measure_costs
+from dlion.exchange.grid import Costs, GridChoice, Shape, Topology, grid_shape, measure_costs
 from dlion.exchange.rounded import MEAN_WIRES, MeanWire, RoundedMean, make_mean
 from dlion.exchange.scaled import Spans
 from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
@@ -25,6 +25,7 @@ __all__ = [
     "DenseMean",
     "DirectSend",
     "Exchange",
+    "GridChoice",
     "LevelMean",
     "MeanWire",
     "PolarDeltaVote",

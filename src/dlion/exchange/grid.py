@@ -125,6 +125,42 @@ class Grid:
         return rows, received[..., size:].unflatten(2, headers.shape[1:]).flatten(1, 2)
 
 
+class GridChoice:
+    """The grids of an optimizer's exchanges, as ``exchange=`` asks for them."""
+
+    def __init__(self, wanted: Topology | Shape) -> None:
+        self._wanted = wanted
+        self._costs: Costs | None = None
+
+    def sizes(
+        self, workers: Workers, device: torch.device, numel: int, largest: int
+    ) -> tuple[int, ...]:
+        """Return the sizes of the grid of one exchange; fewer than two: messages go directly.
+
+        All processes call it together, as ``auto`` measures at the first call.
+
+        Args:
+            numel, largest: as for :meth:`Costs.best`.
+
+        Raises:
+            ValueError: for sizes of another number of workers.
+        """
+        wanted, n = self._wanted, workers.count
+        if not isinstance(wanted, str):
+            if math.prod(wanted) != n:
+                raise ValueError(
+                    f"exchange={list(wanted)} is not possible: a grid of {n} workers has"
+                    f" sizes whose product is {n}"
+                )
+            return tuple(wanted)
+        if wanted == "grid":
+            return grid_shape(n)
+        if wanted == "direct" or workers.processes == 1:
+            return ()
+        self._costs = self._costs or measure_costs(workers, device)
+        return self._costs.best(numel, largest)
+
+
 class Costs(NamedTuple):
     """Measured costs of exchanges between these workers.
 

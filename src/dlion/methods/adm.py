@@ -1,20 +1,29 @@
 """Distributed Lion by adaptive delta modulation: one bit each way that tells how much, too."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Unpack
 
 import torch
+from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common, warm_up
 from dlion.exchange import DeltaVote
-from dlion.methods.dlion import Directed, sign_descent
+from dlion.kernels import Gradients
+from dlion.methods.momentum import MomentumOptimizer, lion_direction, no_gradients
+from dlion.methods.updates import vote_descent
 from dlion.values import Betas, Limits, NotNegative
 
+Terms = tuple[Gradients, float, float]
 
-class DeltaModulated(Directed):
-    """Workers whose Lion directions owners follow bit by bit, and signs of the sum as answers."""
+
+class DeltaVoteOptimizer(MomentumOptimizer):
+    """Workers whose directions owners follow bit by bit, and signs of the sum as answers.
+
+    As for :class:`SignVoteOptimizer`, a subclass says what a ``direction`` is, and may override
+    ``encode`` to take it and send it in one pass.
+    """
 
     def __init__(
         self,
@@ -47,23 +56,32 @@ class DeltaModulated(Directed):
         )
 
     def encode(self, bucket: Bucket, local: int) -> None:
-        exchange, momentum = bucket.exchange, bucket.own["momentum"][local]
-        terms = [*self.terms(bucket, momentum)]
+        self._send(bucket, local, self.direction(bucket, local), [(no_gradients(bucket), 1.0, 1.0)])
+
+    def _send(self, bucket: Bucket, local: int, momentum: Tensor, terms: Sequence[Terms]) -> None:
+        """Send ``u >= h`` of ``u = b1 m + (1 - b1) g``, and do ``m <- b2 m + (1 - b2) g``.
+
+        Args:
+            momentum: m, float32 ``[padded]``.
+            terms: gradients g of some of its parameters, and their betas b1 and b2.
+        """
+        exchange = bucket.exchange
         if not exchange.begun:
-            sizes = [kernels.measure(m, grads, beta1, "l1") for m, grads, (beta1, _) in terms]
+            sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in terms]
             exchange.start(local, torch.cat(sizes))
         message, coder = exchange.messages[local], exchange.coder(local)
-        for m, grads, betas in terms:
-            kernels.encode_deltas(message, m, grads, coder, *betas, self.rise)
+        for gradients, beta1, beta2 in terms:
+            kernels.encode_deltas(message, momentum, gradients, coder, beta1, beta2, self.rise)
 
     def update(self, bucket: Bucket) -> None:
-        sign_descent(bucket)
+        """``x <- (1 - lr wd) x - lr D``."""
+        vote_descent(bucket)
 
     def prepare(self) -> None:
         warm_up(self)
 
 
-class DLionADM(DeltaModulated):
+class DLionADM(DeltaVoteOptimizer):
     """Distributed Lion whose directions are followed by adaptive delta modulation, not voted on.
 
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``m_i <- b2 m_i + (1 - b2) g_i``, sends
@@ -125,3 +143,12 @@ class DLionADM(DeltaModulated):
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, rise, lookahead, limit, weighted, **common)
+
+    def direction(self, bucket: Bucket, local: int) -> Tensor:
+        """``u = b1 m + (1 - b1) g``, then ``m <- b2 m + (1 - b2) g``."""
+        return lion_direction(bucket, local)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        """Send ``u >= h``, in one pass with :meth:`direction` over momentum and gradients."""
+        terms = [(bucket.grads(run.slots), *run.values[0]) for run in bucket.runs("betas")]
+        self._send(bucket, local, bucket.own["momentum"][local], terms)

@@ -1,67 +1,52 @@
 """Methods whose workers vote with one bit: Distributed Lion and distributed Signum."""
 
 import math
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
-import torch
 from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
-from dlion.exchange import (
-    Costs,
-    LevelMean,
-    Shape,
-    Ties,
-    Topology,
-    Vote,
-    WeightedVote,
-    grid_shape,
-    measure_costs,
-)
-from dlion.kernels import Gradients
-from dlion.methods.updates import descent
+from dlion.core.optimizer import Common, warm_up
+from dlion.exchange import GridChoice, LevelMean, Shape, Ties, Topology, Vote, WeightedVote
+from dlion.methods.momentum import MomentumOptimizer, lion_direction, no_gradients
+from dlion.methods.updates import vote_descent
 from dlion.streams import stream_seed
 from dlion.values import Betas, NotNegative, Probability
-from dlion.wire import Sign, Ternary
 
 Aggregation = Literal["mavo", "avg"]
-# a momentum m, gradients g of some of its parameters, and the betas b1, b2: a worker's direction is
-# b1 m + (1 - b1) g, and m moves to b2 m + (1 - b2) g
-Terms = tuple[Tensor, Gradients, tuple[float, float]]
 
 
-def sign_descent(bucket: Bucket, scale: float = 1.0) -> None:
-    """``x <- (1 - lr wd) x - scale lr D`` with the signs D of an answer of one bit."""
-    words, runs = bucket.exchange.answer.view(torch.int64), bucket.runs("lr", "weight_decay")
-    if len(runs) == 1:
-        lr, decay = runs[0].values
-        kernels.apply_signs(bucket.params, words, scale * lr, decay / scale)
-        return
-    rates = [(scale * run.values[0], run.values[1] / scale) for run in runs]
-    edges = [*(run.part.start for run in runs), len(bucket.params)]
-    kernels.apply_signs_by_run(bucket.params, words, edges, rates)
+class Voting(Common, total=False):
+    """Keyword arguments of methods that vote, besides those of every optimizer.
+
+    Args:
+        aggregation: mavo: majority vote, 1 bit down; avg: the mean of the signs,
+            ``ceil(log2(n + 1))`` bits down.
+        ties: the answer to an equal vote of an even n, not used by avg. Only zero costs more than 1
+            bit down (1.6).
+        weighted: weigh the votes of each worker by how often it was with the majority, see
+            :class:`dlion.exchange.WeightedVote`; for ``mavo``.
+        exchange: how messages travel: direct: from every worker to every other; grid: along the
+            rows and columns of a grid of workers, which is faster where many short messages wait
+            for each other, on fast links or with many workers; auto: whichever is faster here, as
+            measured when the optimizer is made; [4, 2]: along a grid of these sizes, the last one
+            being of neighbours, such as the workers of a node. The result is bit-identical.
+    """
+
+    aggregation: Aggregation
+    ties: Ties
+    weighted: bool
+    exchange: Topology | Shape
 
 
-class Directed(DistributedOptimizer):
-    """Workers with a momentum each, which their directions are made of."""
+class SignVoteOptimizer(MomentumOptimizer):
+    """Signs of the workers' directions up, their vote or mean down, decoupled weight decay.
 
-    own_state = ["momentum"]
-
-    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
-        """Yield what a worker's direction is made of, from its momentum, ``[padded]``: Lion's."""
-        for run in bucket.runs("betas"):
-            yield momentum, bucket.grads(run.slots), run.values[0]
-
-
-class SignedDescent(Directed):
-    """Levels of the workers' own momenta up, their vote or mean down, decoupled weight decay.
-
-    A bucket is encoded straight from its gradients, in one pass that also moves the momentum;
-    answers are unpacked in the pass that applies them. A subclass says in ``terms`` what directions
-    are made of.
+    A subclass says what a ``direction`` is. Where that is a sum of momentum and gradients, it also
+    overrides ``encode``: one pass over both then moves the momentum and writes the signs.
 
     With ``exchange=grid`` the workers stand on a grid of two dimensions, or three beyond 256 of
     them, as near to a square as their number allows, see :mod:`dlion.exchange.grid`; a prime number
@@ -75,8 +60,8 @@ class SignedDescent(Directed):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        aggregation: Aggregation,
-        ties: Ties,
+        aggregation: Aggregation = "mavo",
+        ties: Ties = "previous",
         weighted: bool = False,
         exchange: Topology | Shape = "direct",
         **common: Unpack[Common],
@@ -88,8 +73,7 @@ class SignedDescent(Directed):
                 "weighted=true needs exchange=direct: on a grid owners see sums, not single votes"
             )
         self.aggregation, self.ties, self.weighted = aggregation, ties, weighted
-        self.exchange = exchange
-        self._costs: Costs | None = None
+        self.exchange, self._grid = exchange, GridChoice(exchange)
         super().__init__(params, defaults, **common)
 
     @property
@@ -114,28 +98,10 @@ class SignedDescent(Directed):
         seed = stream_seed(self.seed, "exchange", bucket.index)
         if self.weighted:
             return WeightedVote(channel, numel, self.ties, seed, bucket.mask, **bucket.buffers)
-        grid = self._grid(bucket)
+        grid = self._grid.sizes(self.workers, bucket.device, numel, self.levels - 1)
         if self.aggregation == "avg":
             return LevelMean(channel, numel, self.levels, grid, **bucket.buffers)
         return Vote(channel, numel, self.levels, self.ties, seed, grid, **bucket.buffers)
-
-    def _grid(self, bucket: Bucket) -> tuple[int, ...]:
-        """Return the shape of the grid for a bucket; of fewer than two dimensions: none."""
-        n = self.workers.count
-        if not isinstance(self.exchange, str):
-            if math.prod(self.exchange) != n:
-                raise ValueError(
-                    f"exchange={list(self.exchange)} is not possible: a grid of {n} workers has"
-                    f" sizes whose product is {n}"
-                )
-            return tuple(self.exchange)
-        if self.exchange == "grid":
-            return grid_shape(n)
-        if self.exchange == "direct" or self.workers.processes == 1:
-            return ()
-        if self._costs is None:
-            self._costs = measure_costs(self.workers, bucket.device)
-        return self._costs.best(bucket.numel, self.levels - 1)
 
     def check_elastic(self) -> None:
         if self.exchange not in ("direct", "grid"):
@@ -144,11 +110,13 @@ class SignedDescent(Directed):
                 " (manager=) give direct or grid"
             )
 
+    @abstractmethod
+    def direction(self, bucket: Bucket, local: int) -> Tensor: ...
+
     def encode(self, bucket: Bucket, local: int) -> None:
+        message, direction = bucket.exchange.messages[local], self.direction(bucket, local)
         positive = self.zero_is_positive(local, bucket.step)
-        message = bucket.exchange.messages[local]
-        for momentum, grads, betas in self.terms(bucket, bucket.own["momentum"][local]):
-            kernels.encode_signs(message, momentum, grads, *betas, positive)
+        kernels.encode_signs(message, direction, no_gradients(bucket), 1.0, 1.0, positive)
 
     def zero_is_positive(self, local: int, step: int) -> bool:
         """The bit that a local worker sends for u = 0 or NaN: whether +1.
@@ -166,29 +134,14 @@ class SignedDescent(Directed):
         majority = (position + step // 2) % n < n // 2 + 1
         return majority if step % 2 == 0 else not majority
 
-    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
-        """``x <- (1 - lr wd) x - scale lr D``, D unpacked in the same pass."""
-        params, exchange = bucket.params, bucket.exchange
-        if isinstance(exchange.down, Sign):
-            sign_descent(bucket, scale)
-            return
-        runs = bucket.runs("lr", "weight_decay")
-        if len(runs) > 1:
-            descent(bucket, exchange.decode(), scale)
-            return
-        lr, decay = runs[0].values
-        rates = scale * lr, decay / scale
-        if isinstance(exchange.down, Ternary):
-            kernels.apply_trits(params, exchange.answer, exchange.slice, *rates)
-        else:
-            sums = exchange.down.view(exchange.answer)
-            kernels.apply_levels(params, sums, exchange.largest, *rates)
+    def update(self, bucket: Bucket) -> None:
+        vote_descent(bucket)
 
     def prepare(self) -> None:
         warm_up(self)
 
 
-class DLion(SignedDescent):
+class DLion(SignVoteOptimizer):
     """Distributed Lion: every worker keeps its own momentum and sends one bit per parameter.
 
     Worker i: ``d_i = sign(b1 m_i + (1 - b1) g_i)``, ``m_i <- b2 m_i + (1 - b2) g_i``.
@@ -212,17 +165,6 @@ class DLion(SignedDescent):
         lr: learning rate, 3 to 10 times smaller than AdamW's.
         betas: of the direction and of the momentum.
         weight_decay: decoupled and not voted on, 3 to 10 times larger than AdamW's.
-        aggregation: mavo: majority vote, 1 bit down; avg: the mean of the signs,
-            ``ceil(log2(n + 1))`` bits down.
-        ties: the answer to an equal vote of an even n, not used by avg. Only zero costs more than 1
-            bit down (1.6).
-        weighted: weigh the votes of each worker by how often it was with the majority, see
-            :class:`dlion.exchange.WeightedVote`; for ``mavo``.
-        exchange: how messages travel: direct: from every worker to every other; grid: along the
-            rows and columns of a grid of workers, which is faster where many short messages wait
-            for each other, on fast links or with many workers; auto: whichever is faster here, as
-            measured when the optimizer is made; [4, 2]: along a grid of these sizes, the last one
-            being of neighbours, such as the workers of a node. The result is bit-identical.
     """
 
     def __init__(
@@ -231,17 +173,29 @@ class DLion(SignedDescent):
         lr: NotNegative = 1e-4,
         betas: Betas = (0.9, 0.99),
         weight_decay: NotNegative = 0.0,
-        aggregation: Aggregation = "mavo",
-        ties: Ties = "previous",
-        weighted: bool = False,
-        exchange: Topology | Shape = "direct",
-        **common: Unpack[Common],
+        **options: Unpack[Voting],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
+        super().__init__(params, defaults, **options)
+
+    def direction(self, bucket: Bucket, local: int) -> Tensor:
+        """``u = b1 m + (1 - b1) g``, then ``m <- b2 m + (1 - b2) g``."""
+        return lion_direction(bucket, local)
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        """Send ``sign(u)``, in one pass with :meth:`direction` over momentum and gradients."""
+        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
+        positive = self.zero_is_positive(local, bucket.step)
+        for run in bucket.runs("betas"):
+            gradients, (beta1, beta2) = bucket.grads(run.slots), run.values[0]
+            kernels.encode_signs(message, momentum, gradients, beta1, beta2, positive)
+
+    def update(self, bucket: Bucket) -> None:
+        """``x <- (1 - lr wd) x - lr D`` with the vote D, unpacked in the same pass."""
+        vote_descent(bucket)
 
 
-class Signum(SignedDescent):
+class Signum(SignVoteOptimizer):
     """Distributed Signum: workers send the sign of their own momentum.
 
     Worker i: ``m_i <- b m_i + (1 - b) g_i``, ``d_i = sign(m_i)``; then as :class:`DLion`.
@@ -257,10 +211,6 @@ class Signum(SignedDescent):
         lr: learning rate.
         momentum: b.
         weight_decay: decoupled and not voted on.
-        aggregation: as for :class:`DLion`.
-        ties: the answer to an equal vote of an even n, as for :class:`DLion`.
-        weighted: weigh the votes of each worker by how often it was with the majority.
-        exchange: how messages travel, as for :class:`DLion`.
     """
 
     def __init__(
@@ -269,15 +219,23 @@ class Signum(SignedDescent):
         lr: NotNegative = 1e-4,
         momentum: Probability = 0.99,
         weight_decay: NotNegative = 0.0,
-        aggregation: Aggregation = "mavo",
-        ties: Ties = "previous",
-        weighted: bool = False,
-        exchange: Topology | Shape = "direct",
-        **common: Unpack[Common],
+        **options: Unpack[Voting],
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, aggregation, ties, weighted, exchange, **common)
+        super().__init__(params, defaults, **options)
 
-    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
-        for run in bucket.runs("momentum"):  # equal betas: Lion's direction is the new momentum
-            yield momentum, bucket.grads(run.slots), (run.values[0],) * 2
+    def direction(self, bucket: Bucket, local: int) -> Tensor:
+        """``m <- b m + (1 - b) g``, which is the direction as well."""
+        momentum, gradients = bucket.own["momentum"][local], bucket.gradients()
+        for run in bucket.runs("momentum"):
+            (b,), (m, g) = run.values, run.of(momentum, gradients)
+            m.mul_(b).add_(g * (1 - b))
+        return momentum
+
+    def encode(self, bucket: Bucket, local: int) -> None:
+        """Send ``sign(m)``, in one pass with :meth:`direction`."""
+        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
+        positive = self.zero_is_positive(local, bucket.step)
+        for run in bucket.runs("momentum"):
+            gradients, (b,) = bucket.grads(run.slots), run.values
+            kernels.encode_signs(message, momentum, gradients, b, b, positive)

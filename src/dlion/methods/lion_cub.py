@@ -11,14 +11,14 @@ from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common
 from dlion.exchange import LevelMean, Shape, Ties, Topology, Vote, WeightedVote
 from dlion.extensions.momentum_sync import Every, MomentumSync
-from dlion.methods.dlion import SignedDescent
+from dlion.methods.dlion import DLion
 from dlion.values import Betas, Count, Name, NotNegative, Positive
 
 Bits = Literal[1, 2, 4, 8]
 Scale = Literal["l1", "max", "geometric"]
 
 
-class LionCub(SignedDescent):
+class LionCub(DLion):
     """Lion Cub: a majority vote weighted by p-bit magnitudes, with momentum synchronised if asked.
 
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``q_i = clip(round(u_i / c_i * s / 2), -s, s)`` with
@@ -87,8 +87,8 @@ class LionCub(SignedDescent):
         sync = MomentumSync(momentum_sync, sync_rate, sync_pattern, sync_until)
         if momentum_sync:
             common["extensions"] = [*common.get("extensions", ()), sync]
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, "mavo", ties, exchange=exchange, **common)
+        rates = lr, betas, weight_decay
+        super().__init__(params, *rates, ties=ties, exchange=exchange, **common)
         check_matches("sync_pattern", sync_pattern, self.param_groups)
 
     @property
@@ -115,8 +115,10 @@ class LionCub(SignedDescent):
         if self.bits == 1:
             super().encode(bucket, local)
             return
-        message, largest = bucket.exchange.messages[local], self.largest
-        for momentum, grads, (beta1, beta2) in self.terms(bucket, bucket.own["momentum"][local]):
+        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
+        largest = self.largest
+        for run in bucket.runs("betas"):
+            grads, (beta1, beta2) = bucket.grads(run.slots), run.values[0]
             scales = kernels.measure(momentum, grads, beta1, self.scale)
             smallest = torch.finfo(scales.dtype).tiny
             factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)

@@ -17,6 +17,7 @@ from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.matrices import Matrices, are_matrices, is_hidden, tensors_of
+from dlion.methods.momentum import nesterov_direction
 from dlion.methods.updates import adamw_descent, wide
 from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
@@ -74,11 +75,16 @@ class MatricesApart(DistributedOptimizer):
     _orthogonalises = True
 
     def __init__(
-        self, params: Iterable[Any], *options: Any, adamw_names: str | None, **common: Any
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        adamw_names: str | None,
+        **options: Any,
     ):
         check_pattern("adamw_names", adamw_names)
         self.adamw_names = adamw_names
-        super().__init__(params, *options, **common)
+        super().__init__(params, defaults, **options)
         check_matches("adamw_names", adamw_names, self.param_groups)
         if self._orthogonalises:
             self._check_guesses([*members_of(self.param_groups)])
@@ -263,17 +269,14 @@ class GMuon(BesideAdamW):
     ):
         self.adjust_lr = adjust_lr
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
-        adamw = betas, eps, weight_decay, adamw_names
-        super().__init__(params, lr, momentum, *adamw, **common)
+        rates = lr, momentum, betas, eps, weight_decay
+        super().__init__(params, *rates, adamw_names, **common)
 
     def update_matrices(self, bucket: Bucket) -> None:
-        mean = bucket.exchange.decode()
-        for run in bucket.runs("momentum"):
-            (mu,), (m, g) = run.values, run.of(bucket.shared["momentum_buffer"], mean)
-            m.lerp_(g, 1 - mu)
-            g.lerp_(m, mu)
+        mean, momentum = bucket.exchange.decode(), bucket.shared["momentum_buffer"]
+        direction = nesterov_direction(bucket, momentum, mean)
         scale = rms_scale if self.adjust_lr == "match_rms_adamw" else shape_scale
-        orthogonal = bucket_orthogonalise(bucket, mean, self.newton_schulz)
+        orthogonal = bucket_orthogonalise(bucket, direction, self.newton_schulz)
         matrix_descent(bucket, orthogonal, scale)
 
 

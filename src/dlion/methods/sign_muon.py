@@ -1,16 +1,16 @@
 """SignMuon: one bit of an orthogonalised momentum, voted on or averaged."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
 from dlion.core.bucket import Bucket, Names, StateNames
-from dlion.core.optimizer import Common
-from dlion.exchange import MeanWire, Shape, Ties, Topology
+from dlion.exchange import MeanWire
 from dlion.extensions.momentum_sync import Every, MomentumSync
-from dlion.kernels import Gradients
-from dlion.methods.dlion import Aggregation, SignedDescent, Terms
+from dlion.kernels.reference import lion_direction
+from dlion.methods.dlion import SignVoteOptimizer, Voting
+from dlion.methods.momentum import nesterov_direction
 from dlion.methods.muon import (
     RMS,
     Coefficients,
@@ -21,7 +21,7 @@ from dlion.methods.muon import (
     matrix_descent,
     rms_scale,
 )
-from dlion.methods.updates import variance_descent
+from dlion.methods.updates import variance_descent, vote_descent
 from dlion.values import Betas, Depth, Name, NotNegative, Probability
 
 Rest = Literal["lion", "adamw"]
@@ -29,7 +29,7 @@ Rest = Literal["lion", "adamw"]
 LION_SHARE = 0.1  # of AdamW's rate
 
 
-class SignMuon(MatricesApart, SignedDescent):
+class SignMuon(MatricesApart, SignVoteOptimizer):
     """SignMuon: workers orthogonalise their own momenta and send one bit per parameter.
 
     Matrices, worker i: ``m_i <- mu m_i + (1 - mu) g_i``, ``d_i = sign(NS(mu m_i + (1 - mu) g_i))``
@@ -66,8 +66,6 @@ class SignMuon(MatricesApart, SignedDescent):
         momentum: mu, of matrices.
         betas: of the rest: Lion's or AdamW's.
         weight_decay: decoupled and not voted on.
-        aggregation: mavo: majority vote, 1 bit down; avg: the mean of the signs,
-            ``ceil(log2(n + 1))`` bits down.
         local_polar: orthogonalise the answer before the step.
         rest: the optimizer of the rest: lion, or for avg adamw.
         ns_steps: Newton-Schulz iterations.
@@ -75,13 +73,10 @@ class SignMuon(MatricesApart, SignedDescent):
         ns_coefficients: quintic or polar_express, as for :class:`GMuon`.
         adamw_names: a regular expression: matrices whose name contains it are of the rest. Without
             ``use_muon`` it takes the place of the usual names of embeddings and heads.
-        ties: the answer to an equal vote of an even n, as for :class:`DLion`.
-        weighted: weigh the votes of each worker by how often it was with the majority.
         momentum_sync: steps between averages of the momenta of all workers; 0: never; exponential
             and floored: at growing intervals, as for :class:`LionCub`.
         sync_wire: what momenta and their mean are rounded to on their way; int8 has a scale for
             each parameter tensor of a slice.
-        exchange: how messages travel, as for :class:`DLion`.
     """
 
     shared_state = ["exp_avg_sq"]
@@ -95,21 +90,17 @@ class SignMuon(MatricesApart, SignedDescent):
         momentum: Probability = 0.95,
         betas: Betas = (0.9, 0.99),
         weight_decay: NotNegative = 0.0,
-        aggregation: Aggregation = "mavo",
         local_polar: bool = False,
         rest: Rest = "lion",
         ns_steps: Depth = 5,
         ns_precision: Precision = "auto",
         ns_coefficients: Coefficients = "quintic",
         adamw_names: Name | None = None,
-        ties: Ties = "previous",
-        weighted: bool = False,
         momentum_sync: Every = 0,
         sync_wire: MeanWire = "float32",
-        exchange: Topology | Shape = "direct",
-        **common: Unpack[Common],
+        **options: Unpack[Voting],
     ):
-        if rest == "adamw" and aggregation != "avg":
+        if rest == "adamw" and options.get("aggregation") != "avg":
             raise ValueError("rest=adamw needs aggregation=avg: a vote has no second moment")
         self.local_polar, self.rest = local_polar, rest
         self.momentum_sync, self.sync_wire = momentum_sync, sync_wire
@@ -124,37 +115,30 @@ class SignMuon(MatricesApart, SignedDescent):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        way = aggregation, ties, weighted, exchange
-        super().__init__(params, defaults, *way, adamw_names=adamw_names, **common)
+        super().__init__(params, defaults, adamw_names=adamw_names, **options)
 
     def state_names(self, bucket: Bucket) -> StateNames:
         return self if self._is_adamw(bucket) else Names(own_state=["momentum"])
 
-    def terms(self, bucket: Bucket, momentum: Tensor) -> Iterator[Terms]:
-        if not bucket.kind:
-            for m, gradients, (beta1, beta2) in super().terms(bucket, momentum):
-                yield m, gradients, (beta1, beta1 if self.rest == "adamw" else beta2)
-            return
-        directions = bucket.gradients()
-        for run in bucket.runs("momentum"):
-            (mu,), (m, u) = run.values, run.of(momentum, directions)
-            m.lerp_(u, 1 - mu)
-            u.lerp_(m, mu)
-        polar = bucket_orthogonalise(bucket, directions, self.newton_schulz)
-        parts = [polar[start:stop] for start, stop in bucket.spans]
-        # betas of 0 and 1: the direction itself, and no momentum moves
-        yield directions.zero_(), Gradients(parts, bucket.places), (0.0, 1.0)
+    def direction(self, bucket: Bucket, local: int) -> Tensor:
+        """``NS(mu m + (1 - mu) g)`` of matrices; Lion's of the rest, or its momentum."""
+        momentum, direction = bucket.own["momentum"][local], bucket.gradients()
+        if bucket.kind:
+            direction = nesterov_direction(bucket, momentum, direction)
+            return bucket_orthogonalise(bucket, direction, self.newton_schulz)
+        for run in bucket.runs("betas"):
+            ((beta1, beta2),), (m, u) = run.values, run.of(momentum, direction)
+            u.copy_(lion_direction(m, u, beta1, beta1 if self.rest == "adamw" else beta2))
+        return direction
 
-    def update(self, bucket: Bucket, scale: float = 1.0) -> None:
+    def update(self, bucket: Bucket) -> None:
         if self._is_adamw(bucket):
             variance_descent(bucket, bucket.exchange.decode())
-        elif not bucket.kind:
-            super().update(bucket, LION_SHARE)
-        elif not self.local_polar:
-            super().update(bucket, RMS)
-        else:
+        elif bucket.kind and self.local_polar:
             polar = bucket_orthogonalise(bucket, bucket.exchange.decode(), self.newton_schulz)
             matrix_descent(bucket, polar, rms_scale)
+        else:
+            vote_descent(bucket, RMS if bucket.kind else LION_SHARE)
 
     def _is_adamw(self, bucket: Bucket) -> bool:
         return self.rest == "adamw" and not bucket.kind

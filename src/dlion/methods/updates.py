@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.core.bucket import Bucket
+from dlion.core.bucket import Bucket, Run
+from dlion.wire import Sign, Ternary
 
 
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
@@ -18,11 +19,40 @@ def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
         kernels.momentum_descent(*run.of(bucket.params, buffer, answer), *run.values)
 
 
-def descent(bucket: Bucket, answer: Tensor, scale: float = 1.0) -> None:
-    """``x <- (1 - lr wd) x - scale lr a``: SGD."""
+def descent(bucket: Bucket, answer: Tensor, update_scale: float = 1.0) -> None:
+    """``x <- (1 - lr wd) x - update_scale lr a``: SGD."""
     for run in bucket.runs("lr", "weight_decay"):
-        lr, decay = run.values
-        kernels.descend(bucket.params[run.part], answer[run.part], scale * lr, decay / scale)
+        kernels.descend(bucket.params[run.part], answer[run.part], *_scaled(run, update_scale))
+
+
+def vote_descent(bucket: Bucket, update_scale: float = 1.0) -> None:
+    """``x <- (1 - lr wd) x - update_scale lr D``, the vote D unpacked in the same pass."""
+    params, exchange, runs = bucket.params, bucket.exchange, bucket.runs("lr", "weight_decay")
+    rates = [_scaled(run, update_scale) for run in runs]
+    if isinstance(exchange.down, Sign):
+        signs = exchange.answer.view(torch.int64)
+        if len(runs) == 1:
+            kernels.apply_signs(params, signs, *rates[0])
+        else:
+            edges = [*(run.part.start for run in runs), len(params)]
+            kernels.apply_signs_by_run(params, signs, edges, rates)
+    elif len(runs) > 1:
+        descent(bucket, exchange.decode(), update_scale)
+    elif isinstance(exchange.down, Ternary):
+        kernels.apply_trits(params, exchange.answer, exchange.slice, *rates[0])
+    else:
+        sums = exchange.down.view(exchange.answer)
+        kernels.apply_levels(params, sums, exchange.largest, *rates[0])
+
+
+def _scaled(run: Run, update_scale: float) -> tuple[float, float]:
+    """Return rate and decay with which kernels do ``(1 - lr wd) x - update_scale lr a``.
+
+    A kernel multiplies its rate by its decay, so the decay is over the scale. Recorded runs have
+    these two roundings: ``lr wd`` itself may differ from their product in the last bit.
+    """
+    lr, weight_decay = run.values
+    return update_scale * lr, weight_decay / update_scale
 
 
 def nesterov(x: Tensor, buffer: Tensor, answer: Tensor, lr: float, momentum: float) -> None:

@@ -70,8 +70,8 @@ class Dion(BesideAdamW):
         **common: Unpack[Common],
     ):
         self.rank_fraction, self.adjust_lr = rank_fraction, adjust_lr
-        adamw = betas, eps, weight_decay, adamw_names
-        super().__init__(params, lr, momentum, *adamw, **common)
+        rates = lr, momentum, betas, eps, weight_decay
+        super().__init__(params, *rates, adamw_names, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:

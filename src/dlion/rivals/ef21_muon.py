@@ -81,8 +81,8 @@ class EF21Muon(BesideAdamW):
     ):
         self.density, self.value_bits = density, value_bits
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
-        adamw = betas, eps, weight_decay, adamw_names
-        super().__init__(params, lr, momentum, *adamw, **common)
+        rates = lr, momentum, betas, eps, weight_decay
+        super().__init__(params, *rates, adamw_names, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+from torch import Tensor
+
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
 from dlion.exchange import ScaledSignMean, TrackingVote
-from dlion.kernels.reference import lion_direction
-from dlion.methods.dlion import sign_descent
-from dlion.methods.updates import momentum_descent
+from dlion.methods.momentum import MomentumOptimizer, lion_direction
+from dlion.methods.updates import momentum_descent, vote_descent
 from dlion.values import Betas, NotNegative, Probability
 
 
@@ -72,7 +73,7 @@ class EFSignSGD(DistributedOptimizer):
         momentum_descent(bucket, bucket.exchange.decode())
 
 
-class EF21Sign(DistributedOptimizer):
+class EF21Sign(MomentumOptimizer):
     """Distributed Lion whose directions are followed by EF21 with scaled signs, not voted on.
 
     Worker i: ``u_i = b1 m_i + (1 - b1) g_i``, ``m_i <- b2 m_i + (1 - b2) g_i``, sends
@@ -103,8 +104,6 @@ class EF21Sign(DistributedOptimizer):
         weight_decay: decoupled, 3 to 10 times larger than AdamW's.
     """
 
-    own_state = ["momentum"]
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -123,16 +122,14 @@ class EF21Sign(DistributedOptimizer):
     def make_exchange(self, bucket: Bucket) -> TrackingVote:
         return TrackingVote(self.channel, bucket.numel, bucket.spans, **bucket.buffers)
 
+    def direction(self, bucket: Bucket, local: int) -> Tensor:
+        return lion_direction(bucket, local)
+
     def encode(self, bucket: Bucket, local: int) -> None:
-        momentum = bucket.own["momentum"][local]
-        direction = bucket.gradients()
-        for run in bucket.runs("betas"):
-            part, (betas,) = run.part, run.values
-            direction[part] = lion_direction(momentum[part], direction[part], *betas)
-        bucket.exchange.encode(local, direction)
+        bucket.exchange.encode(local, self.direction(bucket, local))
 
     def update(self, bucket: Bucket) -> None:
-        sign_descent(bucket)
+        vote_descent(bucket)
 
     def prepare(self) -> None:
         warm_up(self)

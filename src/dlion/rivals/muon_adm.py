@@ -6,15 +6,14 @@ from typing import Annotated, Any, Unpack
 import torch
 from torch import Tensor
 
-from dlion import kernels
 from dlion.core.bucket import Bucket
 from dlion.core.layout import Member
 from dlion.core.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
 from dlion.extensions.shards import ShardedBucket
-from dlion.methods.adm import DeltaModulated
-from dlion.methods.dlion import sign_descent
+from dlion.methods.adm import DeltaVoteOptimizer
 from dlion.methods.matrices import tensors_of
+from dlion.methods.momentum import lion_direction, nesterov_direction
 from dlion.methods.muon import (
     RMS,
     Coefficients,
@@ -24,10 +23,11 @@ from dlion.methods.muon import (
     orthogonalise_to,
 )
 from dlion.methods.sign_muon import LION_SHARE
+from dlion.methods.updates import vote_descent
 from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
 
 
-class MuonADM(MatricesApart, DeltaModulated):
+class MuonADM(MatricesApart, DeltaVoteOptimizer):
     """Muon whose momenta are followed by adaptive delta modulation: for non-i.i.d. data.
 
     Matrices, worker i: ``m_i <- mu m_i + (1 - mu) g_i``, ``u_i = mu m_i + (1 - mu) g_i``, whose
@@ -89,7 +89,8 @@ class MuonADM(MatricesApart, DeltaModulated):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        super().__init__(params, defaults, rise, lookahead, adamw_names=adamw_names, **common)
+        modulation = {"rise": rise, "lookahead": lookahead}
+        super().__init__(params, defaults, adamw_names=adamw_names, **modulation, **common)
 
     def has_owner(self, member: Member) -> bool:
         return self.kind(member) is not None
@@ -127,22 +128,10 @@ class MuonADM(MatricesApart, DeltaModulated):
             **bucket.buffers,
         )
 
-    def encode(self, bucket: Bucket, local: int) -> None:
+    def direction(self, bucket: Bucket, local: int) -> Tensor:
         if not bucket.kind:
-            super().encode(bucket, local)
-            return
-        exchange, directions = bucket.exchange, bucket.gradients()
-        for run in bucket.runs("momentum"):
-            (mu,), (m, u) = run.values, run.of(bucket.own["momentum"][local], directions)
-            m.lerp_(u, 1 - mu)
-            u.lerp_(m, mu)
-        # betas of 0 and 1: the direction itself is followed, and no momentum moves
-        parts = [directions[start:stop].clone() for start, stop in bucket.spans]
-        found, none = kernels.Gradients(parts, bucket.places), directions.zero_()
-        if not exchange.begun:
-            exchange.start(local, kernels.measure(none, found, 0.0, "l1"))
-        message, coder = exchange.messages[local], exchange.coder(local)
-        kernels.encode_deltas(message, none, found, coder, 0.0, 1.0, self.rise)
+            return lion_direction(bucket, local)
+        return nesterov_direction(bucket, bucket.own["momentum"][local], bucket.gradients())
 
     def update(self, bucket: Bucket) -> None:
-        sign_descent(bucket, RMS if bucket.kind else LION_SHARE)
+        vote_descent(bucket, RMS if bucket.kind else LION_SHARE)

@@ -6,9 +6,7 @@ the type, the docstring's Args the meaning; ``conf/`` has the values. A componen
 checked as far as it has annotations.
 """
 
-import inspect
 import re
-import textwrap
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -486,17 +484,6 @@ def with_present_names(settings: Any) -> Any:
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that an error was raised from in the first place."""
     return error if error.__cause__ is None else root_cause(error.__cause__)
-
-
-def sentences(target: Any) -> dict[str, str]:
-    """Return the sentence about each parameter in the Args of a docstring."""
-    _, _, text = inspect.getdoc(target).partition("\nArgs:\n") if target.__doc__ else ("", "", "")
-    found: dict[str, str] = {}
-    section = re.split(r"\n(?=\S)", text)[0]
-    for entry in re.split(r"\n(?=\S)", textwrap.dedent(section).strip()):
-        names, _, sentence = entry.partition(": ")
-        found |= {name: " ".join(sentence.split()) for name in names.split(", ")}
-    return found
 
 
 def _check_component(group: str, node: Any, component: Component) -> None:

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from dlion.errors import UserError
 from dlion.suite.config import resolve
 from dlion.suite.launch.arguments import Arguments
-from dlion.suite.settings import SPECIAL, Settings, component_of, locate, sentences
-from dlion.values import Folder, Name, describe, did_you_mean, parameters, show
+from dlion.suite.settings import SPECIAL, Settings, component_of, locate
+from dlion.values import Folder, Name, describe, did_you_mean, parameters, sentences, show
 
 USAGE = """\
 usage: python train.py [GROUP=NAME ...] [KEY=VALUE ...]

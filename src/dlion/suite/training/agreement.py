@@ -7,11 +7,12 @@ from torch import Tensor
 
 from dlion.core.bucket import Bucket
 from dlion.exchange import Channel, DenseMean, sum_in_order
-from dlion.methods.dlion import Directed, SignedDescent
+from dlion.methods.dlion import SignVoteOptimizer
+from dlion.methods.momentum import MomentumOptimizer
 from dlion.optim import DLionADM
 from dlion.workers import Workers
 
-VOTES = (SignedDescent, DLionADM)  # who keep a momentum each, and are answered with its sign
+VOTES = (SignVoteOptimizer, DLionADM)  # who keep a momentum each, and are answered with its sign
 
 
 class Agreement:
@@ -22,11 +23,11 @@ class Agreement:
     own, as float32; the step itself is as it would be without.
 
     Args:
-        optimizer: whose ``terms`` say what directions are made of.
+        optimizer: which says what a worker's direction is.
         workers: all of them, in a group that is idle while this measures.
     """
 
-    def __init__(self, optimizer: Directed, workers: Workers):
+    def __init__(self, optimizer: MomentumOptimizer, workers: Workers):
         self.optimizer, self._channel = optimizer, Channel(workers)
         self._momenta: dict[Bucket, Tensor] = {}  # [k, padded], as the step begins
         self._directions: dict[Bucket, Tensor] = {}  # [k, padded]
@@ -40,11 +41,11 @@ class Agreement:
     def look(self, local: int) -> None:
         """In a step that is watched, take a local worker's direction from its gradients."""
         for bucket, momenta in self._momenta.items():
-            directions = self._directions[bucket][local]
-            terms = self.optimizer.terms(bucket, momenta[local].clone())  # which may move it
-            for momentum, gradients, (beta, _) in terms:
-                for start, m, g in gradients.parts(momentum):
-                    directions[start : start + len(m)] = beta * m + (1 - beta) * g
+            momentum = bucket.own["momentum"][local]
+            now = momentum.clone()  # with overlap the step has moved it already
+            momentum.copy_(momenta[local])
+            self._directions[bucket][local] = self.optimizer.direction(bucket, local)
+            momentum.copy_(now)
 
     def measure(self) -> dict[str, float]:
         """Return the measurements of the watched step, over the workers that took part.
