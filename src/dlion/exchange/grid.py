@@ -135,15 +135,9 @@ class GridChoice:
     def sizes(
         self, workers: Workers, device: torch.device, numel: int, largest: int
     ) -> tuple[int, ...]:
-        """Return the sizes of the grid of one exchange; fewer than two: messages go directly.
+        """Return the sizes of one exchange's grid, see :meth:`Costs.best`; fewer than two: direct.
 
         All processes call it together, as ``auto`` measures at the first call.
-
-        Args:
-            numel, largest: as for :meth:`Costs.best`.
-
-        Raises:
-            ValueError: for sizes of another number of workers.
         """
         wanted, n = self._wanted, workers.count
         if not isinstance(wanted, str):

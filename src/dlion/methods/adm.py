@@ -8,63 +8,40 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, warm_up
+from dlion.core.optimizer import Common
 from dlion.exchange import DeltaVote
 from dlion.kernels import Gradients
 from dlion.methods.momentum import MomentumOptimizer, lion_direction, no_gradients
 from dlion.methods.updates import vote_descent
 from dlion.values import Betas, Limits, NotNegative
 
-Terms = tuple[Gradients, float, float]
+Terms = tuple[Gradients, float, float]  # g of some parameters, b1 and b2
 
 
 class DeltaVoteOptimizer(MomentumOptimizer):
     """Workers whose directions owners follow bit by bit, and signs of the sum as answers.
 
-    As for :class:`SignVoteOptimizer`, a subclass says what a ``direction`` is, and may override
-    ``encode`` to take it and send it in one pass.
+    A subclass says what its ``direction`` is, and may take and send it in one pass in ``encode``.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        rise: int,
-        lookahead: float,
-        limit: float | None = None,
-        weighted: bool = False,
-        **common: Unpack[Common],
-    ):
-        self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
-        super().__init__(params, defaults, **common)
+    rise: int  # and others of :class:`dlion.exchange.DeltaVote`
+    lookahead: float
+    limit: float | None = None
+    weighted: bool = False
 
     @property
     def paper_bits(self) -> tuple[float, float]:
         return 1, 1
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
-        return DeltaVote(
-            self.channel,
-            bucket.numel,
-            bucket.sizes,
-            rise=self.rise,
-            lookahead=self.lookahead,
-            limit=self.limit,
-            weighted=self.weighted,
-            mask=bucket.mask,
-            **bucket.buffers,
-        )
+        coding = self.rise, self.lookahead, self.limit, self.weighted, bucket.mask
+        return DeltaVote(self.channel, bucket.numel, bucket.sizes, *coding, **bucket.buffers)
 
     def encode(self, bucket: Bucket, local: int) -> None:
         self._send(bucket, local, self.direction(bucket, local), [(no_gradients(bucket), 1.0, 1.0)])
 
     def _send(self, bucket: Bucket, local: int, momentum: Tensor, terms: Sequence[Terms]) -> None:
-        """Send ``u >= h`` of ``u = b1 m + (1 - b1) g``, and do ``m <- b2 m + (1 - b2) g``.
-
-        Args:
-            momentum: m, float32 ``[padded]``.
-            terms: gradients g of some of its parameters, and their betas b1 and b2.
-        """
+        """Send ``u >= h`` of ``u = b1 m + (1 - b1) g``, and do ``m <- b2 m + (1 - b2) g``."""
         exchange = bucket.exchange
         if not exchange.begun:
             sizes = [kernels.measure(momentum, grads, beta1, "l1") for grads, beta1, _ in terms]
@@ -76,9 +53,6 @@ class DeltaVoteOptimizer(MomentumOptimizer):
     def update(self, bucket: Bucket) -> None:
         """``x <- (1 - lr wd) x - lr D``."""
         vote_descent(bucket)
-
-    def prepare(self) -> None:
-        warm_up(self)
 
 
 class DLionADM(DeltaVoteOptimizer):
@@ -142,7 +116,8 @@ class DLionADM(DeltaVoteOptimizer):
         **common: Unpack[Common],
     ):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(params, defaults, rise, lookahead, limit, weighted, **common)
+        self.rise, self.lookahead, self.limit, self.weighted = rise, lookahead, limit, weighted
+        super().__init__(params, defaults, **common)
 
     def direction(self, bucket: Bucket, local: int) -> Tensor:
         """``u = b1 m + (1 - b1) g``, then ``m <- b2 m + (1 - b2) g``."""

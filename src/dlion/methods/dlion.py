@@ -1,7 +1,6 @@
 """Methods whose workers vote with one bit: Distributed Lion and distributed Signum."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, warm_up
+from dlion.core.optimizer import Common
 from dlion.exchange import GridChoice, LevelMean, Shape, Ties, Topology, Vote, WeightedVote
 from dlion.methods.momentum import MomentumOptimizer, lion_direction, no_gradients
 from dlion.methods.updates import vote_descent
@@ -45,15 +44,9 @@ class Voting(Common, total=False):
 class SignVoteOptimizer(MomentumOptimizer):
     """Signs of the workers' directions up, their vote or mean down, decoupled weight decay.
 
-    A subclass says what a ``direction`` is. Where that is a sum of momentum and gradients, it also
-    overrides ``encode``: one pass over both then moves the momentum and writes the signs.
-
-    With ``exchange=grid`` the workers stand on a grid of two dimensions, or three beyond 256 of
-    them, as near to a square as their number allows, see :mod:`dlion.exchange.grid`; a prime number
-    of workers has none and exchanges directly. Owners and sums are those of the direct exchange, so
-    answers, ties of every kind, state and checkpoints are bit-identical for any participants.
-    ``exchange=[nodes, workers_per_node]`` is the exact vote on two levels: workers of a node, which
-    are numbered one after the other, add their votes, and nodes exchange the sums.
+    A subclass says what its ``direction`` is and what the vote does in ``update``. Where a
+    direction is a sum of momentum and gradients, it overrides ``encode``, too: one pass over both
+    moves the momentum and writes the signs.
     """
 
     def __init__(
@@ -110,9 +103,6 @@ class SignVoteOptimizer(MomentumOptimizer):
                 " (manager=) give direct or grid"
             )
 
-    @abstractmethod
-    def direction(self, bucket: Bucket, local: int) -> Tensor: ...
-
     def encode(self, bucket: Bucket, local: int) -> None:
         message, direction = bucket.exchange.messages[local], self.direction(bucket, local)
         positive = self.zero_is_positive(local, bucket.step)
@@ -134,12 +124,6 @@ class SignVoteOptimizer(MomentumOptimizer):
         majority = (position + step // 2) % n < n // 2 + 1
         return majority if step % 2 == 0 else not majority
 
-    def update(self, bucket: Bucket) -> None:
-        vote_descent(bucket)
-
-    def prepare(self) -> None:
-        warm_up(self)
-
 
 class DLion(SignVoteOptimizer):
     """Distributed Lion: every worker keeps its own momentum and sends one bit per parameter.
@@ -152,7 +136,7 @@ class DLion(SignVoteOptimizer):
     The paper does not define sign(0). One bit has no zero: 0 and NaN are what
     ``zero_is_positive`` says, so that workers that know nothing of a parameter do not
     outvote one that does, in the mean over steps. ``ties`` resolves equal votes, see
-    :class:`dlion.exchange.Vote`.
+    :class:`dlion.exchange.Vote`. ``Voting`` describes it and the other options of votes.
 
     When not to use it: where workers see non-i.i.d. data (shards by class, by user). A vote counts
     heads and loses what a mean would keep, on Dirichlet shards of digits with alpha 0.1 13 points
@@ -239,3 +223,6 @@ class Signum(SignVoteOptimizer):
         for run in bucket.runs("momentum"):
             gradients, (b,) = bucket.grads(run.slots), run.values
             kernels.encode_signs(message, momentum, gradients, b, b, positive)
+
+    def update(self, bucket: Bucket) -> None:
+        vote_descent(bucket)

@@ -87,8 +87,7 @@ class LionCub(DLion):
         sync = MomentumSync(momentum_sync, sync_rate, sync_pattern, sync_until)
         if momentum_sync:
             common["extensions"] = [*common.get("extensions", ()), sync]
-        rates = lr, betas, weight_decay
-        super().__init__(params, *rates, ties=ties, exchange=exchange, **common)
+        super().__init__(params, lr, betas, weight_decay, ties=ties, exchange=exchange, **common)
         check_matches("sync_pattern", sync_pattern, self.param_groups)
 
     @property
@@ -115,8 +114,8 @@ class LionCub(DLion):
         if self.bits == 1:
             super().encode(bucket, local)
             return
-        message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
-        largest = self.largest
+        message, largest = bucket.exchange.messages[local], self.largest
+        momentum = bucket.own["momentum"][local]
         for run in bucket.runs("betas"):
             grads, (beta1, beta2) = bucket.grads(run.slots), run.values[0]
             scales = kernels.measure(momentum, grads, beta1, self.scale)

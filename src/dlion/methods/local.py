@@ -100,7 +100,7 @@ class LocalUpdate(MatricesApart):
         self.shared_state = ["outer", *self.shared_state]
         common["overlap"] = False
         common["extensions"] = [*common.get("extensions", ()), InnerSteps()]
-        super().__init__(params, defaults, adamw_names=None, **common)
+        super().__init__(params, defaults=defaults, adamw_names=None, **common)
 
     def kind(self, member: Member) -> Matrices | None:
         return super().kind(member) if self.inner == "muon" else None

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import DistributedOptimizer
+from dlion.core.optimizer import DistributedOptimizer, warm_up
 from dlion.kernels import Gradients, reference
 
 
@@ -20,6 +20,9 @@ class MomentumOptimizer(DistributedOptimizer):
 
         ``bucket.gradients()`` may be overwritten.
         """
+
+    def prepare(self) -> None:
+        warm_up(self)
 
 
 def lion_direction(bucket: Bucket, local: int) -> Tensor:

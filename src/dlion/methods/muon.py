@@ -2,7 +2,6 @@
 
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
@@ -14,7 +13,6 @@ from dlion.checks import check_matches, check_pattern, warn
 from dlion.core.bucket import Bucket, Names, StateNames
 from dlion.core.layout import Member, Slot, members_of
 from dlion.core.optimizer import Common, DistributedOptimizer
-from dlion.exchange import Exchange
 from dlion.methods.dense import MeanGradientOptimizer
 from dlion.methods.matrices import Matrices, are_matrices, is_hidden, tensors_of
 from dlion.methods.momentum import nesterov_direction
@@ -74,17 +72,10 @@ class MatricesApart(DistributedOptimizer):
 
     _orthogonalises = True
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        adamw_names: str | None,
-        **options: Any,
-    ):
+    def __init__(self, params: Iterable[Any], *, adamw_names: str | None, **options: Any):
         check_pattern("adamw_names", adamw_names)
         self.adamw_names = adamw_names
-        super().__init__(params, defaults, **options)
+        super().__init__(params, **options)
         check_matches("adamw_names", adamw_names, self.param_groups)
         if self._orthogonalises:
             self._check_guesses([*members_of(self.param_groups)])
@@ -136,8 +127,8 @@ class MatricesApart(DistributedOptimizer):
 class BesideAdamW(MatricesApart, MeanGradientOptimizer):
     """A method for matrices, with AdamW on the mean gradient for the rest.
 
-    A subclass fills in ``matrix_state``, ``update_matrices``, and, where not the mean gradient of
-    matrices travels, ``matrix_exchange`` and ``encode_matrices``.
+    A subclass fills in ``matrix_state``, and overrides for buckets of matrices (``bucket.kind``)
+    ``update`` and, where not their mean gradient travels, ``make_exchange`` and ``encode``.
     """
 
     shared_state = ["exp_avg", "exp_avg_sq"]
@@ -164,39 +155,13 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        super().__init__(params, defaults, adamw_names=adamw_names, **common)
+        super().__init__(params, defaults=defaults, adamw_names=adamw_names, **common)
 
     def state_names(self, bucket: Bucket) -> StateNames:
         return self.matrix_state if bucket.kind else self
 
-    def make_exchange(self, bucket: Bucket) -> Exchange:
-        if bucket.kind:
-            return self.matrix_exchange(bucket)
-        return super().make_exchange(bucket)
-
-    def encode(self, bucket: Bucket, local: int) -> None:
-        if bucket.kind:
-            self.encode_matrices(bucket, local)
-        else:
-            super().encode(bucket, local)
-
     def update(self, bucket: Bucket) -> None:
-        if bucket.kind:
-            self.update_matrices(bucket)
-        else:
-            adamw_descent(bucket, bucket.exchange.decode())
-
-    def matrix_exchange(self, bucket: Bucket) -> Exchange:
-        """Make the exchange for a bucket of matrices."""
-        return super().make_exchange(bucket)
-
-    def encode_matrices(self, bucket: Bucket, local: int) -> None:
-        """Write a local worker's message about matrices."""
-        super().encode(bucket, local)
-
-    @abstractmethod
-    def update_matrices(self, bucket: Bucket) -> None:
-        """Apply the answer about matrices."""
+        adamw_descent(bucket, bucket.exchange.decode())
 
 
 class GMuon(BesideAdamW):
@@ -269,10 +234,12 @@ class GMuon(BesideAdamW):
     ):
         self.adjust_lr = adjust_lr
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
-        rates = lr, momentum, betas, eps, weight_decay
-        super().__init__(params, *rates, adamw_names, **common)
+        super().__init__(params, lr, momentum, betas, eps, weight_decay, adamw_names, **common)
 
-    def update_matrices(self, bucket: Bucket) -> None:
+    def update(self, bucket: Bucket) -> None:
+        if not bucket.kind:
+            super().update(bucket)
+            return
         mean, momentum = bucket.exchange.decode(), bucket.shared["momentum_buffer"]
         direction = nesterov_direction(bucket, momentum, mean)
         scale = rms_scale if self.adjust_lr == "match_rms_adamw" else shape_scale

@@ -106,7 +106,7 @@ class SignMuon(MatricesApart, SignVoteOptimizer):
         self.momentum_sync, self.sync_wire = momentum_sync, sync_wire
         if momentum_sync:
             sync = MomentumSync(momentum_sync, wire=sync_wire)
-            common["extensions"] = [*common.get("extensions", ()), sync]
+            options["extensions"] = [*options.get("extensions", ()), sync]
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         defaults = {
             "lr": lr,
@@ -115,7 +115,7 @@ class SignMuon(MatricesApart, SignVoteOptimizer):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        super().__init__(params, defaults, adamw_names=adamw_names, **options)
+        super().__init__(params, defaults=defaults, adamw_names=adamw_names, **options)
 
     def state_names(self, bucket: Bucket) -> StateNames:
         return self if self._is_adamw(bucket) else Names(own_state=["momentum"])

@@ -70,8 +70,7 @@ class Dion(BesideAdamW):
         **common: Unpack[Common],
     ):
         self.rank_fraction, self.adjust_lr = rank_fraction, adjust_lr
-        rates = lr, momentum, betas, eps, weight_decay
-        super().__init__(params, *rates, adamw_names, **common)
+        super().__init__(params, lr, momentum, betas, eps, weight_decay, adamw_names, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:
@@ -87,19 +86,27 @@ class Dion(BesideAdamW):
             return bucket.exchange.values
         return sum(slot.stop - slot.start for slot in bucket.full.slots)
 
-    def matrix_exchange(self, bucket: Bucket) -> Exchange:
+    def make_exchange(self, bucket: Bucket) -> Exchange:
+        if not bucket.kind:
+            return super().make_exchange(bucket)
         seed = stream_seed(self.seed, "dion", bucket.index)
         return low_rank_mean(self.channel, bucket, self._rank, seed, unit=True)
 
     def _rank(self, rows: int, columns: int) -> int:
         return math.ceil(self.rank_fraction * min(rows, columns))
 
-    def encode_matrices(self, bucket: Bucket, local: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if not bucket.kind:
+            super().encode(bucket, local)
+            return
         momentum = bucket.own["momentum"][local]
         momentum += bucket.gradients()
         bucket.exchange.encode(local, bucket.full.gather(momentum))
 
-    def update_matrices(self, bucket: Bucket) -> None:
+    def update(self, bucket: Bucket) -> None:
+        if not bucket.kind:
+            super().update(bucket)
+            return
         sent, momenta = bucket.scatter(bucket.exchange.product()), bucket.own["momentum"]
         with bucket.untouched(bucket.anywhere, momenta):
             for local in self.channel.local_participants:

@@ -81,8 +81,7 @@ class EF21Muon(BesideAdamW):
     ):
         self.density, self.value_bits = density, value_bits
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
-        rates = lr, momentum, betas, eps, weight_decay
-        super().__init__(params, *rates, adamw_names, **common)
+        super().__init__(params, lr, momentum, betas, eps, weight_decay, adamw_names, **common)
 
     @property
     def paper_bits(self) -> tuple[float, float]:
@@ -101,20 +100,28 @@ class EF21Muon(BesideAdamW):
     def _count(self, size: int) -> int:
         return math.ceil(self.density * size)
 
-    def matrix_exchange(self, bucket: Bucket) -> Exchange:
+    def make_exchange(self, bucket: Bucket) -> Exchange:
+        if not bucket.kind:
+            return super().make_exchange(bucket)
         whole = bucket.full
         blocks = [Block(slot.start, 1, slot.stop - slot.start) for slot in whole.slots]
         bits, buffers = self.value_bits, bucket.buffers
         return TopKMean(self.channel, whole.numel, blocks, self._count, bits, **buffers)
 
-    def encode_matrices(self, bucket: Bucket, local: int) -> None:
+    def encode(self, bucket: Bucket, local: int) -> None:
+        if not bucket.kind:
+            super().encode(bucket, local)
+            return
         momentum, gradients = bucket.own["momentum"][local], bucket.gradients()
         for run in bucket.runs("momentum"):
             momentum[run.part].lerp_(gradients[run.part], 1 - run.values[0])
         change = momentum - bucket.own["estimate"][local]
         bucket.exchange.encode(local, bucket.full.gather(change))
 
-    def update_matrices(self, bucket: Bucket) -> None:
+    def update(self, bucket: Bucket) -> None:
+        if not bucket.kind:
+            super().update(bucket)
+            return
         exchange, estimates = bucket.exchange, bucket.own["estimate"]
         answer = exchange.decode()
         # also where this worker had no gradient: what was sent counts

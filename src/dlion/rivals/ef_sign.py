@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
+from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.exchange import ScaledSignMean, TrackingVote
 from dlion.methods.momentum import MomentumOptimizer, lion_direction
 from dlion.methods.updates import momentum_descent, vote_descent
@@ -130,6 +130,3 @@ class EF21Sign(MomentumOptimizer):
 
     def update(self, bucket: Bucket) -> None:
         vote_descent(bucket)
-
-    def prepare(self) -> None:
-        warm_up(self)

@@ -81,6 +81,7 @@ class MuonADM(MatricesApart, DeltaVoteOptimizer):
         adamw_names: Name | None = None,
         **common: Unpack[Common],
     ):
+        self.rise, self.lookahead = rise, lookahead
         self.newton_schulz = NewtonSchulz(ns_steps, ns_precision, ns_coefficients)
         defaults = {
             "lr": lr,
@@ -89,8 +90,7 @@ class MuonADM(MatricesApart, DeltaVoteOptimizer):
             "weight_decay": weight_decay,
             "use_muon": None,
         }
-        modulation = {"rise": rise, "lookahead": lookahead}
-        super().__init__(params, defaults, adamw_names=adamw_names, **modulation, **common)
+        super().__init__(params, defaults=defaults, adamw_names=adamw_names, **common)
 
     def has_owner(self, member: Member) -> bool:
         return self.kind(member) is not None
