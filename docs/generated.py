@@ -19,7 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from dlion.__main__ import COMMANDS, main
-from dlion.methods import METHODS, Method, simple
+from dlion.methods import METHODS, MethodEntry, simple
 from dlion.suite.config import resolve
 from dlion.suite.launch.cli import run
 from dlion.suite.launch.help import USAGE, Entry, settings_of_choice, settings_of_runs
@@ -71,7 +71,7 @@ class Methods(Written):
             yield from specification(cls, list(names))
 
 
-def costs_of(name: str, method: Method) -> list[str]:
+def costs_of(name: str, method: MethodEntry) -> list[str]:
     """Return bits and state of a method, as the table of all methods has them."""
     params = [torch.nn.Parameter(torch.zeros(512, 512))]
     optimizer = method.cls(params, workers=Workers(local=8), **method.options)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # for type checkers, which cannot follow __getattr__
     from dlion.rivals.terngrad import TernGrad as TernGrad
 
 
-class Method(NamedTuple):
+class MethodEntry(NamedTuple):
     """A method under its ``optimizer=`` name.
 
     Attributes:
@@ -63,82 +63,84 @@ class Method(NamedTuple):
 
 
 METHODS = {  # new ones at the end: the order decides colours of plots
-    "g_adamw": Method("methods.dense.GAdamW", "AdamW on the mean gradient"),
-    "g_lion": Method("methods.dense.GLion", "Lion on the mean gradient"),
-    "dlion_mavo": Method(
+    "g_adamw": MethodEntry("methods.dense.GAdamW", "AdamW on the mean gradient"),
+    "g_lion": MethodEntry("methods.dense.GLion", "Lion on the mean gradient"),
+    "dlion_mavo": MethodEntry(
         "methods.dlion.DLion",
         "majority vote on the signs of the workers' Lion directions",
         {"aggregation": "mavo"},
     ),
-    "dlion_avg": Method(
+    "dlion_avg": MethodEntry(
         "methods.dlion.DLion",
         "mean of the signs of the workers' Lion directions",
         {"aggregation": "avg"},
     ),
-    "signum_mavo": Method(
+    "signum_mavo": MethodEntry(
         "methods.dlion.Signum",
         "majority vote on the signs of the workers' momenta",
         {"aggregation": "mavo"},
     ),
-    "signum_avg": Method(
+    "signum_avg": MethodEntry(
         "methods.dlion.Signum", "mean of the signs of the workers' momenta", {"aggregation": "avg"}
     ),
-    "terngrad": Method("rivals.terngrad.TernGrad", "mean of stochastic ternary gradients"),
-    "graddrop": Method(
+    "terngrad": MethodEntry("rivals.terngrad.TernGrad", "mean of stochastic ternary gradients"),
+    "graddrop": MethodEntry(
         "rivals.sparse.GradDrop", "mean of the largest entries of gradient + residual"
     ),
-    "dgc": Method("rivals.sparse.DGC", "mean of the largest momentum-corrected gradients"),
-    "lion_cub": Method("methods.lion_cub.LionCub", "sign of the sum of Lion directions in p bits"),
-    "dlion_adm": Method(
+    "dgc": MethodEntry("rivals.sparse.DGC", "mean of the largest momentum-corrected gradients"),
+    "lion_cub": MethodEntry(
+        "methods.lion_cub.LionCub", "sign of the sum of Lion directions in p bits"
+    ),
+    "dlion_adm": MethodEntry(
         "methods.adm.DLionADM", "sign of the sum of Lion directions, tracked by delta modulation"
     ),
-    "ef_signsgd": Method(
+    "ef_signsgd": MethodEntry(
         "rivals.ef_sign.EFSignSGD", "scaled signs of gradient + residual, error feedback both ways"
     ),
-    "ef21_sign": Method(
+    "ef21_sign": MethodEntry(
         "rivals.ef_sign.EF21Sign",
         "sign of the sum of Lion directions, tracked by scaled signs (EF21)",
     ),
-    "g_muon": Method(
+    "g_muon": MethodEntry(
         "methods.muon.GMuon", "Muon on the mean gradient of matrices, AdamW on the rest"
     ),
-    "powersgd": Method("rivals.powersgd.PowerSGD", "low-rank factors of gradient + residual"),
-    "onebit_adam": Method(
+    "powersgd": MethodEntry("rivals.powersgd.PowerSGD", "low-rank factors of gradient + residual"),
+    "onebit_adam": MethodEntry(
         "rivals.onebit_adam.OneBitAdam",
         "AdamW in a warm-up, then scaled signs of momentum + residual",
     ),
-    "demo": Method(
+    "demo": MethodEntry(
         "rivals.demo.DeMo", "sign of the mean of the largest cosine coefficients of momenta"
     ),
-    "sparseloco": Method(
+    "sparseloco": MethodEntry(
         "rivals.sparseloco.SparseLoCo",
         "largest entries of displacement + residual, after 30 local steps",
     ),
-    "diloco": Method(
+    "diloco": MethodEntry(
         "methods.local.DiLoCo",
         "Nesterov step on the mean displacement, after 30 local steps of AdamW",
     ),
-    "sign_muon_mavo": Method(
+    "sign_muon_mavo": MethodEntry(
         "methods.sign_muon.SignMuon",
         "majority vote on the signs of the workers' orthogonalised momenta",
         {"aggregation": "mavo"},
     ),
-    "sign_muon_avg": Method(
+    "sign_muon_avg": MethodEntry(
         "methods.sign_muon.SignMuon",
         "mean of the signs of the workers' orthogonalised momenta, orthogonalised again",
         {"aggregation": "avg", "local_polar": True},
     ),
-    "dion": Method(
+    "dion": MethodEntry(
         "rivals.dion.Dion", "orthonormal low-rank factors of momenta, AdamW on the rest"
     ),
-    "ef21_muon": Method(
+    "ef21_muon": MethodEntry(
         "rivals.ef21_muon.EF21Muon", "Muon on momenta, tracked by their largest changes (EF21)"
     ),
-    "muon_adm": Method(
+    "muon_adm": MethodEntry(
         "rivals.muon_adm.MuonADM",
         "sign of the polar factor of the momenta, tracked by delta modulation",
     ),
-    "muloco": Method(
+    "muloco": MethodEntry(
         "methods.local.DiLoCo",
         "Nesterov step on the mean displacement, after 30 local steps of Muon",
         {"inner": "muon"},

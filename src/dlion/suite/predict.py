@@ -71,7 +71,7 @@ SHORT_MESSAGES = 1.25  # instead of HEADERS, where they go at once
 
 
 @dataclass(frozen=True)
-class Method:
+class Formula:
     """Traffic of a method.
 
     Attributes:
@@ -92,13 +92,13 @@ class Method:
 
 
 METHODS = {
-    "ddp_float32": Method(32, lambda n: 32, EPYC_CORE["ddp_float32"], None, RING, HEADERS),
-    "ddp_bf16": Method(16, lambda n: 16, EPYC_CORE["ddp_bf16"], None, RING, HEADERS),
-    "g_lion": Method(32, lambda n: 32, EPYC_CORE["g_lion"], overhead=HEADERS),
-    "dlion_mavo": Method(1, lambda n: 1, EPYC_CORE["dlion_mavo"], 1),
-    "dlion_avg": Method(1, lambda n: n.bit_length(), EPYC_CORE["dlion_avg"], 1),
-    "lion_cub_2": Method(2, lambda n: 1.6, EPYC_CORE["lion_cub_2"], 2),
-    "lion_cub_4": Method(4, lambda n: 1.6, EPYC_CORE["lion_cub_4"], 14),
+    "ddp_float32": Formula(32, lambda n: 32, EPYC_CORE["ddp_float32"], None, RING, HEADERS),
+    "ddp_bf16": Formula(16, lambda n: 16, EPYC_CORE["ddp_bf16"], None, RING, HEADERS),
+    "g_lion": Formula(32, lambda n: 32, EPYC_CORE["g_lion"], overhead=HEADERS),
+    "dlion_mavo": Formula(1, lambda n: 1, EPYC_CORE["dlion_mavo"], 1),
+    "dlion_avg": Formula(1, lambda n: n.bit_length(), EPYC_CORE["dlion_avg"], 1),
+    "lion_cub_2": Formula(2, lambda n: 1.6, EPYC_CORE["lion_cub_2"], 2),
+    "lion_cub_4": Formula(4, lambda n: 1.6, EPYC_CORE["lion_cub_4"], 14),
 }
 BASELINE = "ddp_float32"
 
@@ -142,7 +142,7 @@ class Setting:
     one_by_one: bool | None = None
 
 
-def shape_of(method: Method, setting: Setting) -> tuple[int, ...]:
+def shape_of(method: Formula, setting: Setting) -> tuple[int, ...]:
     """Return the grid on which the workers exchange messages, ``(n,)`` where there is none."""
     n = setting.workers
     if method.largest is None or setting.exchange == "direct":
@@ -154,7 +154,7 @@ def shape_of(method: Method, setting: Setting) -> tuple[int, ...]:
     return min(shapes, key=lambda shape: _exchange(method, setting, share, shape)[0])
 
 
-def payload_bytes(method: Method, setting: Setting, shape: tuple[int, ...] | None = None) -> float:
+def payload_bytes(method: Formula, setting: Setting, shape: tuple[int, ...] | None = None) -> float:
     """Return the bytes that a worker sends in a step, headers not included.
 
     ``shape``: of the grid; None: that of the setting.
@@ -165,13 +165,13 @@ def payload_bytes(method: Method, setting: Setting, shape: tuple[int, ...] | Non
     return setting.parameters * (up + others * method.down(n)) / 8
 
 
-def exchange_seconds(method: Method, setting: Setting) -> float:
+def exchange_seconds(method: Formula, setting: Setting) -> float:
     """Return the seconds of all exchanges of a step, were nothing else going on."""
     shape = shape_of(method, setting)
     return sum(_exchange(method, setting, share, shape)[0] for share in _shares(setting))
 
 
-def step_seconds(method: Method, setting: Setting) -> float:
+def step_seconds(method: Formula, setting: Setting) -> float:
     """Return the seconds of a training step."""
     s, shape = setting, shape_of(method, setting)
     local = 1e-9 * s.parameters * s.sharing / s.speed  # seconds of a nanosecond a parameter
@@ -185,7 +185,7 @@ def step_seconds(method: Method, setting: Setting) -> float:
     return max(computed, arrived) + local * method.work.apply
 
 
-def bottleneck(method: Method, setting: Setting) -> str:
+def bottleneck(method: Formula, setting: Setting) -> str:
     """Return the bottleneck of a step: compute, bandwidth or messages."""
     step = step_seconds(method, setting)
     if step < 1.1 * setting.compute or setting.workers == 1:
@@ -198,7 +198,7 @@ def _shares(setting: Setting) -> tuple[float, ...]:
     return setting.shares or setting.buckets * (1 / setting.buckets,)
 
 
-def _one_by_one(method: Method, setting: Setting, shape: tuple[int, ...]) -> bool:
+def _one_by_one(method: Formula, setting: Setting, shape: tuple[int, ...]) -> bool:
     """Whether links were found slow, so that messages wait for each other."""
     if method.schedule == RING:
         return False
@@ -209,7 +209,7 @@ def _one_by_one(method: Method, setting: Setting, shape: tuple[int, ...]) -> boo
 
 
 def _exchange(
-    method: Method, setting: Setting, share: float, shape: tuple[int, ...]
+    method: Formula, setting: Setting, share: float, shape: tuple[int, ...]
 ) -> tuple[float, float]:
     """Return the seconds of an exchange of a share of the parameters, and those of a core in it."""
     s, payload = setting, share * payload_bytes(method, setting, shape)

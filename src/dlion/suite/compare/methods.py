@@ -16,7 +16,7 @@ from dlion.suite.arguments import add_printed_output, make_parser, print_or_writ
 from dlion.suite.terminal import patience
 
 if TYPE_CHECKING:
-    from dlion.optim import Method
+    from dlion.optim import MethodEntry
 
 SIDE, WORKERS = 512, 8
 
@@ -32,7 +32,7 @@ def make_table(arguments: list[str]) -> str:
     return to_markdown([heading, *rows], words=(0, 4), signs=re.compile(r"\|"))
 
 
-def _row(name: str, method: Method) -> list[str]:
+def _row(name: str, method: MethodEntry) -> list[str]:
     import torch
 
     from dlion.workers import Workers
