@@ -19,7 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from dlion.__main__ import COMMANDS, main
-from dlion.methods import METHODS, MethodEntry, simple
+from dlion.methods import METHODS, MethodEntry
 from dlion.suite.config import resolve
 from dlion.suite.launch.cli import run
 from dlion.suite.launch.help import USAGE, Entry, settings_of_choice, settings_of_runs
@@ -111,13 +111,15 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 
 def specification(cls: str, names: list[str]) -> Iterator[str]:
     """Yield the function of the specification, without what type checkers need alone."""
+    package = METHODS[names[0]].module.rpartition(".")[0]
+    simple = importlib.import_module(f"{package}.simple")
     (name,) = {n for n in vars(simple) if n in names or n.replace("_", "") == cls.lower()}
     function = getattr(simple, name)
     _, _, body = inspect.getsource(function).partition(":\n")
     parameters = ", ".join(inspect.signature(function).parameters)
     first = textwrap.fill(f"def {name}({parameters}):", 80, subsequent_indent=" " * 8)
     yield from ("", ".. rubric:: Specification", "")
-    yield from ("It is tested against this function of ``dlion.methods.simple``:", "")
+    yield from (f"It is tested against this function of ``{package}.simple``:", "")
     yield from code("python", f"{first}\n{body}")
 
 
