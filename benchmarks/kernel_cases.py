@@ -3,6 +3,7 @@
 The cases are those of ``tests/kernels``; ``accelerator.py`` runs them on the device.
 """
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dlion.kernels import Coder, Gradients, Places, reference
-from dlion.wire import Sparse, packing
+from dlion.rivals.wire import Sparse
+from dlion.wire import packing
 
 NAN, INF = math.nan, math.inf
 LENGTHS = [1, 63, 64, 65, 1100]
@@ -79,8 +81,16 @@ def both(compiled: Compiled, name: str, *arguments) -> bool:
 def run(module: ModuleType, name: str, *arguments) -> torch.Tensor | None:
     """Call a kernel; return what it returns that means something."""
     arguments = (a.view() if isinstance(a, Message) else a for a in arguments)
-    result = getattr(module, name)(*arguments)
+    result = kernel(module, name)(*arguments)
     return result[0][: result[1]] if isinstance(result, tuple) else result
+
+
+def kernel(module: ModuleType, name: str) -> Callable[..., Any]:
+    """Return a kernel, which may be in the module of this name that rivals have."""
+    if not hasattr(module, name):
+        rivals = module.__name__.replace("dlion.kernels", "dlion.rivals.kernels")
+        module = importlib.import_module(rivals)
+    return getattr(module, name)
 
 
 def copied(argument, device: str):

@@ -31,6 +31,7 @@ from unittest.mock import patch
 from common import Parser, Row, run
 from gpu.kernels import VOTERS, arguments_of, bytes_moved
 from gpu.no_device import NoDevice
+from kernel_cases import kernel
 
 from dlion.errors import RunFailed
 from dlion.suite.files import write_atomically
@@ -315,7 +316,7 @@ def main(args: argparse.Namespace) -> None:
         found: list[Row] = []
         for gpu in map(GPUS.__getitem__, args.gpus):
             with compiling(gpu.capability) as launches:
-                getattr(triton_cuda, name)(*arguments)
+                kernel(triton_cuda, name)(*arguments)
             found.append({"gpu": gpu.name, **facts(launches[0], ELEMENTS, moved, gpu)})
         cells = "".join(
             f" {row['registers']} | {row['instructions']} | {row['over_hbm']} | {row['limit']} |"

@@ -67,7 +67,7 @@ def main() -> None:
     from dlion.kernels import triton_cuda
 
     torch.set_num_threads(1)
-    dlion.kernels._compiled = lambda device: triton_cuda
+    dlion.kernels._compiled = lambda device, package: triton_cuda
     rows: dict[str, dict[str, float]] = {}
     for name, case in cases().items():
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row, ratios, spread
-from kernel_cases import Compiled, cases
+from kernel_cases import Compiled, cases, kernel
 from torch import Tensor
 
 from dlion.kernels import Coder, Gradients, reference
@@ -112,7 +112,7 @@ def measure_kernels(key: Row, args: Namespace) -> list[Row]:
             moved = bytes_moved(name, arguments)
         source = torch.ones(moved // 2, dtype=torch.uint8, device=args.device)
         calls = {
-            case: partial(getattr(kernels, name), *arguments),
+            case: partial(kernel(kernels, name), *arguments),
             "copy": partial(torch.zeros_like(source).copy_, source),
         }
         times = timed(calls, args, CALLS)

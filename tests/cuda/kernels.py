@@ -1,5 +1,6 @@
 """The kernels for CUDA, pretended: those of Numba, on the values."""
 
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import dlion.kernels
-from dlion.kernels import numba_cpu, reference
 from tests.cuda.device import current, place
 from tests.cuda.tensors import CudaTensor, inside, mapped, tensors_in
 
 
-def kernels() -> ModuleType:
-    """Return a module with the names of ``dlion.kernels.triton_cuda``.
+def kernels(package: str) -> ModuleType:
+    """Return a module with the names of a package's ``triton_cuda``.
 
     What that defines runs in Numba, as one launch; what it leaves to the reference runs there.
     """
-    source = (Path(dlion.kernels.__file__).parent / "triton_cuda.py").read_text()
+    kinds = "numba_cpu", "reference"
+    numba_cpu, reference = (importlib.import_module(f"{package}.{kind}") for kind in kinds)
+    source = Path(reference.__file__).with_name("triton_cuda.py").read_text()
     own = re.findall(r"^def ([a-z]\w*)\(", source, re.MULTILINE)
     module = ModuleType("pretended_kernels")
     for name, function in vars(reference).items():

@@ -153,10 +153,11 @@ def _autograd(device: Device) -> Iterator[None]:
 
 @contextmanager
 def _kernels() -> Iterator[None]:
-    compiled, pretended = dlion.kernels._compiled, kernels()
+    compiled = dlion.kernels._compiled
+    pretended = {name: kernels(name) for name in ("dlion.kernels", "dlion.rivals.kernels")}
 
-    def choose(device: str) -> Any:
-        return pretended if device == "cuda" else compiled(device)
+    def choose(device: str, package: str = "dlion.kernels") -> Any:
+        return pretended[package] if device == "cuda" else compiled(device, package)
 
     with patch.object(dlion.kernels, "_compiled", choose):
         yield

@@ -11,7 +11,6 @@ from dlion.exchange import (
     DenseMean,
     LevelMean,
     ScaledSignMean,
-    TrackingVote,
     Vote,
     WeightedVote,
 )
@@ -20,7 +19,8 @@ from dlion.rivals.exchange.sparse import SparseMean
 from dlion.rivals.exchange.switch import Switch
 from dlion.rivals.exchange.ternary import ScaledTernaryMean, TernaryMean
 from dlion.rivals.exchange.topk import Block, CosineTopKMean, TopKMean
-from dlion.wire import Sparse
+from dlion.rivals.exchange.tracking import TrackingVote
+from dlion.rivals.wire import Sparse
 from dlion.workers import Workers
 
 D = 1000

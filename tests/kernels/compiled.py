@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import torch
 import triton
 from gpu.kernels import MOVES, VOTERS, arguments_of, tensors_in
-from kernel_cases import Compiled, Message, cases
+from kernel_cases import Compiled, Message, cases, kernel
 from kernel_code import Launch, compiling
 from torch import Tensor
 
@@ -145,7 +145,7 @@ def main(capability: int, some: bool = False) -> None:
         row = {**facts, "kernel": call.name, "label": call.label}
         with compiling(capability, call.ones) as launches:
             try:
-                getattr(triton_cuda, call.name)(*call.arguments)
+                kernel(triton_cuda, call.name)(*call.arguments)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(json.dumps({**row, "error": reason}), flush=True)

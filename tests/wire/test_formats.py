@@ -11,9 +11,7 @@ from dlion.wire import (
     ScaledInt8,
     ScaledSign,
     Sign,
-    Sparse,
     Ternary,
-    TopK,
     packing,
 )
 from tests.support.properties import given, settings, st
@@ -47,16 +45,6 @@ def test_ternary_round_trip(length, seed):
     assert_round_trip(Ternary(), integers(-1, 2, (2, length), seed).to(torch.int8))
 
 
-@given(LENGTHS, st.integers(0, 99))
-def test_sparse_round_trip(length, seed):
-    wire, indices = Sparse(), integers(0, 2**31 - 1, (length,), seed)
-    values = torch.randn(length, generator=torch.Generator().manual_seed(seed))
-    packed = wire.encode((indices, values))
-    assert packed.numel() == wire.nbytes(length)
-    back = wire.decode(packed, length)
-    assert torch.equal(back[0], indices) and torch.equal(back[1], values)
-
-
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 99))
 def test_scaled_sign_round_trip(length, count, seed):
     wire, signs = ScaledSign(count), integers(0, 2, (2, 3, length), seed).bool()
@@ -65,30 +53,6 @@ def test_scaled_sign_round_trip(length, count, seed):
     assert packed.dtype == torch.uint8 and packed.shape == (2, 3, wire.nbytes(length))
     back = wire.decode(packed, length)
     assert torch.equal(back[0], scales) and torch.equal(back[1], signs)
-
-
-@given(st.integers(0, 9), st.integers(1, 300), st.data())
-def test_entries_of_chunks_round_trip(chunks, chunk, data):
-    k, bits = data.draw(st.integers(1, chunk)), data.draw(st.sampled_from([2, 16, 32]))
-    wire, generator = TopK(chunk, k, bits), torch.Generator().manual_seed(chunk)
-    values = torch.randn(chunks, k, generator=generator)
-    order = torch.rand(chunks, chunk, generator=generator).argsort(1)
-    indices = order[:, :k].sort(1).values
-    packed = wire.encode((indices, values))
-    assert packed.dtype == torch.uint8 and packed.shape == (wire.nbytes(chunks),)
-    back, numbers = wire.decode(packed, chunks)
-    assert torch.equal(back, indices)
-    if bits != 2:
-        assert torch.equal(
-            numbers, values.to({16: torch.bfloat16, 32: torch.float32}[bits]).float()
-        )
-        return
-    assert torch.equal(numbers < 0, values < 0)
-    for row, found in zip(values.abs(), numbers.abs(), strict=True):
-        large = row > row.double().mean()
-        for part in (large, ~large):  # all of one size, their mean
-            expected = row[part].mean().expand(int(part.sum()))
-            torch.testing.assert_close(found[part], expected, rtol=1e-2, atol=0)
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 99))
@@ -109,12 +73,6 @@ def test_bfloat16_round_trip(length, seed):
 
 def test_a_scale_costs_four_bytes():
     assert ScaledSign(3).nbytes(64 * 2**31) == 8 * 2**31 + 12
-
-
-def test_entries_of_chunks_cost_as_many_bits_as_an_index_and_a_value_need():
-    assert TopK(4096, 64, 32).nbytes(1) * 8 == 64 * (12 + 32)
-    assert TopK(4096, 64, 2).nbytes(1) * 8 == 64 * (12 + 2) + 32
-    assert TopK(64, 64, 16).nbytes(10) * 8 == 10 * 64 * 16  # all of a chunk: no indices
 
 
 def test_float32_keeps_every_bit():

@@ -13,7 +13,7 @@ from dlion.exchange.direct_send import (
 from dlion.exchange.grid import Costs, GridChoice, Shape, Topology, grid_shape, measure_costs
 from dlion.exchange.rounded import MEAN_WIRES, MeanWire, RoundedMean, make_mean
 from dlion.exchange.scaled import Spans
-from dlion.exchange.scaled_sign import ScaledSignMean, TrackingVote
+from dlion.exchange.scaled_sign import ScaledSignMean
 from dlion.exchange.vote import LevelMean, Ties, Vote, WeightedVote
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "Stages",
     "Ties",
     "Topology",
-    "TrackingVote",
     "Traffic",
     "Vote",
     "WeightedVote",

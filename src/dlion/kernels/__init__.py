@@ -15,6 +15,7 @@ planes of ``words`` words, plane b holding bit b (:mod:`dlion.wire.packing`). Me
 of longer rows, in which a header follows: only the words of a plane must lie side by side.
 """
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -38,8 +39,6 @@ __all__ = [
     "Coder",
     "Gradients",
     "Places",
-    "accumulate",
-    "add_entries",
     "apply_levels",
     "apply_signs",
     "apply_signs_by_run",
@@ -48,21 +47,16 @@ __all__ = [
     "compare_sum",
     "decode_deltas",
     "descend",
-    "descend_at",
     "encode_deltas",
     "encode_levels",
     "encode_signs",
-    "largest",
     "lion",
     "measure",
-    "momentum_descent",
     "nearest_level",
     "pack_votes",
     "round_at_random",
     "step_size",
     "sum_planes",
-    "take_mean",
-    "ternarise",
 ]
 
 
@@ -219,77 +213,6 @@ def descend(params: Tensor, answer: Tensor, lr: float, weight_decay: float) -> N
     reference.descend(params, answer, lr, weight_decay)
 
 
-def descend_at(params: Tensor, entries: Tensor, lr: float, weight_decay: float) -> None:
-    """:func:`descend` on an answer that is zero but for entries (index, value).
-
-    Without weight decay no other parameter is touched.
-
-    Args:
-        entries: int32 ``[m, 2]``, as for :func:`add_entries`.
-    """
-    choose(params).descend_at(params, entries, lr, weight_decay)
-
-
-def momentum_descent(
-    params: Tensor, buffer: Tensor, answer: Tensor, momentum: float, lr: float, weight_decay: float
-) -> None:
-    """``b <- mu b + a`` and :func:`descend` on b, in one pass: SGD with momentum.
-
-    Args:
-        buffer: b, float32 ``[m]``, updated in place.
-        answer: a, float32 ``[m]``.
-    """
-    module = choose(params, buffer, answer)
-    module.momentum_descent(params, buffer, answer, momentum, lr, weight_decay)
-
-
-def accumulate(velocity: Tensor, accumulated: Tensor, grad: Tensor, momentum: float) -> None:
-    """``u <- mu u + g``, ``v <- v + u``, float32 ``[m]`` in place, in one pass."""
-    choose(velocity, accumulated, grad).accumulate(velocity, accumulated, grad, momentum)
-
-
-def largest(values: Tensor, count: int) -> Tensor:
-    """Return where the ``count`` largest sizes are in each row of float32 ``[..., d]``.
-
-    These are int64 ``[..., count]``, ascending. NaN is larger than everything; of equal sizes the
-    first are taken.
-    """
-    return choose(values).largest(values, count)
-
-
-def add_entries(total: Tensor, entries: Tensor) -> None:
-    """Add entries (index, value) to a float32 vector, in place.
-
-    Args:
-        entries: int32 ``[m, 2]``, the values by the bits of float32. The indices must be of the
-            vector, and none may occur twice.
-    """
-    choose(total).add_entries(total, entries)
-
-
-def take_mean(total: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return a float32 vector ``[d]`` over ``count`` as entries, and set it to zero.
-
-    Returns:
-        Entries as for :func:`add_entries`, ``[d, 2]``: first those that are not 0, by ascending
-        index; and how many these are, an integer. What follows them means nothing.
-    """
-    return choose(total).take_mean(total, count)
-
-
-def ternarise(values: Tensor, scales: Tensor, coins: Tensor) -> Tensor:
-    """``sign(v)`` with probability ``|v| / s``, else 0, so that s times it is unbiased: int8.
-
-    NaN becomes 0. No ``|v|`` may be above s.
-    Source: Wen et al. 2017 (arXiv 1705.07878), section 3.1.
-
-    Args:
-        values, scales: v and s, float32 ``[m]``.
-        coins: uniform in [0, 1), float32 ``[m]``.
-    """
-    return choose(values, scales, coins).ternarise(values, scales, coins)
-
-
 def apply_signs(params: Tensor, answers: Tensor, lr: float, weight_decay: float) -> None:
     """Decode votes ``[n, words]`` and :func:`descend` on ``[m]`` parameters, in one pass."""
     choose(params, length=params.numel()).apply_signs(params, answers, lr, weight_decay)
@@ -369,42 +292,51 @@ def round_at_random(params: Tensor, values: Tensor, key: tuple[int, int]) -> Non
     choose(params, values).round_at_random(params, values, key)
 
 
-def choose(first: Tensor, *vectors: Tensor | None, length: int = 0) -> ModuleType:
-    """Return the fastest module that takes the vectors, as far as there are any.
+def choose(
+    first: Tensor, *vectors: Tensor | None, length: int = 0, package: str = __name__
+) -> ModuleType:
+    """Return the fastest module of a package that takes the vectors, as far as there are any.
 
     Compiled kernels decode whole words, so a ``length`` that is no multiple of 64 is not for them.
     """
     plain = torch.float32, torch.bfloat16
     for vector in (first, *vectors):
         if vector is not None and not (vector.dtype in plain and vector.is_contiguous()):
-            return reference
-    return reference if length % 64 else _compiled(first.device.type)
+            return _module(package, "reference")
+    if length % 64:
+        return _module(package, "reference")
+    return _compiled(first.device.type, package)
 
 
 @cache
-def _compiled(device: str) -> ModuleType:
+def _compiled(device: str, package: str = __name__) -> ModuleType:
+    return _module(package, _kind(device))
+
+
+def _module(package: str, kind: str) -> ModuleType:
+    return importlib.import_module(f"{package}.{kind}")
+
+
+@cache
+def _kind(device: str) -> str:
+    """Return the name of the module that a kind of device gets."""
     if os.environ.get("DLION_KERNELS") == "reference":
-        return reference
+        return "reference"
     if device == "cpu":
         from numba import config
 
-        if getattr(config, "DISABLE_JIT", False):  # for debuggers
-            return reference
-        from dlion.kernels import numba_cpu
-
-        return numba_cpu
+        disabled = getattr(config, "DISABLE_JIT", False)  # for debuggers
+        return "reference" if disabled else "numba_cpu"
     if device != "cuda":
-        return reference
+        return "reference"
     missing = _missing_for_triton()
     if missing is None and torch.cuda.is_available():
         missing = _inexact(version("triton"), torch.cuda.get_device_capability())
     if missing is not None:
         text = f"kernels run in plain torch, which is much slower: Triton needs {missing}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-        return reference
-    from dlion.kernels import triton_cuda
-
-    return triton_cuda
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        return "reference"
+    return "triton_cuda"
 
 
 def _missing_for_triton() -> str | None:

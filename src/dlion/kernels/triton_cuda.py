@@ -34,12 +34,12 @@ _HALVES = tl.constexpr(128)  # of a program that follows deltas
 _SHIFT, _BASE = tl.constexpr(SHIFT), tl.constexpr(BASE)
 _PLACE_FACTOR = tl.constexpr(PLACE)
 _MIX_1, _MIX_2 = map(tl.constexpr, MIX)
-_EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
+EXACT = {"enable_fp_fusion": False}  # products and sums are rounded one by one
 # where a message lies differs from bucket to bucket, and none of it is worth a compilation
 _PLACE = ["row", "plane", "words", "n"]
 
 
-def _on_device(function: Callable) -> Callable:
+def on_device(function: Callable) -> Callable:
     """Make the device of the first argument the current one for a call."""
 
     @wraps(function)
@@ -50,14 +50,14 @@ def _on_device(function: Callable) -> Callable:
     return run
 
 
-@_on_device
+@on_device
 def encode_signs(message, momentum, gradients, beta1, beta2, positive):
     table = _table(gradients, momentum)
     factors = *_betas(beta1, beta2), positive
-    _encode_signs[table.grid](*_layout(message), momentum, *table, *factors, **_EXACT)
+    _encode_signs[table.grid](*_layout(message), momentum, *table, *factors, **EXACT)
 
 
-@_on_device
+@on_device
 def measure(momentum, gradients, beta1, scale):
     if scale == "geometric":
         return reference.measure(momentum, gradients, beta1, scale)
@@ -65,108 +65,90 @@ def measure(momentum, gradients, beta1, scale):
     parts = torch.empty(table.grid, dtype=torch.float64, device=momentum.device)
     scales = torch.empty(count, dtype=torch.float32, device=momentum.device)
     factors, largest = (float(beta1), float(1 - beta1)), scale == "max"
-    _measure[table.grid](parts, momentum, *table, *factors, largest, **_EXACT)
-    _combine[(count,)](parts, table.places, scales, largest, **_EXACT)
+    _measure[table.grid](parts, momentum, *table, *factors, largest, **EXACT)
+    _combine[(count,)](parts, table.places, scales, largest, **EXACT)
     return scales
 
 
-@_on_device
+@on_device
 def encode_levels(message, momentum, gradients, beta1, beta2, multipliers, largest):
     table = _table(gradients, momentum)
     factors = *_betas(beta1, beta2), multipliers, largest, message.shape[1]
-    _encode_levels[table.grid](*_layout(message), momentum, *table, *factors, **_EXACT)
+    _encode_levels[table.grid](*_layout(message), momentum, *table, *factors, **EXACT)
 
 
-@_on_device
+@on_device
 def sum_planes(rows, largest, out):
     n, planes, words = rows.shape
-    _sum_planes[_words(words)](*_layout(rows), n, planes, out, out.shape[0], **_EXACT)
+    _sum_planes[_words(words)](*_layout(rows), n, planes, out, out.shape[0], **EXACT)
 
 
-@_on_device
+@on_device
 def compare_sum(rows, largest, constant, greater, equal):
     n, planes, words = rows.shape
     bits = (n * largest).bit_length()
     masks = (greater, equal)
-    _compare_sum[_words(words)](*_layout(rows), n, planes, bits, constant, *masks, **_EXACT)
+    _compare_sum[_words(words)](*_layout(rows), n, planes, bits, constant, *masks, **EXACT)
 
 
-@_on_device
+@on_device
 def pack_votes(greater, equal, out):
     grid = (triton.cdiv(out.numel(), 4 * _LANES.value),)
-    _pack_votes[grid](greater, equal, greater.numel(), out, out.numel(), **_EXACT)
+    _pack_votes[grid](greater, equal, greater.numel(), out, out.numel(), **EXACT)
 
 
-@_on_device
+@on_device
 def encode_deltas(message, momentum, gradients, coder, beta1, beta2, rise):
     table, state = _table(gradients, momentum), (*coder, coder.history.stride(0))
     factors = _betas(beta1, beta2)
     _encode_deltas[table.grid](
-        *_layout(message), momentum, *table, *factors, *state, int(rise), **_EXACT
+        *_layout(message), momentum, *table, *factors, *state, int(rise), **EXACT
     )
 
 
-@_on_device
+@on_device
 def decode_deltas(messages, rows, coders, weights, rise, lookahead, positive, tied):
     received, weighted = (*_layout(messages), rows, len(rows)), weights is not None
     state = (*coders, *(s for t in coders for s in t.stride()[:-1]))
     sums = (weights if weighted else coders.estimate, weighted, float(lookahead), positive, tied)
     grid = (triton.cdiv(2 * len(positive), _HALVES.value),)
-    _decode_deltas[grid](*received, *state, int(rise), *sums, **_EXACT)
+    _decode_deltas[grid](*received, *state, int(rise), *sums, **EXACT)
 
 
-@_on_device
+@on_device
 def apply_signs(params, answers, lr, weight_decay):
     size, answers = params.numel(), _layout(answers.unsqueeze(1))
-    _apply_signs[_grid(size)](params, size, *answers, *_rates(lr, weight_decay), **_EXACT)
+    _apply_signs[grid_for(size)](params, size, *answers, *rates_of(lr, weight_decay), **EXACT)
 
 
-@_on_device
+@on_device
 def apply_levels(params, answers, largest, lr, weight_decay):
     size, planes = params.numel(), answers.shape[1]
-    factors = (2 / largest, *_rates(lr, weight_decay))
-    _apply_levels[_grid(size)](params, size, *_layout(answers), planes, *factors, **_EXACT)
+    factors = (2 / largest, *rates_of(lr, weight_decay))
+    _apply_levels[grid_for(size)](params, size, *_layout(answers), planes, *factors, **EXACT)
 
 
-@_on_device
+@on_device
 def apply_trits(params, answers, length, lr, weight_decay):
     size, row = params.numel(), answers.stride(0)
-    factors = _rates(lr, weight_decay)
-    _apply_trits[_grid(size)](params, size, answers, row, length // 64, *factors, **_EXACT)
+    factors = rates_of(lr, weight_decay)
+    _apply_trits[grid_for(size)](params, size, answers, row, length // 64, *factors, **EXACT)
 
 
-@_on_device
+@on_device
 def lion(params, momentum, grad, beta1, beta2, lr, weight_decay):
     size = params.numel()
-    factors = (*_betas(beta1, beta2), *_rates(lr, weight_decay))
-    _lion[_grid(size)](params, momentum, grad, size, *factors, **_EXACT)
+    factors = (*_betas(beta1, beta2), *rates_of(lr, weight_decay))
+    _lion[grid_for(size)](params, momentum, grad, size, *factors, **EXACT)
 
 
-@_on_device
-def momentum_descent(params, buffer, answer, momentum, lr, weight_decay):
-    size, factors = params.numel(), (float(momentum), *_rates(lr, weight_decay))
-    _momentum_descent[_grid(size)](params, buffer, answer, size, *factors, **_EXACT)
-
-
-@_on_device
+@on_device
 def round_at_random(params, values, key):
     size, signed = params.numel(), (half - (half >> 31 << 32) for half in key)
-    _round_at_random[_grid(size)](params, values, size, *signed, **_EXACT)
+    _round_at_random[grid_for(size)](params, values, size, *signed, **EXACT)
 
 
-@_on_device
-def accumulate(velocity, accumulated, grad, momentum):
-    size = velocity.numel()
-    _accumulate[_grid(size)](velocity, accumulated, grad, size, float(momentum), **_EXACT)
-
-
-ternarise = reference.ternarise
-# what selects, or touches a few places only, is left to torch
-largest, descend_at = reference.largest, reference.descend_at
-add_entries, take_mean = reference.add_entries, reference.take_mean
-
-
-def _grid(size: int) -> tuple[int]:
+def grid_for(size: int) -> tuple[int]:
     return (triton.cdiv(size, _BLOCK.value),)
 
 
@@ -183,7 +165,7 @@ def _betas(beta1: float, beta2: float) -> tuple[float, ...]:
     return float(beta1), float(1 - beta1), float(beta2), float(1 - beta2)
 
 
-def _rates(lr: float, weight_decay: float) -> tuple[float, float]:
+def rates_of(lr: float, weight_decay: float) -> tuple[float, float]:
     return float(1 - lr * weight_decay), float(-lr)
 
 
@@ -237,7 +219,7 @@ def _lanes():
 
 
 @triton.jit
-def _block(size):
+def block_of_program(size):
     """Return the first value of this program, and how many there are from it on, up to _BLOCK.
 
     What follows is 32-bit arithmetic.
@@ -247,7 +229,7 @@ def _block(size):
 
 
 @triton.jit
-def _index():
+def index_in_block():
     """Return the places of values in a block ``[32, 32]``."""
     return tl.arange(0, 32)[:, None] * 32 + _lanes()
 
@@ -326,7 +308,7 @@ def _find(programs, places, addresses, HALF: tl.constexpr, ALIGNED: tl.constexpr
 @triton.jit
 def _direction(momentum, grad, left, some, b1, a1, b2, a2, WHOLE: tl.constexpr):
     """Update the momentum and return the direction before it: float32 ``[32, 32]``."""
-    index = _index()
+    index = index_in_block()
     inside = index < left
     m = _load(momentum + index, inside, WHOLE)
     g = _load(grad + index, index < some, WHOLE).to(tl.float32)
@@ -337,7 +319,7 @@ def _direction(momentum, grad, left, some, b1, a1, b2, a2, WHOLE: tl.constexpr):
 @triton.jit
 def _inside(left):
     """Return which values ``[32, 32]``, and which halves of words ``[32]``, there are."""
-    return _index() < left, tl.arange(0, 32) // 2 * 64 < left
+    return index_in_block() < left, tl.arange(0, 32) // 2 * 64 < left
 
 
 @triton.jit(do_not_specialize=_PLACE)
@@ -764,9 +746,9 @@ def _decode_deltas(
 
 
 @triton.jit
-def _descend(values, left, change, decay):
+def descend_block(values, left, change, decay):
     """Move a block of values ``[32, 32]``, of which there are ``left``."""
-    index = _index()
+    index = index_in_block()
     inside = index < left
     x = tl.load(values + index, mask=inside, other=0.0)
     moved = x.to(tl.float32) * decay + change
@@ -775,18 +757,18 @@ def _descend(values, left, change, decay):
 
 @triton.jit(do_not_specialize=_PLACE)
 def _apply_signs(values, size, answers, row, plane, words, decay, rate):
-    start, left = _block(size)
+    start, left = block_of_program(size)
     half = tl.arange(0, 32)
     answers = _halves_at(answers, start, row, words)
     votes = tl.load(answers, mask=half * 32 < left, other=0)
-    _descend(values + start, left, tl.where(_unpack(votes) == 1, rate, -rate), decay)
+    descend_block(values + start, left, tl.where(_unpack(votes) == 1, rate, -rate), decay)
 
 
 @triton.jit(do_not_specialize=_PLACE)
 def _apply_levels(
     values, size, answers, row, plane, words, PLANES: tl.constexpr, unit, decay, rate
 ):
-    start, left = _block(size)
+    start, left = block_of_program(size)
     half = tl.arange(0, 32)
     answers = _halves_at(answers, start, row, words)
     level = tl.zeros((32, 32), dtype=tl.int32)
@@ -797,12 +779,12 @@ def _apply_levels(
             fours |= _spread(halves) << (b - low)
         bytes = fours[:, :, None] >> 8 * tl.arange(0, 4)[None, None, :] & 255
         level |= tl.reshape(bytes, (32, 32)) << low
-    _descend(values + start, left, (_float(level) * unit - 1.0) * rate, decay)
+    descend_block(values + start, left, (_float(level) * unit - 1.0) * rate, decay)
 
 
 @triton.jit(do_not_specialize=_PLACE)
 def _apply_trits(values, size, answers, row, words, decay, rate):
-    start, left = _block(size)
+    start, left = block_of_program(size)
     half = (start // 32).to(tl.uint32) + tl.arange(0, 32).to(tl.uint32)
     which = half // (2 * words.to(tl.uint32))
     at = half - which * (2 * words.to(tl.uint32))
@@ -812,7 +794,7 @@ def _apply_trits(values, size, answers, row, words, decay, rate):
     byte = trit * 52 >> 8  # trit // 5, as trits are below 36
     used = tl.arange(0, 32)[:, None] * 32 < left
     digit = _digit(tl.load(answers[:, None] + byte, mask=used, other=0), trit - 5 * byte)
-    _descend(values + start, left, digit * rate, decay)
+    descend_block(values + start, left, digit * rate, decay)
 
 
 @triton.jit
@@ -837,23 +819,16 @@ def _float(integer):
 
 @triton.jit
 def _lion(values, momentum, grad, size, b1, a1, b2, a2, decay, rate):
-    start, left = _block(size)
+    start, left = block_of_program(size)
     u = _direction(momentum + start, grad + start, left, left, b1, a1, b2, a2, False)
     sign = (u > 0).to(tl.float32) - (u < 0).to(tl.float32)
-    _descend(values + start, left, sign * rate, decay)
-
-
-@triton.jit
-def _momentum_descent(values, buffer, answer, size, momentum, decay, rate):
-    start, left = _block(size)
-    b = _moved(buffer + start, answer + start, left, momentum)
-    _descend(values + start, left, b * rate, decay)
+    descend_block(values + start, left, sign * rate, decay)
 
 
 @triton.jit(do_not_specialize=["first", "second"])
 def _round_at_random(values, wide, size, first, second):
-    start, left = _block(size)
-    index = _index()
+    start, left = block_of_program(size)
+    index = index_in_block()
     value = tl.load(wide + start + index, mask=index < left, other=0.0)
     h = (start.to(tl.uint32) + index.to(tl.uint32)) * _PLACE_FACTOR + first.to(tl.uint32)
     h = (h ^ (h >> 16)) * _MIX_1
@@ -862,23 +837,3 @@ def _round_at_random(values, wide, size, first, second):
     cut = (value.to(tl.uint32, bitcast=True) + (h >> 16)) & 0xFFFF0000
     rounded = tl.where(value == value, cut.to(tl.float32, bitcast=True), value)
     tl.store(values + start + index, rounded.to(values.dtype.element_ty), mask=index < left)
-
-
-@triton.jit
-def _accumulate(velocity, accumulated, grad, size, momentum):
-    start, left = _block(size)
-    u = _moved(velocity + start, grad + start, left, momentum)
-    index = _index()
-    v = tl.load(accumulated + start + index, mask=index < left, other=0.0)
-    tl.store(accumulated + start + index, v + u, mask=index < left)
-
-
-@triton.jit
-def _moved(buffer, values, left, momentum):
-    """Update ``b <- mu b + v`` of a block, and return b: float32 ``[32, 32]``."""
-    index = _index()
-    inside = index < left
-    b = tl.load(buffer + index, mask=inside, other=0.0)
-    b = b * momentum + tl.load(values + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(buffer + index, b, mask=inside)
-    return b

@@ -12,13 +12,6 @@ from dlion.core.bucket import Bucket, Run
 from dlion.wire import Sign, Ternary
 
 
-def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
-    """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
-    buffer = bucket.shared["momentum_buffer"]
-    for run in bucket.runs("momentum", "lr", "weight_decay"):
-        kernels.momentum_descent(*run.of(bucket.params, buffer, answer), *run.values)
-
-
 def descent(bucket: Bucket, answer: Tensor, update_scale: float = 1.0) -> None:
     """``x <- (1 - lr wd) x - update_scale lr a``: SGD."""
     for run in bucket.runs("lr", "weight_decay"):

@@ -8,8 +8,8 @@ from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.methods.updates import descent
 from dlion.rivals.exchange.low_rank import Matrix
 from dlion.rivals.exchange.topk import CosineTopKMean, bits_each_way
+from dlion.rivals.wire import ValueBits
 from dlion.values import Count, NotNegative, Probability
-from dlion.wire.formats import ValueBits
 
 
 class DeMo(DistributedOptimizer):

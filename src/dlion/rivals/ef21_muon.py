@@ -17,8 +17,8 @@ from dlion.methods.muon import (
     rms_scale,
 )
 from dlion.rivals.exchange.topk import Block, TopKMean, bits_each_way
+from dlion.rivals.wire import ValueBits
 from dlion.values import Betas, Depth, Name, NotNegative, PositiveShare, Probability
-from dlion.wire.formats import ValueBits
 
 
 class EF21Muon(BesideAdamW):

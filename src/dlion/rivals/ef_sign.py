@@ -7,9 +7,11 @@ from torch import Tensor
 
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common, DistributedOptimizer
-from dlion.exchange import ScaledSignMean, TrackingVote
+from dlion.exchange import ScaledSignMean
 from dlion.methods.momentum import MomentumOptimizer, lion_direction
-from dlion.methods.updates import momentum_descent, vote_descent
+from dlion.methods.updates import vote_descent
+from dlion.rivals.exchange.tracking import TrackingVote
+from dlion.rivals.updates import momentum_descent
 from dlion.values import Betas, NotNegative, Probability
 
 

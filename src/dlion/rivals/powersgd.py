@@ -9,8 +9,8 @@ from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Channel
 from dlion.methods.matrices import Matrices
-from dlion.methods.updates import momentum_descent
 from dlion.rivals.exchange.low_rank import LowRankMean, Matrix, is_smaller
+from dlion.rivals.updates import momentum_descent
 from dlion.streams import stream, stream_seed
 from dlion.values import Count, NotNegative, Probability
 
@@ -111,7 +111,7 @@ def low_rank_mean(
 
     Args:
         rank: of a matrix of so many rows and columns.
-        seed, unit: of the first Q, and as for :class:`dlion.exchange.LowRankMean`.
+        seed, unit: of the first Q, and as for :class:`dlion.rivals.exchange.low_rank.LowRankMean`.
     """
     shapes = [
         Matrices.of(group, slot.name, shape).stored(shape)

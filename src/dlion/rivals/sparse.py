@@ -5,14 +5,17 @@ from collections.abc import Iterable
 from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 
-from dlion import kernels
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
+from dlion.exchange import Spans
 from dlion.extensions.shards import ShardedBucket
-from dlion.methods.rules import largest_entries
-from dlion.methods.updates import descent, momentum_descent
+from dlion.kernels import descend
+from dlion.methods.updates import descent
+from dlion.rivals import kernels
 from dlion.rivals.exchange.sparse import SparseMean
+from dlion.rivals.updates import momentum_descent
 from dlion.values import NotNegative, Positive, PositiveShare, Probability, Whole
 
 
@@ -172,10 +175,24 @@ class DGC(SparseOptimizer):
             descent(bucket, bucket.exchange.decode())
             return
         for part, answer in bucket.exchange.answers():
-            descend = kernels.descend if answer.dtype == torch.float32 else kernels.descend_at
-            descend(bucket.params[part], answer, *runs[0].values)
+            apply = descend if answer.dtype == torch.float32 else kernels.descend_at
+            apply(bucket.params[part], answer, *runs[0].values)
 
     def _density(self, step: int) -> float:
         if step >= self.warmup_steps:
             return self.density
         return self.density ** ((step + 1) / (self.warmup_steps + 1))
+
+
+def largest_entries(values: Tensor, spans: Spans, density: float) -> Tensor:
+    """Indices, ascending, of the ``ceil(density * size)`` largest magnitudes of each parameter.
+
+    Exact, so that the size of a message is known; NaN counts as larger than everything (it is
+    sent, not hidden), and of equal magnitudes the first are taken.
+    """
+    chosen = [
+        kernels.largest(values[start:stop], math.ceil(density * (stop - start))).add_(start)
+        for start, stop in spans
+        if stop > start
+    ]
+    return torch.cat(chosen)

@@ -8,8 +8,8 @@ from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common
 from dlion.methods.local import InnerOptimizer, LocalUpdate
 from dlion.rivals.exchange.topk import TopKMean, bits_each_way, blocks_of
+from dlion.rivals.wire import ValueBits
 from dlion.values import Betas, Count, NotNegative, Share
-from dlion.wire.formats import ValueBits
 
 
 class SparseLoCo(LocalUpdate):

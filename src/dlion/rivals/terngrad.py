@@ -4,11 +4,14 @@ import math
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+import torch
+from torch import Tensor
+
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common, DistributedOptimizer
-from dlion.methods.rules import clip_by_deviation
-from dlion.methods.updates import momentum_descent
+from dlion.exchange import Spans
 from dlion.rivals.exchange.ternary import ScaledTernaryMean
+from dlion.rivals.updates import momentum_descent
 from dlion.values import NotNegative, Probability
 
 
@@ -64,3 +67,26 @@ class TernGrad(DistributedOptimizer):
 
     def update(self, bucket: Bucket) -> None:
         momentum_descent(bucket, bucket.exchange.decode())
+
+
+def clip_by_deviation(grad: Tensor, spans: Spans, factor: float) -> tuple[Tensor, Tensor]:
+    """TernGrad's clipping and scale: entries beyond ``factor`` standard deviations are cut.
+
+    Returns the clipped gradient and ``max |g|`` of each parameter after clipping, ``[T]``; with
+    NaN in a parameter, zeros and NaN for it.
+    Source: Wen et al. 2017 (arXiv 1705.07878), sections 3.1 and 4; the deviation is the
+    population's and a factor of 0 does not clip.
+    """
+    clipped = grad.clone()
+    scales = []
+    for start, stop in spans:
+        part = clipped[start:stop]
+        if factor and part.numel() > 1:
+            bound = factor * part.std(correction=0)
+            bound = bound.where(bound.isfinite(), torch.inf)
+            torch.clamp(part, -bound, bound, out=part)
+        extremes = torch.stack(part.aminmax()) if part.numel() else part.new_zeros(1)
+        scale = extremes.abs().max()
+        part.masked_fill_(scale.isnan(), 0)
+        scales.append(scale)
+    return clipped, torch.stack(scales)

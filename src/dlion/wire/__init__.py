@@ -7,9 +7,7 @@ from dlion.wire.formats import (
     ScaledInt8,
     ScaledSign,
     Sign,
-    Sparse,
     Ternary,
-    TopK,
     Wire,
 )
 
@@ -20,8 +18,6 @@ __all__ = [
     "ScaledInt8",
     "ScaledSign",
     "Sign",
-    "Sparse",
     "Ternary",
-    "TopK",
     "Wire",
 ]

@@ -6,12 +6,13 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from dlion import kernels
 from dlion.errors import TrainingFailed
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, Exchange, Stages, run_together, slice_size
+from dlion.rivals import kernels
+from dlion.rivals.wire import Sparse
 from dlion.transfer import keep_for_this_stream
-from dlion.wire import Float32, Sparse
+from dlion.wire import Float32
 
 COUNT_BYTES = 4  # before each message: its number of entries, int32
 
@@ -115,7 +116,7 @@ class SparseMean(Exchange):
         return received[..., :COUNT_BYTES].contiguous().view(torch.int32).squeeze(-1)
 
     def _mean(self, messages: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the mean of messages about one slice, as :func:`dlion.kernels.take_mean`."""
+        """Return the mean of messages about one slice, as ``kernels.take_mean`` does."""
         for entries in [self._entries(message) for message in messages]:
             kernels.add_entries(self._total, entries)
         return kernels.take_mean(self._total, len(messages))

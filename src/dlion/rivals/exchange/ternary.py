@@ -5,9 +5,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DirectSend, Exchange
+from dlion.rivals import kernels
 from dlion.streams import stream
 from dlion.transfer import keep_for_this_stream
 from dlion.wire import Level, Ternary

@@ -13,12 +13,11 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, Exchange
+from dlion.rivals import kernels
 from dlion.rivals.exchange.low_rank import Matrix
-from dlion.wire import TopK
-from dlion.wire.formats import ValueBits
+from dlion.rivals.wire import TopK, ValueBits
 
 
 class Block(NamedTuple):
@@ -71,7 +70,7 @@ class TopKMean(Exchange):
     Args:
         blocks: the chunks of a vector of ``numel`` values; what is in none is not sent.
         k: entries of each chunk, or all of a smaller one; or a function of a chunk's size.
-        value_bits: of a value on the wire, see :class:`dlion.wire.TopK`.
+        value_bits: of a value on the wire, see :class:`dlion.rivals.wire.TopK`.
     """
 
     def __init__(
