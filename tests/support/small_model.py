@@ -1,4 +1,4 @@
-"""A small regression: a model, its samples, its loss, and a plain loop."""
+"""A small regression: a model, its samples, its loss, and a plain loop; and matrices alone."""
 
 import torch
 
@@ -30,3 +30,18 @@ def train(
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# some alike, which are multiplied as a batch, or too small for it
+SHAPES = (20, 33), (40, 6), (9, 9), (33, 20), (9, 9), (20, 33)
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in SHAPES]
+
+
+def give_gradients(params: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
