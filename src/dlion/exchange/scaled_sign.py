@@ -1,8 +1,8 @@
 """The mean of scaled signs with error feedback: a message's residual is sent later.
 
 A message about a slice is the sign of each value and a scale for each piece, the mean of its
-values' sizes; a piece is what lies in the slice of one parameter tensor. Whoever writes a message
-adds what is left of a vector to the next one: an owner does so here, and a worker's method there.
+values' sizes; a piece is what lies in the slice of one parameter tensor. An owner adds what
+its answer leaves out to the next one (error feedback); of messages to owners the method does so.
 """
 
 from typing import Unpack
