@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlion.core.header import Header
-from dlion.core.layout import Member, Slot, dealt, lay_out, local_part
+from dlion.core.layout import Member, Slot, dealt, lay_out
 from dlion.core.placement import Placements
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
@@ -291,10 +291,8 @@ class Bucket:
         another one: its values are taken over, or updates would go to memory nobody reads.
         """
         tensors = self.tensors
-        if [tensor.data_ptr() for tensor in tensors] == self._homes:
-            self.apart = False
-        else:
-            self.apart = self._take_over(tensors)
+        here = [*map(Tensor.data_ptr, tensors)] == self._homes
+        self.apart = not here and self._take_over(tensors)
 
     @torch.no_grad()
     def _take_over(self, tensors: list[Tensor]) -> bool:
@@ -355,10 +353,19 @@ class Bucket:
         if parts:
             torch._foreach_copy_(views, parts)
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The parameters, as much of each as is here."""
         return [slot.tensor for slot in self.slots]
+
+    def raw_grads(self) -> list[Tensor | None]:
+        """Return the latest gradients as autograd has left them, as much of each as is here."""
+        grads = [slot.tensor.grad for slot in self.slots]
+        for grad in grads:
+            if grad is not None and grad.is_sparse:
+                text = "sparse gradients are not supported: use Embedding(sparse=False)"
+                raise RuntimeError(text)
+        return grads
 
     def grads(self, slots: slice = slice(None)) -> Gradients:
         """Return the latest gradients, of all parameters or some, where autograd has left them.
@@ -367,13 +374,8 @@ class Bucket:
         expanded is copied.
         """
         vectors: list[Tensor | None] = []
-        for slot in self.slots[slots]:
-            grad = slot.tensor.grad
+        for slot, grad in zip(self.slots[slots], self.raw_grads()[slots], strict=True):
             if grad is not None:
-                if grad.is_sparse:
-                    text = "sparse gradients are not supported: use Embedding(sparse=False)"
-                    raise RuntimeError(text)
-                grad = local_part(grad)
                 grad = grad if slot.order is None else grad.permute(slot.order)
                 grad = grad.flatten().contiguous()
             vectors.append(grad)
@@ -410,14 +412,13 @@ class Bucket:
 
     def norms(self) -> Tensor:
         """Return the norm of each gradient, float32 ``[T]``, 0 where there is none."""
-        grads = self.grads()
-        precision = torch.promote_types(self.dtype, torch.float32)
-        found = iter(torch._foreach_norm(grads.present, dtype=precision) if grads.present else ())
-        if len(grads.present) == len(self.slots):
-            return torch.stack(list(found)).to(torch.float32)
-        zero = self.params.new_zeros((), dtype=precision)
-        norms = [zero if grad is None else next(found) for grad in grads.tensors]
-        return torch.stack(norms).to(torch.float32)
+        grads, precision = self.raw_grads(), torch.promote_types(self.dtype, torch.float32)
+        present = [grad for grad in grads if grad is not None]
+        found = torch._foreach_norm(present, dtype=precision) if present else ()
+        if len(present) < len(grads):
+            rest, zero = iter(found), self.params.new_zeros((), dtype=precision)
+            found = [zero if grad is None else next(rest) for grad in grads]
+        return torch.stack(found).to(torch.float32)
 
     @property
     def exchange_state(self) -> dict[str, Tensor]:

@@ -125,24 +125,17 @@ class Schedule:
         """Let backward passes in here only accumulate gradients."""
         return nullcontext()
 
-    def unsent(self, buckets: list[Bucket]) -> list[Bucket]:
-        """Return the buckets whose messages have not left."""
-        return buckets
-
     def encode(
         self,
         buckets: Sequence[Bucket],
         local: int,
         encode: Callable[[Sequence[Bucket], int], None],
     ) -> None:
-        """Let a local worker's messages be written, in time for :meth:`send`."""
+        """Let a local worker's messages be written that have not left."""
         encode(buckets, local)
 
-    def send(self, buckets: Sequence[Bucket]) -> None:
-        """Let the messages leave that have not left yet."""
-
     def exchange(self, buckets: Sequence[Bucket]) -> None:
-        """Return when the answers about buckets are here."""
+        """Let all messages leave, and return when the answers about these buckets are here."""
         run_together([bucket.stages() for bucket in buckets])
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ from dlion.transfer import index_of
 
 _STEP = 4  # bytes
 _NUMBERS = (int, float, str, bool)
+_SIMPLE = {*_NUMBERS, type(None)}
 _PLAIN = (int, float, str, bool, list, tuple, type(None))
 
 
@@ -87,13 +88,24 @@ def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
     """Return numbers, texts and lists among named values; objects are of one process alone."""
     found = {}
     for name, value in facts.items():
-        value = value if type(value) in _NUMBERS else plain(value)
-        if isinstance(value, _PLAIN) and name not in ("params", "param_names"):
-            found[name] = value
+        if name not in ("params", "param_names"):
+            value = value if type(value) in _NUMBERS else plain(value)
+            if isinstance(value, _PLAIN):
+                found[name] = value
     return found
 
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    apart = {"steps": None}  # headers tell them by themselves
-    return repr([sorted((plain_values(group) | apart).items()) for group in groups])
+    text = []
+    for group in groups:
+        for name, value in sorted(group.items()):
+            if name in ("params", "param_names", "steps"):  # headers tell steps by themselves
+                continue
+            parts = value if type(value) is tuple else (value,)
+            if not {*map(type, parts)} <= _SIMPLE:
+                value = plain(value)
+            if isinstance(value, _PLAIN):
+                text.append(f"{name}={value!r}")
+        text.append(";")
+    return " ".join(text)

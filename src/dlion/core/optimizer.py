@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any, ClassVar, Literal, NoReturn, Unpack
 
 import torch
@@ -260,7 +261,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError(f"virtual worker {local} does not take part in this step")
         if local in self.collected:
             raise RuntimeError(f"virtual worker {local} was collected twice in one step")
-        self._collect(self.include_unfrozen(), local)
+        self.schedule.encode(self.include_unfrozen(), local, self.write_messages)
+        self.collected.add(local)
         super().zero_grad()
 
     @torch._disable_dynamo  # a graph break: what is compiled around it stays compiled
@@ -281,28 +283,34 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         buckets = self.include_unfrozen()
         self._adopt(buckets)
-        if not all(hook() for hook in self.hooks.before_step):
-            return loss
+        for hook in self.hooks.before_step:
+            if not hook():
+                return loss
         local = self.channel.local_participants
         if local and self.collected == {*local[:-1]}:
-            self._collect(buckets, local[-1])
+            self.schedule.encode(buckets, local[-1], self.write_messages)
+            self.collected.add(local[-1])
         if self.collected != {*local}:
             missing = sorted({*local} - self.collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        with self.moving():
-            exchanged = self.exchanges and self._exchange_and_update(buckets)
-            self.committed = exchanged or not self.exchanges
-            self._conclude(buckets, self.committed or self.moves_alone)
-        self.end_step(exchanged)
+        if self._failed:
+            raise RuntimeError(_HALF_WAY)
+        self._failed = True  # until all answers are applied
+        exchanged = self.exchanges and self._exchange_and_update(buckets)
+        self._conclude(buckets, exchanged)
+        self._failed = False
         return loss
 
     def _adopt(self, buckets: list[Bucket]) -> None:
         """Take over what others have written, in any way, into parameters and state."""
-        if [*map(len, self._known)] != [len(group["params"]) for group in self.param_groups]:
-            raise RuntimeError(
-                "param_groups were edited, which moves no parameter in or out: add a group with"
-                " add_param_group(), freeze with requires_grad_(False), or make another optimizer"
-            )
+        known = iter(self._known)
+        for group in self.param_groups:
+            if len(group["params"]) != len(next(known, ())):
+                raise RuntimeError(
+                    "param_groups were edited, which moves no parameter in or out: add a group"
+                    " with add_param_group(), freeze with requires_grad_(False), or make another"
+                    " optimizer"
+                )
         if self.awaits is not None:
             raise RuntimeError(
                 "the loaded state lacks the workers' own state, which is in files beside the"
@@ -313,12 +321,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             bucket.adopt()
             bucket.adopt_state(self.state)
 
-    def _collect(self, buckets: list[Bucket], local: int) -> None:
-        """Write a local worker's messages about the buckets of which none has left."""
-        unsent = self.schedule.unsent(buckets)
-        self.collected.add(local)
-        self.schedule.encode(unsent, local, self.write_messages)
-
     @torch.no_grad()
     def write_messages(self, buckets: Sequence[Bucket], local: int) -> None:
         """Look at a local worker's gradients and write its messages about buckets."""
@@ -326,16 +328,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError(_HALF_WAY)
         for hook in self.hooks.before_encode:
             hook(buckets, local)
-        if self.exchanges:
-            with self.moving():
-                for bucket in buckets:
-                    self._encode(bucket, local)
+        try:
+            for bucket in buckets if self.exchanges else ():
+                self._encode(bucket, local)
+        except BaseException:
+            self._failed = True
+            raise
 
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Move state; if that ends with an exception, no other step may follow."""
-        if self._failed:
-            raise RuntimeError(_HALF_WAY)
         try:
             yield
         except BaseException:
@@ -345,14 +347,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def _encode(self, bucket: Bucket, local: int) -> None:
         """Write a local worker's message about a bucket, and its header."""
         present = bucket.present() if self.skips_missing else bucket.trained()
-        own = (rows[local] for rows in bucket.own.values())
+        own = map(itemgetter(local), bucket.own.values())
         with self.channel.timer.encode, bucket.untouched(present, own):
             self.encode(bucket, local)
         bucket.exchange.encode_header(local, self.make_header(bucket, local, present))
 
     def make_header(self, bucket: Bucket, local: int, present: list[bool]) -> Tensor:
         """Return the header of a local worker's message, uint8 ``[nbytes]``."""
-        extra = b"".join([hook(bucket, local) for hook in self.hooks.write_header])
+        extra = b""
+        for hook in self.hooks.write_header:
+            extra += hook(bucket, local)
         flag = self.flag or self.flag_beside
         header = bucket.header.encode(bucket.step, extra, present, flag)
         if bucket.device.type != "cpu":
@@ -369,17 +373,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
         later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
         """
-        self.schedule.send(buckets)
-        on_cpu = all(bucket.device.type == "cpu" for bucket in buckets)
-        alone = on_cpu and not (self.hooks.around_exchange or self.hooks.may_update)
-        for part in [[bucket] for bucket in buckets] if alone else [buckets]:
+        together = self.hooks.around_exchange or self.hooks.may_update
+        for part in [buckets] if together or buckets[0].device.type != "cpu" else zip(buckets):
             with ExitStack() as around:
                 for hook in self.hooks.around_exchange:
                     around.enter_context(hook(part))
                 self._exchange(part)
-            if not all(hook() for hook in self.hooks.may_update):
-                self.schedule.finish()
-                return False
+            for hook in self.hooks.may_update:
+                if not hook():
+                    self.schedule.finish()
+                    return False
             for bucket in part:
                 self._update(bucket)
         return True
@@ -399,18 +402,20 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                     f"the exchange of step {buckets[0].step + 1} broke off ({error}): another"
                     " process has ended, hangs, or called step() less often than this one"
                 ) from error
-        senders = [f"worker {worker}" for worker in self.channel.participants]
         for bucket, rows in zip(buckets, headers, strict=True):
-            read = self.read_headers(bucket, rows, senders)
+            read = self.read_headers(bucket, rows, "worker", self.channel.participants)
             bucket.anywhere = read.present
             self._flag_arrived |= read.flag
 
-    def read_headers(self, bucket: Bucket, rows: Tensor, senders: list[str]) -> Headers:
-        """Read the headers of these senders, uint8 ``[m, nbytes]``; extensions may refuse them."""
+    def read_headers(
+        self, bucket: Bucket, rows: Tensor, kind: str, senders: Sequence[int]
+    ) -> Headers:
+        """Read the headers, uint8 ``[m, nbytes]``, of senders, a ``kind`` of these numbers."""
         read = bucket.header.decode(rows)
         if not read.same:
+            names = [f"{kind} {sender}" for sender in senders]
             for hook in self.hooks.read_headers:
-                hook(bucket, read, senders)
+                hook(bucket, read, names)
         return read
 
     def _update(self, bucket: Bucket) -> None:
@@ -422,8 +427,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             self.update(bucket)
         bucket.write_back()
 
-    def _conclude(self, buckets: list[Bucket], counts: bool) -> None:
-        """Make ready for the next step; ``counts``: this one has moved parameters."""
+    def _conclude(self, buckets: list[Bucket], exchanged: bool) -> None:
+        """Make ready for the next step; ``exchanged``: whether answers were applied."""
+        self.committed = exchanged or not self.exchanges
+        counts = exchanged or self.moves_alone
         for hook in self.hooks.after_step:
             hook(counts)
         if counts:
@@ -433,6 +440,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             for group in self.param_groups:
                 group["steps"] += 1
         self._forget(buckets)
+        if self.moves_alone:
+            self.end_step(exchanged)
 
     def _forget(self, buckets: list[Bucket]) -> None:
         self.schedule.end_step()
@@ -515,8 +524,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @property
     def trained(self) -> int:
         """How many parameters are in buckets, or will be before this step is over."""
-        unfrozen = sum([tensor.requires_grad for tensor in self._frozen])
-        return unfrozen + sum([len(bucket.slots) for bucket in self.buckets])
+        count = 0
+        for bucket in self.buckets:
+            count += len(bucket.slots)
+        return count + sum(tensor.requires_grad for tensor in self._frozen)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; all processes add the same group, between two steps.
@@ -573,8 +584,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def include_unfrozen(self) -> list[Bucket]:
         """Return the buckets, and make those of parameters unfrozen since the last step."""
+        if not self._frozen or self.collected:
+            return self.buckets
         unfrozen = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
-        if unfrozen and not self.collected:
+        if unfrozen:
             self._frozen = [tensor for tensor in self._frozen if id(tensor) not in unfrozen]
             self._add_buckets(
                 [each for each in members_of(self.param_groups) if id(each.tensor) in unfrozen]

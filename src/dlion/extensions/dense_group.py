@@ -111,8 +111,7 @@ class DenseGroup(Extension):
         """
         header = self.optimizer.make_header(bucket, local, bucket.present()).cpu()
         rows = self._headers.gather(header[None])
-        senders = [f"process {rank}" for rank in self._workers.ranks]
-        read = self.optimizer.read_headers(bucket, rows, senders)
+        read = self.optimizer.read_headers(bucket, rows, "process", self._workers.ranks)
         self.optimizer.flag_beside |= read.flag
         numel = bucket.exchange.numel
         if bucket.index not in self._means:

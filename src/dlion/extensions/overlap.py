@@ -24,6 +24,7 @@ from dlion.core.layout import Slot, local_part
 from dlion.transfer import keep_for_this_stream
 
 Work = Callable[[], None]
+Encode = Callable[[Sequence[Bucket], int], None]
 
 
 class _Noted(NamedTuple):
@@ -150,7 +151,7 @@ class Overlap(Extension, Schedule):
             if self._passes[complete].waiting != 0:
                 break
             last = optimizer.channel.local_participants[-1]
-            self.encode([complete], last, optimizer.write_messages)
+            self._write([complete], last, optimizer.write_messages)
             self._send(complete)
 
     def _backward_went_well(self) -> None:
@@ -167,13 +168,6 @@ class Overlap(Extension, Schedule):
             self._synchronising = before
 
     # ---- changes between backward() and step()
-
-    def unsent(self, buckets: list[Bucket]) -> list[Bucket]:
-        if self._deferred:
-            self.finish()  # it writes the mean gradients
-        if self.sent:
-            self._check_unchanged()
-        return buckets[self.sent :]
 
     def _check_unchanged(self) -> None:
         """Refuse gradients and hyperparameters that were changed after messages had left.
@@ -231,16 +225,20 @@ class Overlap(Extension, Schedule):
         self,
         buckets: Sequence[Bucket],
         local: int,
-        encode: Callable[[Sequence[Bucket], int], None],
+        encode: Encode,
     ) -> None:
+        if self._deferred:
+            self.finish()  # it writes the mean gradients
+        if self.sent:
+            self._check_unchanged()
+        self._write(buckets[self.sent :], local, encode)
+
+    def _write(self, buckets: Sequence[Bucket], local: int, encode: Encode) -> None:
+        """Let messages be written, here or on the thread."""
         if self._deferred:
             self._late |= {bucket: partial(encode, [bucket], local) for bucket in buckets}
         else:
             encode(buckets, local)
-
-    def send(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets[self.sent :]:
-            self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         """Begin the exchange of the next bucket."""
@@ -298,6 +296,8 @@ class Overlap(Extension, Schedule):
         self._unfinished = False
 
     def exchange(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in self.optimizer.buckets[self.sent :]:
+            self._send(bucket)
         for bucket in buckets:
             done = self._running.pop(bucket).result()
             if done is not None:

@@ -104,6 +104,9 @@ class ShardedBucket(Bucket):
     def tensors(self) -> list[Tensor]:
         return [local_part(slot.tensor) for slot in self.slots]
 
+    def raw_grads(self) -> list[Tensor | None]:
+        return [None if grad is None else local_part(grad) for grad in super().raw_grads()]
+
     @cached_property
     def full(self) -> Full:
         return Gathered(self.slots, self.numel)
