@@ -27,7 +27,7 @@ from dlion.suite.arguments import whole
 from dlion.suite.data import Data, Sharding, mnist5k, stdlib_text
 from dlion.suite.models import gpt, vit
 from dlion.suite.training.evaluation import evaluate
-from dlion.suite.training.schedule import make_schedule
+from dlion.suite.training.schedule import share_of_rate
 from dlion.wire.packing import unpack_bits
 from dlion.workers import Workers
 
@@ -230,7 +230,8 @@ def train(
         **options,
         **knobs,
     )
-    schedule = make_schedule(Schedule(min(task.warmup, steps - 1)), optimizer, steps)
+    share = share_of_rate(Schedule(min(task.warmup, steps - 1)), steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     shards = (data.labels, task.alpha) if task.alpha else (None, 1.0)
     mode = "dirichlet" if task.alpha else "partition"
     sharding = Sharding(data.train_size, task.workers, task.batch_size, SEED, mode, *shards)

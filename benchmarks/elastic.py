@@ -32,7 +32,7 @@ import dlion
 from dlion.errors import RunFailed
 from dlion.methods import METHODS
 from dlion.suite.arguments import number, whole
-from dlion.suite.launch.elastic import serving
+from dlion.suite.lighthouse import serving
 from dlion.suite.training.replicas import parameters_sha256
 
 STRESS = [

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from dlion.errors import RunFailed, Stopped, TrainingFailed, UserError
 from dlion.optim import DLion
-from dlion.suite.launch.deaths import Deaths
 from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.local import lost_peer, run_processes
 from dlion.suite.launch.meeting import process_group
+from dlion.suite.launch.process_killer import ProcessKiller
 from tests.launch.test_meeting import free_port
 from tests.support.runs import TORCHRUN, assert_all_gone, latest_step, record, start, train
 
@@ -188,9 +188,9 @@ def _be_there(folder: Path, begun) -> str:
 
 
 def test_who_dies_while_others_continue_returns_but_for_the_last_with_the_state(tmp_path, capfd):
-    begun, deaths = RawArray("b", 3), Deaths(1000, 0.01, 0)
-    deaths.begun = begun
-    run_processes(3, _be_there, tmp_path, begun, apart=True, again=(tmp_path, begun), deaths=deaths)
+    begun, killer = RawArray("b", 3), ProcessKiller(1000, 0.01, 0)
+    killer.begun = begun
+    run_processes(3, _be_there, tmp_path, begun, apart=True, again=(tmp_path, begun), killer=killer)
     assert len(list(tmp_path.glob("0-*"))) == 1
     assert "process 1 was killed by SIGKILL; 2 here continue, and" in capfd.readouterr()[1]
 

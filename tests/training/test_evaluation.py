@@ -8,7 +8,7 @@ from dlion.suite.data import TextData, next_line
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
 from dlion.suite.training.console import RunConsole
-from dlion.suite.training.evaluation import box_state, evaluate, evaluate_again
+from dlion.suite.training.evaluation import box_state, evaluate
 from dlion.workers import Workers
 
 
@@ -69,7 +69,7 @@ def results_after_a_death() -> list[float]:
     net.register_forward_hook(lambda *_: batches.append(1))
     found: list[float] = []
     for _ in range(2):
-        results = evaluate_again(net, data, Channel(workers), "cpu", None, known)
+        results = evaluate(net, data, Channel(workers), "cpu", known=known)
         found += [results["test_loss"], len(batches)]
     return found
 

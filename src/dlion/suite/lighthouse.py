@@ -4,16 +4,25 @@ Whoever reaches it can join the run, see its page in a browser and end its worke
 address that only they reach, of a VPN say. Ctrl-C ends it.
 """
 
+import multiprocessing
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 from dlion.elastic.joining import importing_torchft
 from dlion.elastic.lighthouse import split_address
-from dlion.errors import UserError
+from dlion.errors import RunFailed, UserError
 from dlion.suite.arguments import make_parser, number, whole
+from dlion.suite.machine import die_with
+from dlion.suite.training.signals import SIGNALS
 
 HOST, PORT = "127.0.0.1", 29510
 WAIT = 30.0  # seconds
+_STARTING = 60.0  # seconds
+_SILENCE = 1.0  # seconds, of workers of this machine: no link is between
 
 
 def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = WAIT) -> Any:
@@ -43,6 +52,39 @@ def start(bind: str, min_workers: int = 1, silence: float = 2.0, wait: float = W
         )
     except RuntimeError as error:
         raise UserError(f"--bind {bind} is not possible: {error}") from error
+
+
+@contextmanager
+def serving(wait: float = _SILENCE) -> Iterator[str]:
+    """Run a lighthouse for this machine in a process of its own; give its address.
+
+    Args:
+        wait: seconds that workers wait for others that are alive.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, os.getpid(), wait), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_STARTING):
+            raise RunFailed(f"the lighthouse has not started within {_STARTING:.0f} s")
+        try:
+            yield ours.recv()
+        except EOFError:
+            raise RunFailed("the lighthouse could not be started") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(ready: Connection, parent: int, wait: float) -> None:
+    for each in SIGNALS:  # the launcher ends it, last of all
+        signal.signal(each, signal.SIG_IGN)
+    die_with(parent)
+    lighthouse = start(f"{HOST}:0", silence=_SILENCE, wait=wait)
+    ready.send(f"{HOST}:{lighthouse.address().rpartition(':')[2]}")
+    signal.pause()
 
 
 def main(arguments: list[str]) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from dlion.errors import UserError
 from dlion.streams import stream, stream_seed
 
-Parts = tuple[tuple[int, int], ...]  # numbers of workers, and of batches that each has taken
 MODES = ("partition", "contiguous", "replicate", "dirichlet")
 
 
@@ -74,7 +72,8 @@ class Sharding:
             )
         if alpha is not None and not (isinstance(alpha, (int, float)) and 0 < alpha < math.inf):
             raise UserError(f"dataset.alpha={alpha} is not possible: give a number above 0")
-        self.size, self.workers, self.seed, self.mode = size, workers, seed, mode
+        self.size, self.workers, self.batch_size, self.seed = size, workers, batch_size, seed
+        self.mode, self.labels, self.alpha = mode, labels, alpha
         shares = 1 if mode == "replicate" else workers
         smallest, largest = size // shares, -(-size // shares)
         if smallest == 0:
@@ -102,6 +101,12 @@ class Sharding:
         else:
             self._shards = workers * [order]
         self._orders: dict[int, tuple[int, Tensor]] = {}
+
+    def among(self, workers: int) -> "Sharding":
+        """Return the division among another number of workers, of smaller batches if need be."""
+        largest = self.size if self.mode == "replicate" else max(1, self.size // workers)
+        batch_size, divided = min(self.batch_size, largest), (self.mode, self.labels, self.alpha)
+        return Sharding(self.size, workers, batch_size, self.seed, *divided)
 
     def indices(self, worker: int, step: int) -> Tensor:
         """Return the numbers of the samples of a worker's batch at a step (from 0), int64."""
@@ -134,102 +139,85 @@ class Dealing:
     worker. With another ``sharding`` than ``partition`` a change begins a new epoch instead.
 
     Args:
-        make: returns the sharding over so many workers.
+        make: returns the sharding over the given number of workers.
         size: number of samples.
         batch_size: samples in a worker's batch, at most.
         seed: decides the orders.
 
     Attributes:
-        epoch: the one at hand, from 0.
-        parts: of this epoch: numbers of workers, and how many batches each of them has taken.
+        state: the epoch at hand, from 0; the workers since their number has last changed in it, and
+            the batches that each has taken since; what was left then, in the order in which it is
+            dealt, None if nothing was seen.
     """
 
     def __init__(self, make: Callable[[int], Sharding], size: int, batch_size: int, seed: int):
         self.sharding = lru_cache(maxsize=2)(make)
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.epoch, self.parts = 0, list[list[int]]()
-        self._dealt: dict[tuple[int, Parts], Tensor] = {}  # the latest two of :meth:`_rest`
+        self.state: tuple[int, int, int, Tensor | None] = 0, 0, 0, None
 
     def indices(self, worker: int, count: int) -> Tensor:
-        """Return the numbers of the samples of the next batch of a worker of so many."""
-        epoch, *earlier, (_, taken) = self._place(count)
-        return self._batch(epoch, tuple(earlier), worker, count, taken)
+        """Return the numbers of the samples of the next batch of a worker among ``count``."""
+        epoch, _, taken, rest = self._next(count)
+        if rest is None:
+            return self.sharding(count).stretch(worker, epoch, taken, taken + 1)
+        start, stop = self._cuts(count, rest, taken)
+        return rest[start:stop].tensor_split(count)[worker]
 
     def taken(self, count: int) -> None:
-        """Note that each of so many workers has taken its batch."""
-        self.epoch, *earlier, (_, taken) = self._place(count)
-        self.parts = [*map(list, earlier), [count, taken + 1]]
+        """Note that each of ``count`` workers has taken its batch."""
+        epoch, _, taken, rest = self._next(count)
+        self.state = epoch, count, taken + 1, rest
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at hand."""
+        return self.state[0]
 
     @property
     def epochs(self) -> float:
         """Passes over the samples so far."""
-        *earlier, last = [*map(tuple, self.parts)] or [(1, 0)]
-        steps = self._steps(self.epoch, tuple(earlier), last[0])
-        if not earlier:
-            return (self.epoch * steps + last[1]) / steps
-        left = len(self._rest(self.epoch, tuple(earlier)))
-        return self.epoch + 1 - left * (1 - last[1] / max(steps, 1)) / self.size
+        epoch, count, taken, rest = self.state
+        if not taken:
+            return 0.0
+        seen = 0.0 if rest is None else 1 - len(rest) / self.size
+        return epoch + seen + (1 - seen) * taken / self._steps(count, rest)
 
-    def _place(self, count: int) -> tuple[Any, ...]:
-        """Return the epoch of the next batch, and its parts, the last one being of ``count``."""
-        parts = [*map(tuple, self.parts)]
-        if not parts or parts[-1][0] != count:
-            parts.append((count, 0))
-        if parts[-1][1] >= self._steps(self.epoch, tuple(parts[:-1]), count):
-            return self.epoch + 1, (count, 0)
-        return self.epoch, *parts
+    def _next(self, count: int) -> tuple[int, int, int, Tensor | None]:
+        """Return the state from which ``count`` workers take their next batch."""
+        epoch, before, taken, rest = self.state
+        if taken and count != before:
+            taken, rest = 0, self._shuffled_rest()
+        if taken < self._steps(count, rest):
+            return epoch, count, taken, rest
+        return epoch + 1, count, 0, None
 
-    def _steps(self, epoch: int, earlier: Parts, count: int) -> int:
-        """Return how many batches each of ``count`` workers gets after earlier parts."""
-        if not earlier:
+    def _steps(self, count: int, rest: Tensor | None) -> int:
+        """Return how many batches each of ``count`` workers gets of the rest of an epoch."""
+        if rest is None:
             return self.sharding(count).steps_per_epoch
-        left = len(self._rest(epoch, earlier))
-        return 0 if 2 * left < count * self.batch_size else -(-left // (count * self.batch_size))
+        least = count * max(1, self.batch_size / 2)
+        return -(-len(rest) // (count * self.batch_size)) if len(rest) >= least else 0
 
-    def _batch(self, epoch: int, earlier: Parts, worker: int, count: int, taken: int) -> Tensor:
-        steps = self._steps(epoch, earlier, count)
-        if not earlier:
-            return self.sharding(count).indices(worker, epoch * steps + taken)
-        rest = self._rest(epoch, earlier)
-        start, stop = (_cut(len(rest), steps, batch) for batch in (taken, taken + 1))
-        return rest[start:stop].tensor_split(count)[worker]
+    def _cuts(self, count: int, rest: Tensor, batch: int) -> tuple[int, int]:
+        """Return where a batch of ``count`` workers begins and ends in the rest of an epoch."""
+        steps = self._steps(count, rest)
+        return -(-batch * len(rest) // steps), -(-(batch + 1) * len(rest) // steps)
 
-    def _rest(self, epoch: int, earlier: Parts) -> Tensor:
-        """Return what earlier parts have left of an epoch, in the order in which it is dealt.
-
-        Each part leaves something of what the one before has left: so a change costs one shuffle,
-        however many there were.
-        """
-        parts = range(len(earlier), 0, -1)
-        known = next((n for n in parts if (epoch, earlier[:n]) in self._dealt), 0)
-        rest = self._dealt.get((epoch, earlier[:known]), torch.empty(0, dtype=torch.int64))
-        for part in range(known, len(earlier)):
-            rest = self._deal(epoch, earlier[:part], rest, *earlier[part])
-            self._dealt[epoch, earlier[: part + 1]] = rest
-            if len(self._dealt) > 2:
-                del self._dealt[next(iter(self._dealt))]
-        return rest
-
-    def _deal(self, epoch: int, earlier: Parts, rest: Tensor, count: int, taken: int) -> Tensor:
-        """Return what a part leaves of the rest that it began with."""
-        steps = self._steps(epoch, earlier, count)
-        if earlier:
-            unseen = rest[_cut(len(rest), steps, taken) :].sort().values
-        elif self.sharding(count).mode != "partition":
-            unseen = rest
+    def _shuffled_rest(self) -> Tensor:
+        """Return what nobody has seen of the epoch, in a new order."""
+        epoch, count, taken, rest = self.state
+        sharding = self.sharding(count)
+        if rest is not None:
+            rest = rest[self._cuts(count, rest, taken)[0] :]
+        elif sharding.mode == "partition":
+            seen = [sharding.stretch(worker, epoch, 0, taken) for worker in range(count)]
+            unseen = torch.ones(self.size, dtype=torch.bool)
+            unseen[torch.cat(seen)] = False
+            rest = unseen.nonzero().flatten()
         else:
-            left = torch.ones(self.size, dtype=torch.bool)
-            for worker in range(count):
-                left[self.sharding(count).stretch(worker, epoch, 0, taken)] = False
-            unseen = left.nonzero().flatten()
-        order = stream(self.seed, "rest", epoch, len(earlier) + 1)
-        return unseen[torch.randperm(len(unseen), generator=order)]
-
-
-def _cut(size: int, pieces: int, piece: int) -> int:
-    """Return where a piece begins, or the last one ends, as ``Tensor.tensor_split`` cuts."""
-    each, longer = divmod(size, pieces)
-    return piece * each + min(piece, longer)
+            rest = torch.empty(0, dtype=torch.int64)
+        order = stream(self.seed, "rest", epoch, len(rest))
+        return rest[torch.randperm(len(rest), generator=order)]
 
 
 def _dirichlet(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:

@@ -33,9 +33,9 @@ from torch.multiprocessing import ProcessContext, start_processes
 from torch.multiprocessing.spawn import ProcessException
 
 from dlion.errors import Finished, RunFailed, Stopped, TrainingFailed, UserError
-from dlion.suite.launch.deaths import Deaths
 from dlion.suite.launch.environment import LOOPBACK
 from dlion.suite.launch.network import Network
+from dlion.suite.launch.process_killer import ProcessKiller
 from dlion.suite.machine import die_with
 from dlion.suite.terminal import end_now
 from dlion.suite.training.signals import SIGNALS, SignalNotice, woken_by_signals
@@ -67,7 +67,7 @@ def run_processes(
     interface: str | None = LOOPBACK,
     restarts: int = 0,
     again: tuple[Any, ...] = (),
-    deaths: Deaths | None = None,
+    killer: ProcessKiller | None = None,
 ) -> Any:
     """Run ``work(*args)`` in several processes.
 
@@ -84,7 +84,7 @@ def run_processes(
         apart: whether the others continue when a process ends: they are workers that come and go.
         restarts: with ``apart``, how often a process is started again that was killed or crashed.
         again: arguments of ``work`` in such a process.
-        deaths: kills processes; with ``apart`` those are started again besides.
+        killer: kills processes; with ``apart`` those are started again besides.
 
     Returns:
         The result of process 0, or with ``apart`` of the first that has one, after a round trip
@@ -114,7 +114,7 @@ def run_processes(
             print("ending after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
         tell_children()
 
-    deaths = deaths or Deaths(0, 0, 0)
+    killer = killer or ProcessKiller(0, 0, 0)
     errors = _Errors(processes if watched else 0)
     folder = tempfile.TemporaryDirectory(prefix="dlion-processes-", ignore_cleanup_errors=True)
     with SignalNotice(pass_on) as notice, folder as name, _kept(name), errors:
@@ -132,10 +132,10 @@ def run_processes(
                 tell_children()
             if apart:
                 start_again = partial(_start_again, children, (*here, again))
-                comers = (context.processes, directory, notice, start_again, restarts, deaths)
-                _Comers(*comers).wait()
+                options = (context.processes, directory, notice, start_again, restarts, killer)
+                _Supervisor(*options).wait()
             else:
-                _wait(context, directory, notice, errors, deaths)
+                _wait(context, directory, notice, errors, killer)
         finally:
             for child in {*multiprocessing.active_children()} - {*others}:
                 child.kill()
@@ -242,7 +242,7 @@ def _wait(
     directory: Path,
     notice: SignalNotice,
     errors: _Errors,
-    deaths: Deaths,
+    killer: ProcessKiller,
 ) -> None:
     """Wait until all processes have succeeded or one has failed.
 
@@ -253,7 +253,7 @@ def _wait(
     try:
         while not ended:
             with woken_by_signals() as woken:
-                until = deaths.strike(dict(enumerate(context.processes)))
+                until = killer.kill_due(dict(enumerate(context.processes)))
                 connection.wait([*context.sentinels, *errors.readers, woken], until)
             errors.pass_on()
             suspended = [i for i, p in enumerate(context.processes) if _is_suspended(p.pid)]
@@ -283,7 +283,7 @@ def _start_again(children: list[BaseProcess], args: tuple[Any, ...], rank: int) 
     return process
 
 
-class _Comers:
+class _Supervisor:
     """Waits for processes that come and go; says why each failed, and how many are left."""
 
     def __init__(
@@ -293,10 +293,10 @@ class _Comers:
         notice: SignalNotice,
         start_again: Callable[[int], BaseProcess],
         restarts: int,
-        deaths: Deaths,
+        killer: ProcessKiller,
     ):
         self._count, self._directory, self._notice = len(processes), directory, notice
-        self._start_again, self._restarts, self._deaths = start_again, restarts, deaths
+        self._start_again, self._restarts, self._killer = start_again, restarts, killer
         self._left = dict(enumerate(processes))
         self._late: dict[int, BaseProcess] = {}  # those that were started again
         self._stopped: Counter[int] = Counter()  # looks at which each was stopped, since the end
@@ -304,19 +304,19 @@ class _Comers:
 
     def wait(self) -> None:
         """Wait until all have ended."""
-        left, deaths = self._left, self._deaths
+        left, killer = self._left, self._killer
         while left:
             with woken_by_signals() as woken:
                 sentinels = [process.sentinel for process in left.values()]
-                until = _LOOK if self._finished else deaths.strike(left)
+                until = _LOOK if self._finished else killer.kill_due(left)
                 connection.wait([*sentinels, woken], until)
             if self._finished:
                 self._end_suspended()
             if self._notice.first is not None:
-                deaths.end()
-            for rank in deaths.returning():
+                killer.end()
+            for rank in killer.returning():
                 if rank not in left:
-                    del deaths.away[rank]
+                    del killer.away[rank]
                     self._bring_back(rank)
             for rank, process in [*left.items()]:
                 process.join(0)
@@ -345,7 +345,7 @@ class _Comers:
         told = exit_code == 0 and _read_outcome(self._directory, rank).get("signal")
         if exit_code == 0 and not told:
             self._finished = True
-            self._deaths.end()
+            self._killer.end()
             for process in self._late.values():
                 process.terminate()
             return
@@ -362,7 +362,7 @@ class _Comers:
     def _go_on(self, rank: int, exit_code: int) -> str:
         """Start one that has ended again, if it may be; return what is said of it."""
         continuing = f"{len(self._left)} here continue"
-        if rank in self._deaths.away:
+        if rank in self._killer.away:
             return f"{continuing}, and it returns"
         if exit_code in (0, _REFUSED) or not self._restarts:
             return continuing

@@ -19,8 +19,6 @@ from omegaconf import DictConfig
 from dlion.elastic.joining import importing_torchft
 from dlion.errors import RunFailed, Stopped, TrainingFailed
 from dlion.suite.launch.check import check
-from dlion.suite.launch.deaths import Deaths
-from dlion.suite.launch.elastic import Meeting, serving
 from dlion.suite.launch.environment import RankInfo, detect
 from dlion.suite.launch.local import (
     interruptible,
@@ -31,6 +29,7 @@ from dlion.suite.launch.local import (
 )
 from dlion.suite.launch.meeting import process_group
 from dlion.suite.launch.network import Network
+from dlion.suite.launch.process_killer import ProcessKiller
 from dlion.suite.launch.resume import (
     alone_in,
     finished_run,
@@ -39,7 +38,9 @@ from dlion.suite.launch.resume import (
     result_of,
     resuming,
 )
+from dlion.suite.launch.start_barrier import StartBarrier
 from dlion.suite.launch.stored import settings_of_run
+from dlion.suite.lighthouse import serving
 from dlion.suite.record.runs import (
     CONFIG,
     FAILURE,
@@ -111,10 +112,10 @@ def _start(job: Job, started: RankInfo | None) -> float | None:
 def _run_with_restarts(job: Job) -> float | None:
     """Run all processes; after a failure run them again from the latest checkpoint."""
     config, restarts = job.config, 0
-    deaths = Deaths(config.faults.deaths, config.faults.away, config.seed)
+    killer = ProcessKiller(config.faults.deaths, config.faults.away, config.seed)
     while True:
         try:
-            return _run(job, deaths)
+            return _run(job, killer)
         except RunFailed as error:
             run = load_run(job.output_dir)
             if run.summary is not None and run.summary.get("steps") == job.steps:
@@ -122,8 +123,8 @@ def _run_with_restarts(job: Job) -> float | None:
                 return result_of(run)
             if error.leaving:
                 raise
-            if back := max(deaths.away.values(), default=None):
-                deaths.away.clear()
+            if back := max(killer.away.values(), default=None):
+                killer.away.clear()
                 print(f"{error}; all restart when it returns", file=sys.stderr)
                 time.sleep(max(0.0, back - time.monotonic()))
             elif restarts == config.max_restarts:
@@ -134,19 +135,19 @@ def _run_with_restarts(job: Job) -> float | None:
             job = replace(job, resume=latest_checkpoint(config, job.output_dir) or job.resume)
 
 
-def _run(job: Job, deaths: Deaths) -> float | None:
+def _run(job: Job, killer: ProcessKiller) -> float | None:
     """Run all processes once, over the emulated network if the job has a rate."""
     processes = job.workers.processes
     if job.config.elastic.lighthouse is not None:
-        return _run_elastic(job, deaths)
+        return _run_elastic(job, killer)
     if job.rate is None:
         watched = job.backend == "nccl"
-        return run_processes(processes, work, job, watched=watched, deaths=deaths)
+        return run_processes(processes, work, job, watched=watched, killer=killer)
     with interruptible(), Network(processes, job.rate) as network:
-        return run_processes(processes, work, job, network=network, deaths=deaths)
+        return run_processes(processes, work, job, network=network, killer=killer)
 
 
-def _run_elastic(job: Job, deaths: Deaths) -> float | None:
+def _run_elastic(job: Job, killer: ProcessKiller) -> float | None:
     """Run the workers here of an elastic run, and its lighthouse if it is to be here."""
     here = job.lighthouse is None
     # of no other command: containers may have one name and the same process ids
@@ -160,8 +161,9 @@ def _run_elastic(job: Job, deaths: Deaths) -> float | None:
     rounds = job.config.optimizer.get("local_steps", 1) > 1
     served = serving(job.config.elastic.timeout) if rounds else serving()
     with interruptible(), served if here else nullcontext(job.lighthouse) as lighthouse:
-        deaths.begun = begun = RawArray("b", processes)
-        job = replace(job, lighthouse=lighthouse, meeting=Meeting(processes), begun=begun)
+        killer.begun = begun = RawArray("b", processes)
+        barrier = StartBarrier(processes)
+        job = replace(job, lighthouse=lighthouse, start_barrier=barrier, begun=begun)
         return run_processes(
             processes,
             work_elastic,
@@ -169,17 +171,15 @@ def _run_elastic(job: Job, deaths: Deaths) -> float | None:
             apart=True,
             interface=None,  # join() chooses it
             restarts=job.config.max_restarts,
-            again=(replace(job, meeting=None, resume=None),),
-            deaths=deaths,
+            again=(replace(job, start_barrier=None, resume=None),),
+            killer=killer,
         )
 
 
 def work_elastic(job: Job) -> float | None:
     """Train in one process of an elastic run."""
-    from dlion.suite.training.elastic import train_elastic
-
     _prepare(job)
-    return train_elastic(job)
+    return train(job)
 
 
 def work(job: Job) -> float | None:
@@ -205,7 +205,7 @@ def _prepare(job: Job) -> None:
 
 def _say_whose_state_is_lost(checkpoint: Checkpoint, processes: int) -> None:
     """Say how many workers begin without the momentum that the checkpoint's workers had."""
-    found = [(checkpoint.directory / worker_file(seat)).exists() for seat in range(processes)]
+    found = [(checkpoint.directory / worker_file(slot)).exists() for slot in range(processes)]
     if not all(found):
         print(
             f"note: {checkpoint.directory} has the own state of {sum(found)} of these {processes}"

@@ -23,6 +23,7 @@ import json
 import math
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -238,10 +239,19 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until this process has written its files; process 0 waits for those of all."""
-        if self._written is not None:
-            self._written.result()
-            self._written = None
+        """Wait until this process has written its files; process 0 waits for those of all.
+
+        Raises:
+            TrainingFailed: if they could not be written; only a warning unless it ``needs_all``.
+        """
+        written, self._written = self._written, None
+        try:
+            if written is not None:
+                written.result()
+        except TrainingFailed as error:
+            if self.needs_all:
+                raise
+            print(f"warning: {error}", file=sys.stderr, flush=True)
 
     def _write(
         self, progress: Progress, files: dict[str, dict[str, Tensor]], everyones: list[str]

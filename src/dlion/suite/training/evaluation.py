@@ -23,6 +23,7 @@ def evaluate(
     device: str,
     limit: int | None = None,
     watch: Watch = lambda batches, count: batches,
+    known: dict[int, Tensor] | None = None,
 ) -> dict[str, float]:
     """Return the test set's results, bit-identical however workers are spread.
 
@@ -36,54 +37,25 @@ def evaluate(
         limit: the number of test batches, which are spread evenly over the set; None: all.
         watch: yields what it is given, this process's batches and their number, and shows how far
             it is.
+        known: what this process has found with equal parameters, by a batch's first sample; nobody
+            tests that again. What it finds is added, so that workers who die more often than an
+            evaluation takes end one.
 
     Returns:
         ``test_loss`` (nats per label or token), ``test_accuracy`` (0 to 1) where there are classes,
         and whatever else the data set measures.
     """
     workers, starts = channel.workers, _starts(data, limit)
-    rounds = -(-len(starts) // workers.count)
-    local = [
-        (i, turn, start)
-        for i, worker in enumerate(workers.ids)
-        for turn, start in enumerate(starts[worker :: workers.count])
-    ]
-    sums = torch.zeros(workers.local, rounds, data.sums, dtype=torch.float64)
-    scores = _scores(model, data, [start for _, _, start in local], device, watch)
-    for (i, turn, _), score in zip(local, scores, strict=True):
-        sums[i, turn] = score
-    in_order = channel.gather(sums).transpose(0, 1).flatten(0, 1)  # [rounds * n, m]
-    return data.results(sum_in_order(in_order).tolist())
-
-
-@torch.no_grad()
-def evaluate_again(
-    model: nn.Module,
-    data: Data,
-    channel: Channel,
-    device: str,
-    limit: int | None,
-    known: dict[int, Tensor],
-) -> dict[str, float]:
-    """Return the same as :func:`evaluate`, among workers some of whom may leave meanwhile.
-
-    What a worker has tested who is still there is not tested again, or workers that die more often
-    than an evaluation takes would never end one.
-
-    Args:
-        model, data, channel, device, limit: of :func:`evaluate`; each process has one worker.
-        known: what this worker has found with equal parameters, by a batch's first sample. What it
-            finds is added.
-    """
-    workers, starts = channel.workers, _starts(data, limit)
+    known = {} if known is None else known
     tested = torch.tensor([[start in known for start in starts]], dtype=torch.uint8)
-    left = [starts[i] for i in (channel.gather(tested).sum(0) == 0).nonzero().flatten().tolist()]
-    mine = left[workers.rank :: workers.count]
-    known |= zip(mine, _scores(model, data, mine, device), strict=True)
-    table = torch.zeros(1, len(starts), 1 + data.sums, dtype=torch.float64)
-    for row, start in zip(table[0], starts, strict=True):
+    everyones = channel.gather(tested.repeat(workers.local, 1))
+    left = [starts[i] for i in (everyones.sum(0) == 0).nonzero().flatten().tolist()]
+    mine = [start for worker in workers.ids for start in left[worker :: workers.count]]
+    known |= zip(mine, _scores(model, data, mine, device, watch), strict=True)
+    table = torch.zeros(workers.local, len(starts), 1 + data.sums, dtype=torch.float64)
+    for i, start in enumerate(starts):  # of the process, so they go with its first worker only
         if start in known:
-            row[0], row[1:] = 1, known[start]
+            table[0, i, 0], table[0, i, 1:] = 1, known[start]
     everyone = channel.gather(table)  # [n, batches, 1 + m]
     first = everyone[..., 0].argmax(0)  # who has a batch
     in_order = everyone[first, torch.arange(len(starts)), 1:]
@@ -103,7 +75,7 @@ def _scores(
     data: Data,
     starts: Sequence[int],
     device: str,
-    watch: Watch = lambda batches, count: batches,
+    watch: Watch,
 ) -> list[Tensor]:
     """Return the sums of test batches, float64 ``[m]`` each, on the CPU."""
     model.eval()

@@ -30,7 +30,7 @@ class Job:
         rate: bits per second of emulated links; None on the machine's own network.
         resume: checkpoint to resume from; None: start at step 0.
         lighthouse: HOST:PORT of that of an elastic run; None: workers do not change.
-        meeting: the processes of an elastic run wait here for one another before their first step.
+        start_barrier: the processes of an elastic run wait here for one another before they begin.
         begun: shared by these, in which each that has the state of the run writes 1.
     """
 
@@ -45,7 +45,7 @@ class Job:
     rate: int | None = None
     resume: Checkpoint | None = None
     lighthouse: str | None = None
-    meeting: Any = None
+    start_barrier: Any = None
     begun: Any = None
 
 

@@ -1,32 +1,35 @@
 """The training loop: ``train`` runs it, a ``Trainer`` is one process's part of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
 from dlion.streams import stream_seed
 from dlion.suite.training.agreement import Agreement
-from dlion.suite.training.building import check_finite, make_model, make_optimizer
+from dlion.suite.training.building import check_finite, make_model
 from dlion.suite.training.checkpoint import Checkpoints, Progress, identity
 from dlion.suite.training.evaluation import box_state, evaluate
-from dlion.suite.training.faults import Byzantine, Participation
+from dlion.suite.training.faults import Byzantine
 from dlion.suite.training.job import Job
 from dlion.suite.training.local_steps import LocalSteps
+from dlion.suite.training.membership import ElasticMembership, Membership
 from dlion.suite.training.meter import Meter
 from dlion.suite.training.output import Output
 from dlion.suite.training.replicas import check_replicas, parameters_sha256
-from dlion.suite.training.schedule import make_schedule
+from dlion.suite.training.schedule import share_of_rate
 from dlion.suite.training.signals import SignalNotice
 from dlion.suite.training.virtual import VirtualWorkers
 from dlion.suite.training.weights import save_model
 
 
 def train(job: Job) -> float | None:
-    """Train in this process as one of ``job.workers.processes``; the first keeps the records.
+    """Train in this process, as one of a run; the first keeps the records.
 
     Returns:
         The test accuracy, or the test loss where there is none.
@@ -41,116 +44,115 @@ def train(job: Job) -> float | None:
             return trainer.train()
         finally:
             trainer.output.close()
+            trainer.membership.close()
 
 
 class Trainer:
     """One process of a run, from its first step to its last.
 
     Attributes:
-        begun: totals of all processes when this one began; not zero in a run that is resumed.
-        losses: ``[k]``, the sum of each local worker's losses since the latest row of metrics.
-        gradient_norms: ``[k]``, of each local worker, in steps that a row is made of.
-        last_row: the step of that row.
-        control: carries losses, hashes and evaluations, which are not the method's traffic.
+        membership: answers where runs differ whose workers come and go.
+        control: carries losses, hashes and evaluations, which are not the method's traffic. Its
+            workers are those that are present.
+        begun: where this process began; not zero in a run that is resumed.
+        totals: of all processes, at the latest row of metrics that counts.
+        reported: what this process had counted at that row, see :meth:`counts`.
+        losses: ``[k]``, the sum of each local worker's losses since that row.
+        norms: ``[k]``, of their gradients, in the latest step that a row is made of.
+        counted: ``[2, k]``, how many losses and norms these are.
+        row: the latest one.
     """
 
     def __init__(self, job: Job, notice: SignalNotice):
-        config, workers = job.config, job.workers
+        config = job.config
+        elastic = config.elastic.lighthouse is not None
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
         self.model = model = make_model(job)
+        self.membership = members = (ElasticMembership if elastic else Membership)(self)
+        workers = members.workers
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
-        self.optimizer = make_optimizer(job, model, workers=workers)
+        self.optimizer = members.make_optimizer()
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        self.share_of_rate = share_of_rate(config.schedule, job.steps)
         self.virtual = VirtualWorkers(model, workers, config.seed)
         self.local_steps = LocalSteps(model, config.local_steps, config.local_lr)
-        self.participation = Participation(
-            workers.count, config.participation, config.faults.drop, config.seed
-        )
         self.control = Channel(workers)
         self.agreement = Agreement(self.optimizer, workers) if config.agreement else None
-        state_bytes = self.optimizer.state_bytes + self.local_steps.state_bytes
-        self.output = Output(job, model, self.optimizer, state_bytes)
+        self.output = self.make_output(job, not elastic and workers.rank == 0)
         # read when a row is made, so that no pass waits for a GPU
         self.losses = torch.zeros(workers.local, dtype=torch.float64, device=job.device)
-        self.gradient_norms = torch.zeros_like(self.losses)
+        self.norms = torch.zeros_like(self.losses)
+        self.counted = torch.zeros(2, workers.local, dtype=torch.float64)
+        self.reported = torch.zeros(4, dtype=torch.int64)
+        self.row: dict[str, Any] = {}
         self.checkpoints = Checkpoints(
             job.output_dir,
             identity(config),
             job.steps,
             (job.data.train_size, job.data.test_size),
             control=self.control,
-            common_state=self.optimizer.common_state,
-            worker_state=self._worker_state,
+            common_state=members.common_state,
+            worker_state=members.worker_state,
             keep=config.keep_checkpoints,
-            timeout=config.timeout,
+            timeout=members.patience,
+            needs_all=not elastic,
         )
-        self.begun = self._resume()
-        self.last_row = self.begun.last_row
-        steps = range(self.begun.step, job.steps)
-        self.schedule = make_schedule(config.schedule, self.optimizer, job.steps, steps.start)
-        self.batches = job.data.batches(self._requests(steps), job.device)
+        self.begun = self.totals = members.resume()
+        self.batches = members.batches()
         self.timer = self.optimizer.channel.timer
         if config.profile:
             self.timer.enable()
         self.control.barrier()  # the first parameters have arrived
         self.meter = Meter(self.begun.seconds, count_bytes=job.rate is not None)
 
+    @property
+    def done(self) -> int:
+        """Steps that were taken."""
+        return self.optimizer.param_groups[0]["steps"]
+
     def train(self) -> float | None:
         """Take all steps that are left; return the test accuracy or, without one, the test loss."""
-        job, config = self.job, self.config
-        for step in range(self.begun.step, job.steps):
-            done = step + 1
-            evaluates = _every(config.eval_every, done) or done == job.steps
-            evaluates |= config.box and done == 1  # nearly where it begins
-            records = evaluates or _every(config.log_every, done)
-            learning_rate = self.optimizer.param_groups[0]["lr"]
-            if done == job.steps:
-                self.optimizer.end_round()
-            if evaluates and self.agreement:
-                self.agreement.begin()
-            self.train_step(step, records)
-            if step == self.begun.step:
-                self.output.banner()
-            if _every(config.check_replicas_every, done):
-                check_replicas(self.model, self.control, done)
-            if records:
-                self.record_row(done, evaluates, learning_rate)
-            self.checkpoints.raise_failure()
-            if done < job.steps:
-                stops = done == config.stop_after or self.optimizer.flagged
-                if stops or _every(config.checkpoint_every, done):
-                    progress = self.progress(done)
-                    with self.meter.paused():
-                        self.output.sync()
-                        self.checkpoints.save(progress)
-                if stops:
-                    self.checkpoints.wait()
-                    self.control.barrier()
-                    raise Stopped(done, self.notice.first)
-        return self._finish()
+        while True:
+            if not self.membership.begin():
+                continue
+            if self.done < self.job.steps:
+                self.take_step(self.done)
+            elif self.membership.finish():
+                return self.row.get("test_accuracy", self.row["test_loss"])
 
-    def train_step(self, step: int, measures: bool) -> None:
+    def take_step(self, step: int) -> None:
         """Let every local worker that takes part compute its gradient; exchange and update.
 
-        The gradients' norms are looked at only in steps that ``measures`` them.
+        The gradients' norms are looked at only in steps that a row is made of.
         """
-        participants = self.participation.at(step)
-        self.optimizer.set_participants(participants)
-        for i, worker in enumerate(self.job.workers.ids):
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.share_of_rate(step)
+        if step + 1 == self.job.steps:
+            self.optimizer.end_round()
+        if self.agreement and self._evaluates(step + 1):
+            self.agreement.begin()
+        self.membership.announce(step)
+        participants, measures = self.membership.participants(step), self._records(step + 1)
+        if measures:
+            self.norms.zero_()
+            self.counted[1] = 0
+        for i, worker in enumerate(self.control.workers.ids):
             if worker in participants:
                 self.forward_backward(i, step)
                 if measures:
                     norms = torch.cat([bucket.norms() for bucket in self.optimizer.buckets])
-                    self.gradient_norms[i] = norms.double().norm()
+                    self.norms[i], self.counted[1, i] = norms.double().norm(), 1
                 if self.agreement:
                     self.agreement.look(i)
                 self.optimizer.collect(i)
         self.optimizer.step()
         self.optimizer.host(None)
-        self.schedule.step()
+        self.membership.conclude(step)
 
     def forward_backward(self, i: int, step: int) -> None:
         """Leave the gradient of local worker i in the parameters, and add its loss to the sums."""
-        worker = self.job.workers.ids[i]
+        worker = self.control.workers.ids[i]
         with self.virtual.hosting(i, step), self.local_steps.path():
             for each in self._passes(worker, step):
                 x, y = next(self.batches)
@@ -163,107 +165,130 @@ class Trainer:
                 if each.moves:
                     with self.timer.apply:
                         self.local_steps.move()
+        self.counted[0, i] += 1
 
-    def record_row(self, done: int, evaluates: bool, learning_rate: float) -> None:
-        """Record the mean loss since the latest row, totals and, if asked for, an evaluation."""
-        sums = torch.stack([self.losses, self.gradient_norms]).cpu()  # waits for a GPU
-        seconds = self.meter.seconds
-        progress, workers = self.progress(done), self.job.workers
-        epoch = done * self.config.local_steps / self.job.sharding.steps_per_epoch
-        row = {
+    def measure_due(self) -> "Measurement | None":
+        """Compare replicas and measure a row, where that is due; all must do so together."""
+        done = self.done
+        if passed(self.config.check_replicas_every, done - 1, done):
+            check_replicas(self.model, self.control, done)
+        if not self._records(done):
+            return None
+        sums = torch.cat([torch.stack([self.losses, self.norms]).cpu(), self.counted])
+        counts = self.counts()
+        progress = replace(self.progress(counts), last_row=done)
+        losses, norms, *n = self.control.gather(sums.T.contiguous()).T
+        means = torch.stack([losses / n[0].sum(), norms / n[1].sum()], dim=1)  # of who took part
+        loss, norm = sum_in_order(means).tolist()
+        self.row = {
             "step": done,
-            "epoch": epoch,
-            "seconds": seconds,
-            **self._means(done, *sums),
-            "learning_rate": learning_rate,
-            "sent_bytes": round(progress.sent_bytes / workers.count),
-            "received_bytes": round(progress.received_bytes / workers.count),
-            "nic_bytes": round(progress.nic_bytes / workers.processes) or None,
+            "epoch": self.membership.epochs,
+            "seconds": progress.seconds,
+            "train_loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            **self.membership.traffic(progress),
         }
-        if self.optimizer.options["nonfinite"] == "skip":
-            row["skipped"] = progress.skipped
-        if evaluates:
+        if self.optimizer.nonfinite == "skip":
+            self.row["skipped"] = progress.skipped
+        if self._evaluates(done):
             with self.meter.paused():
-                row |= self._evaluate()
-        self.output.record_row(row)
-        self.losses.zero_()
-        self.gradient_norms.zero_()
-        self.last_row = done
+                self.row |= self._evaluate()
+        return Measurement(progress, counts, losses=sums[0], counted=sums[2])
 
-    def progress(self, done: int) -> Progress:
-        """Return the totals of all processes after so many steps; all must ask together."""
-        begun, traffic = self.begun, self.optimizer.channel.traffic
-        counts = [
-            traffic.sent_bytes,
-            traffic.received_bytes,
-            self.meter.sent_bytes,
-            self.optimizer.skipped,
-        ]
-        rows = torch.zeros(self.job.workers.local, len(counts), dtype=torch.int64)
-        rows[0] = torch.tensor(counts)  # of the process, so they go with its first worker only
+    def count(self, measured: "Measurement") -> None:
+        """Begin the next row where one was measured."""
+        self.totals, self.reported = measured.progress, measured.counts
+        self.losses.sub_(measured.losses.to(self.losses.device)).nan_to_num_()
+        self.counted[0] -= measured.counted
+
+    def counts(self) -> Tensor:
+        """Return this process's bytes sent and received, at its interface, and skipped steps."""
+        traffic, skipped = self.optimizer.channel.traffic, self.optimizer.skipped
+        sent = traffic.sent_bytes + self.membership.state_bytes_sent
+        return torch.tensor([sent, traffic.received_bytes, self.meter.sent_bytes, skipped])
+
+    def progress(self, counts: Tensor) -> Progress:
+        """Return the totals of all processes from their counts; all must ask together."""
+        totals = self.totals
+        rows = torch.zeros(self.control.workers.local, len(counts), dtype=torch.int64)
+        rows[0] = counts - self.reported  # of the process, so they go with its first worker only
         sent, received, nic, skipped = sum_in_order(self.control.gather(rows)).tolist()
         return Progress(
-            step=done,
-            last_row=self.last_row,
-            seconds=self.meter.seconds,
-            sent_bytes=begun.sent_bytes + sent,
-            received_bytes=begun.received_bytes + received,
-            nic_bytes=begun.nic_bytes + nic,
-            skipped=begun.skipped + skipped,
+            step=self.done,
+            last_row=totals.last_row,
+            seconds=max(self.meter.seconds, totals.seconds),
+            sent_bytes=totals.sent_bytes + sent,
+            received_bytes=totals.received_bytes + received,
+            nic_bytes=totals.nic_bytes + nic,
+            skipped=totals.skipped + skipped,
         )
 
-    def _resume(self) -> Progress:
-        """Restore the checkpoint to resume from, if any; return its progress."""
-        if self.job.resume is None:
-            return Progress()
-        progress = self.checkpoints.load(self.job.resume)
-        for group in self.optimizer.param_groups:
-            group["steps"] = progress.step
-        return progress
+    def make_output(self, job: Job, active: bool, step: int | None = None) -> Output:
+        """Return an output of this run; an ``active`` one writes its record."""
+        state_bytes = self.optimizer.state_bytes + self.local_steps.state_bytes
+        return Output(job, self.model, self.optimizer, state_bytes, active, step)
 
-    def _worker_state(self, i: int) -> dict[str, torch.Tensor]:
-        """Return all that belongs to local worker i alone, as views by name."""
-        return {
-            **self.optimizer.worker_state(i),
-            **self.virtual.state(i),
-            **self.byzantine.state(i),
-            "losses": self.losses[i : i + 1],
-        }
+    def save_due(self, before: int) -> None:
+        """Save, and stop, if that is due by one of the steps after ``before``.
 
-    def _means(self, done: int, losses: torch.Tensor, norms: torch.Tensor) -> dict[str, float]:
-        """Return means over workers that took part: loss since the latest row, latest gradient."""
-        steps = range(self.last_row, done)
-        gradients = sum(len(self.participation.at(step)) for step in steps)
-        latest = len(self.participation.at(done - 1))
-        rows = torch.stack([losses / gradients, norms / latest], dim=1)
-        loss, norm = sum_in_order(self.control.gather(rows)).tolist()
-        return {"train_loss": loss, "gradient_norm": norm}
+        Raises:
+            Stopped: if it stops.
+        """
+        done, config = self.done, self.config
+        if done == self.job.steps:
+            return
+        stops, flagged = before < (config.stop_after or 0) <= done, self.optimizer.flagged
+        if stops or flagged or passed(config.checkpoint_every, before, done):
+            self.save(self.membership.progress())
+        if stops or flagged:
+            self.checkpoints.wait()
+            if self.membership.leaves(stops):
+                raise Stopped(done, self.notice.first)
+
+    def save(self, progress: Progress) -> None:
+        """Begin to write a checkpoint, if this process has a part in it."""
+        if self.membership.shares_checkpoint():
+            with self.meter.paused():
+                self.output.sync()
+                self.checkpoints.save(progress)
+
+    def finish(self) -> None:
+        """Write the model, the summary and the last checkpoint."""
+        if self.config.profile:
+            self.output.profile(self.timer, self.meter.seconds)
+        progress = self.membership.progress()
+        check_finite(self.job, self.model, self.row["test_loss"])
+        if self.output.active and not self.membership.is_finished:
+            model_sha256 = save_model(self.model, self.data, self.job.output_dir)  # mean buffers
+            self.output.finish(parameters_sha256(self.model), model_sha256)
+        if self.membership.shares_checkpoint():
+            self.checkpoints.save(progress)
+        self.checkpoints.wait()
+        self.control.barrier()
+
+    def _records(self, done: int) -> bool:
+        """Whether a row is made after so many steps."""
+        since = self.membership.before(done)
+        return self._evaluates(done) or passed(self.config.log_every, since, done)
+
+    def _evaluates(self, done: int) -> bool:
+        since = self.membership.before(done)
+        due = done == self.job.steps or passed(self.config.eval_every, since, done)
+        return due or (self.config.box and done == 1)  # nearly where it begins
 
     def _evaluate(self) -> dict[str, float]:
         config, device = self.config, self.job.device
         self.virtual.load_mean_buffers(self.control)
         watch, limit = self.output.console.watch, config.eval_limit
-        results = evaluate(self.model, self.data, self.control, device, limit, watch)
+        known = self.membership.scores()
+        results = evaluate(self.model, self.data, self.control, device, limit, watch, known)
         if self.agreement:
             results |= self.agreement.measure()
-        if config.box and self.job.workers.rank == 0:
+        if config.box and self.control.workers.rank == 0:
             decay = config.optimizer.weight_decay
             results |= box_state(self.model, self.data, decay, device, config.seed)
         return results
-
-    def _finish(self) -> float | None:
-        if self.config.profile:
-            self.output.profile(self.timer, self.meter.seconds)
-        progress = self.progress(self.job.steps)
-        check_finite(self.job, self.model, self.output.row["test_loss"])
-        model_sha256 = None
-        if self.job.workers.rank == 0:  # with the mean buffers still
-            model_sha256 = save_model(self.model, self.data, self.job.output_dir)
-        result = self.output.finish(parameters_sha256(self.model), model_sha256)
-        self.checkpoints.save(progress)
-        self.checkpoints.wait()
-        self.control.barrier()
-        return result
 
     def _sending(self, i: int, step: int, sends: bool) -> AbstractContextManager[None]:
         """Let messages leave during the backward pass in here, or only sum its gradients."""
@@ -271,10 +296,11 @@ class Trainer:
 
     def _passes(self, worker: int, step: int) -> Iterator["_Pass"]:
         """Yield the passes of a worker between two exchanges."""
-        turns, parts = self.config.local_steps, self.config.accumulate
+        turns = self.config.local_steps
         for turn in range(turns):
             local_step = step * turns + turn
-            indices = self.job.sharding.indices(worker, local_step)
+            indices = self.membership.samples(worker, local_step)
+            parts = min(self.config.accumulate, len(indices))
             for part, samples in enumerate(indices.tensor_split(parts)):
                 ends, last = part == parts - 1, turn == turns - 1
                 yield _Pass(
@@ -285,15 +311,31 @@ class Trainer:
                     sends=ends and last,
                 )
 
-    def _requests(self, steps: range) -> Iterator[tuple[torch.Tensor, int]]:
+    def requests(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield the samples and the seed of every pass of this process."""
         for step in steps:
-            participants = self.participation.at(step)
-            for worker in self.job.workers.ids:
+            participants = self.membership.participants(step)
+            for worker in self.control.workers.ids:
                 if worker in participants:
                     for each in self._passes(worker, step):
                         seed = stream_seed(self.config.seed, "augmentation", *each.stream)
                         yield each.samples, seed
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a row was made of, in one process; it counts once all who were present have the row.
+
+    Attributes:
+        progress: the totals of all processes.
+        counts: of this process.
+        losses, counted: of its workers, ``[k]``.
+    """
+
+    progress: Progress
+    counts: Tensor
+    losses: Tensor
+    counted: Tensor
 
 
 @dataclass(frozen=True)
@@ -315,5 +357,6 @@ class _Pass:
     sends: bool
 
 
-def _every(steps: int | None, done: int) -> bool:
-    return bool(steps) and done % steps == 0
+def passed(every: int | None, before: int, done: int) -> bool:
+    """Whether a multiple of ``every`` is among the steps after ``before`` up to ``done``."""
+    return bool(every) and done // every > before // every

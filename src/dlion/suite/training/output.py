@@ -1,4 +1,4 @@
-"""Output of a run: terminal, records and the logger; only the first process writes."""
+"""Output of a run: terminal, records and the logger; only one process writes."""
 
 import json
 import shlex
@@ -34,6 +34,7 @@ class Output:
         model: nn.Module,
         optimizer: DistributedOptimizer,
         state_bytes: int,
+        active: bool,
         step: int | None = None,
     ):
         """Open the record.
@@ -43,11 +44,12 @@ class Output:
             model: what is trained.
             optimizer: the method.
             state_bytes: what a worker keeps beside parameters and gradients.
+            active: whether this process writes; others compute the same.
             step: to which events are kept, where that is later than the latest row.
         """
         self.job, self.optimizer, self.state_bytes = job, optimizer, state_bytes
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.active = job.workers.rank == 0
+        self.active = active
         self.row: dict[str, Any] = {}  # the latest one
         self._begun = begun = job.resume.progress if job.resume else Progress()
         self._step, self._seconds = begun.step, begun.seconds  # of the latest row, or as resumed
@@ -111,19 +113,14 @@ class Output:
             {phase: f"{ms:.2f} ms a step{notes.get(phase, '')}" for phase, ms in table.items()}
         )
 
-    def finish(self, parameters_sha256: str, model_sha256: str | None) -> float | None:
-        """Write the summary; return the objective of a sweep: test accuracy, else loss.
-
-        ``model_sha256``: of the files of the model, on the process that has written them.
-        """
-        if self.active:
-            hashes = {"parameters_sha256": parameters_sha256, "model_sha256": model_sha256}
-            summary = finite(self._summary(hashes))
-            self.record.finish(summary)
-            self.logger.finish(summary)
-            directory = shlex.quote(as_argument(self.job.output_dir))
-            self.console.finish(f"after {self.row['seconds']:.1f} s; dlion plot {directory}")
-        return self.row.get("test_accuracy", self.row["test_loss"])
+    def finish(self, parameters_sha256: str, model_sha256: str) -> None:
+        """Write the summary, with the hash of the parameters and that of the model's files."""
+        hashes = {"parameters_sha256": parameters_sha256, "model_sha256": model_sha256}
+        summary = finite(self._summary(hashes))
+        self.record.finish(summary)
+        self.logger.finish(summary)
+        directory = shlex.quote(as_argument(self.job.output_dir))
+        self.console.finish(f"after {self.row['seconds']:.1f} s; dlion plot {directory}")
 
     def close(self) -> None:
         """Let go of the logger, whether the run is finished or not."""

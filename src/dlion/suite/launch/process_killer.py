@@ -1,4 +1,4 @@
-"""Deaths of processes at random moments: ``faults.deaths``."""
+"""Kills processes at random moments: ``faults.deaths``."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from dlion.streams import stream_seed
 _OFTEN = 3600.0  # seconds, at most, between two looks
 
 
-class Deaths:
+class ProcessKiller:
     """Kills processes at random, each after an exponential time, and says when they return.
 
     Attributes:
@@ -28,7 +28,7 @@ class Deaths:
         self._rng = random.Random(stream_seed(seed, "deaths"))
         self._due: dict[int | None, float] = {}  # by process id
 
-    def strike(self, processes: Mapping[int, BaseProcess]) -> float | None:
+    def kill_due(self, processes: Mapping[int, BaseProcess]) -> float | None:
         """Kill those whose time has come; return the seconds until something is due, if ever."""
         if not self._rate:
             return None
