@@ -133,10 +133,10 @@ class Sharding:
 class Dealing:
     """Deals the samples to workers that come and go.
 
-    An epoch begins as that of a :class:`Sharding` over the workers present. When their number
-    changes, what is left of the epoch is shuffled and dealt among those present now: each sample is
-    seen once in an epoch, but for the last ones, if they are fewer than half a batch for each
-    worker. With another ``sharding`` than ``partition`` a change begins a new epoch instead.
+    An epoch begins as that of a :class:`Sharding` over the workers present. Once their number has
+    changed, what is left of it is shuffled and dealt to those present: each sample is seen once in
+    an epoch, but for the last ones, if they are fewer than half a batch for each worker. With
+    another ``sharding`` than ``partition`` a change begins a new epoch instead.
 
     Args:
         make: returns the sharding over the given number of workers.
@@ -145,79 +145,62 @@ class Dealing:
         seed: decides the orders.
 
     Attributes:
-        state: the epoch at hand, from 0; the workers since their number has last changed in it, and
-            the batches that each has taken since; what was left then, in the order in which it is
-            dealt, None if nothing was seen.
+        state: the epoch at hand, from 0; the number of workers and the batches that each has taken;
+            once that number has changed in this epoch, what is left of it, else None.
     """
 
     def __init__(self, make: Callable[[int], Sharding], size: int, batch_size: int, seed: int):
         self.sharding = lru_cache(maxsize=2)(make)
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.state: tuple[int, int, int, Tensor | None] = 0, 0, 0, None
+        self.state: tuple[int, int, int, Tensor | None] = 0, 1, 0, None
 
     def indices(self, worker: int, count: int) -> Tensor:
         """Return the numbers of the samples of the next batch of a worker among ``count``."""
         epoch, _, taken, rest = self._next(count)
         if rest is None:
             return self.sharding(count).stretch(worker, epoch, taken, taken + 1)
-        start, stop = self._cuts(count, rest, taken)
-        return rest[start:stop].tensor_split(count)[worker]
+        return rest[: self._together(count, rest)].tensor_split(count)[worker]
 
     def taken(self, count: int) -> None:
         """Note that each of ``count`` workers has taken its batch."""
         epoch, _, taken, rest = self._next(count)
-        self.state = epoch, count, taken + 1, rest
-
-    @property
-    def epoch(self) -> int:
-        """The epoch at hand."""
-        return self.state[0]
+        left = None if rest is None else rest[self._together(count, rest) :]
+        self.state = epoch, count, taken + 1, left
 
     @property
     def epochs(self) -> float:
         """Passes over the samples so far."""
         epoch, count, taken, rest = self.state
-        if not taken:
-            return 0.0
-        seen = 0.0 if rest is None else 1 - len(rest) / self.size
-        return epoch + seen + (1 - seen) * taken / self._steps(count, rest)
+        if rest is None:
+            return epoch + taken / self.sharding(count).steps_per_epoch
+        return epoch + 1 - len(rest) / self.size
 
     def _next(self, count: int) -> tuple[int, int, int, Tensor | None]:
-        """Return the state from which ``count`` workers take their next batch."""
+        """Return the state in which ``count`` workers take their next batch."""
         epoch, before, taken, rest = self.state
-        if taken and count != before:
-            taken, rest = 0, self._shuffled_rest()
-        if taken < self._steps(count, rest):
-            return epoch, count, taken, rest
-        return epoch + 1, count, 0, None
-
-    def _steps(self, count: int, rest: Tensor | None) -> int:
-        """Return how many batches each of ``count`` workers gets of the rest of an epoch."""
+        if rest is None and taken and count != before:
+            rest = self._shuffled_rest()
         if rest is None:
-            return self.sharding(count).steps_per_epoch
-        least = count * max(1, self.batch_size / 2)
-        return -(-len(rest) // (count * self.batch_size)) if len(rest) >= least else 0
+            ends = taken == self.sharding(count).steps_per_epoch
+        else:
+            ends = len(rest) < count * max(1, self.batch_size / 2)
+        return (epoch + 1, count, 0, None) if ends else (epoch, count, taken, rest)
 
-    def _cuts(self, count: int, rest: Tensor, batch: int) -> tuple[int, int]:
-        """Return where a batch of ``count`` workers begins and ends in the rest of an epoch."""
-        steps = self._steps(count, rest)
-        return -(-batch * len(rest) // steps), -(-(batch + 1) * len(rest) // steps)
+    def _together(self, count: int, rest: Tensor) -> int:
+        """Return how many samples ``count`` workers take, in batches of about equal size."""
+        steps = -(-len(rest) // (count * self.batch_size))
+        return -(-len(rest) // steps)
 
     def _shuffled_rest(self) -> Tensor:
         """Return what nobody has seen of the epoch, in a new order."""
-        epoch, count, taken, rest = self.state
-        sharding = self.sharding(count)
-        if rest is not None:
-            rest = rest[self._cuts(count, rest, taken)[0] :]
-        elif sharding.mode == "partition":
-            seen = [sharding.stretch(worker, epoch, 0, taken) for worker in range(count)]
-            unseen = torch.ones(self.size, dtype=torch.bool)
-            unseen[torch.cat(seen)] = False
-            rest = unseen.nonzero().flatten()
-        else:
-            rest = torch.empty(0, dtype=torch.int64)
-        order = stream(self.seed, "rest", epoch, len(rest))
-        return rest[torch.randperm(len(rest), generator=order)]
+        epoch, count, taken, _ = self.state
+        sharding, unseen = self.sharding(count), torch.ones(self.size, dtype=torch.bool)
+        if sharding.mode != "partition":
+            return torch.empty(0, dtype=torch.int64)
+        for worker in range(count):
+            unseen[sharding.stretch(worker, epoch, 0, taken)] = False
+        rest = unseen.nonzero().flatten()
+        return rest[torch.randperm(len(rest), generator=stream(self.seed, "rest", epoch))]
 
 
 def _dirichlet(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:

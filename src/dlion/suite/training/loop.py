@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ from torch import Tensor
 from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
 from dlion.streams import stream_seed
+from dlion.suite.data import Data
+from dlion.suite.record.runs import SUMMARY
 from dlion.suite.training.agreement import Agreement
 from dlion.suite.training.building import check_finite, make_model
 from dlion.suite.training.checkpoint import Checkpoints, Progress, identity
 from dlion.suite.training.evaluation import box_state, evaluate
-from dlion.suite.training.faults import Byzantine
+from dlion.suite.training.faults import Byzantine, Participation
 from dlion.suite.training.job import Job
 from dlion.suite.training.local_steps import LocalSteps
 from dlion.suite.training.membership import ElasticMembership, Membership
@@ -60,16 +63,19 @@ class Trainer:
         losses: ``[k]``, the sum of each local worker's losses since that row.
         norms: ``[k]``, of their gradients, in the latest step that a row is made of.
         counted: ``[2, k]``, how many losses and norms these are.
-        row: the latest one.
+        measured: what the latest row was made of; None once it counts.
     """
 
     def __init__(self, job: Job, notice: SignalNotice):
         config = job.config
-        elastic = config.elastic.lighthouse is not None
+        self.elastic = elastic = config.elastic.lighthouse is not None
         self.job, self.config, self.data, self.notice = job, config, job.data, notice
         self.model = model = make_model(job)
         self.membership = members = (ElasticMembership if elastic else Membership)(self)
         workers = members.workers
+        self.participation = Participation(
+            workers.count, config.participation, config.faults.drop, config.seed
+        )
         self.byzantine = Byzantine(model, workers, config.seed, config.faults)
         self.optimizer = members.make_optimizer()
         for group in self.optimizer.param_groups:
@@ -85,7 +91,10 @@ class Trainer:
         self.norms = torch.zeros_like(self.losses)
         self.counted = torch.zeros(2, workers.local, dtype=torch.float64)
         self.reported = torch.zeros(4, dtype=torch.int64)
-        self.row: dict[str, Any] = {}
+        self.row: dict[str, Any] = {}  # the latest one
+        self.measured: Measurement | None = None
+        self.tested: list[Tensor] = []  # which step and buffers were evaluated
+        self.scores: dict[int, Tensor] = {}  # of test batches, with these
         self.checkpoints = Checkpoints(
             job.output_dir,
             identity(config),
@@ -99,7 +108,9 @@ class Trainer:
             needs_all=not elastic,
         )
         self.begun = self.totals = members.resume()
-        self.batches = members.batches()
+        steps = iter(lambda: self.done, None) if elastic else range(self.begun.step, job.steps)
+        make_batches = partial(Data.batches, job.data) if elastic else job.data.batches
+        self.batches = make_batches(self._requests(steps), job.device)  # made ahead where they can
         self.timer = self.optimizer.channel.timer
         if config.profile:
             self.timer.enable()
@@ -133,7 +144,7 @@ class Trainer:
         if self.agreement and self._evaluates(step + 1):
             self.agreement.begin()
         self.membership.announce(step)
-        participants, measures = self.membership.participants(step), self._records(step + 1)
+        participants, measures = self.participation.at(step), self._records(step + 1)
         if measures:
             self.norms.zero_()
             self.counted[1] = 0
@@ -167,13 +178,13 @@ class Trainer:
                         self.local_steps.move()
         self.counted[0, i] += 1
 
-    def measure_due(self) -> "Measurement | None":
+    def measure_due(self) -> None:
         """Compare replicas and measure a row, where that is due; all must do so together."""
-        done = self.done
+        done, self.measured = self.done, None
         if passed(self.config.check_replicas_every, done - 1, done):
             check_replicas(self.model, self.control, done)
         if not self._records(done):
-            return None
+            return
         sums = torch.cat([torch.stack([self.losses, self.norms]).cpu(), self.counted])
         counts = self.counts()
         progress = replace(self.progress(counts), last_row=done)
@@ -194,19 +205,21 @@ class Trainer:
         if self._evaluates(done):
             with self.meter.paused():
                 self.row |= self._evaluate()
-        return Measurement(progress, counts, losses=sums[0], counted=sums[2])
+        self.measured = Measurement(progress, counts, losses=sums[0], counted=sums[2])
 
-    def count(self, measured: "Measurement") -> None:
-        """Begin the next row where one was measured."""
-        self.totals, self.reported = measured.progress, measured.counts
+    def count_row(self) -> None:
+        """Let the row that was measured, if one was, be the latest that counts."""
+        if (measured := self.measured) is None:
+            return
+        self.totals, self.reported, self.measured = measured.progress, measured.counts, None
         self.losses.sub_(measured.losses.to(self.losses.device)).nan_to_num_()
         self.counted[0] -= measured.counted
 
     def counts(self) -> Tensor:
         """Return this process's bytes sent and received, at its interface, and skipped steps."""
         traffic, skipped = self.optimizer.channel.traffic, self.optimizer.skipped
-        sent = traffic.sent_bytes + self.membership.state_bytes_sent
-        return torch.tensor([sent, traffic.received_bytes, self.meter.sent_bytes, skipped])
+        sent, received = traffic.sent_bytes, traffic.received_bytes
+        return torch.tensor([sent, received, self.meter.sent_bytes, skipped])
 
     def progress(self, counts: Tensor) -> Progress:
         """Return the totals of all processes from their counts; all must ask together."""
@@ -240,30 +253,31 @@ class Trainer:
             return
         stops, flagged = before < (config.stop_after or 0) <= done, self.optimizer.flagged
         if stops or flagged or passed(config.checkpoint_every, before, done):
-            self.save(self.membership.progress())
-        if stops or flagged:
-            self.checkpoints.wait()
-            if self.membership.leaves(stops):
-                raise Stopped(done, self.notice.first)
-
-    def save(self, progress: Progress) -> None:
-        """Begin to write a checkpoint, if this process has a part in it."""
-        if self.membership.shares_checkpoint():
             with self.meter.paused():
                 self.output.sync()
-                self.checkpoints.save(progress)
+                self.save()
+        if not (stops or flagged):
+            return
+        self.checkpoints.wait()
+        if not self.elastic:
+            self.control.barrier()
+        if stops or not self.elastic or self.notice.first is not None:
+            raise Stopped(done, self.notice.first)
+
+    def save(self) -> None:
+        """Begin to write a checkpoint, if this process has a part in it."""
+        if (progress := self.membership.checkpoint()) is not None:
+            self.checkpoints.save(progress)
 
     def finish(self) -> None:
         """Write the model, the summary and the last checkpoint."""
         if self.config.profile:
             self.output.profile(self.timer, self.meter.seconds)
-        progress = self.membership.progress()
         check_finite(self.job, self.model, self.row["test_loss"])
-        if self.output.active and not self.membership.is_finished:
+        if self.output.active and not (self.job.output_dir / SUMMARY).exists():
             model_sha256 = save_model(self.model, self.data, self.job.output_dir)  # mean buffers
             self.output.finish(parameters_sha256(self.model), model_sha256)
-        if self.membership.shares_checkpoint():
-            self.checkpoints.save(progress)
+        self.save()
         self.checkpoints.wait()
         self.control.barrier()
 
@@ -281,8 +295,10 @@ class Trainer:
         config, device = self.config, self.job.device
         self.virtual.load_mean_buffers(self.control)
         watch, limit = self.output.console.watch, config.eval_limit
-        known = self.membership.scores()
-        results = evaluate(self.model, self.data, self.control, device, limit, watch, known)
+        tested = [torch.tensor(self.done), *self.model.buffers()]
+        if [*map(torch.equal, tested, self.tested)] != [True] * len(tested):
+            self.tested, self.scores = [each.clone() for each in tested], {}
+        results = evaluate(self.model, self.data, self.control, device, limit, watch, self.scores)
         if self.agreement:
             results |= self.agreement.measure()
         if config.box and self.control.workers.rank == 0:
@@ -311,10 +327,10 @@ class Trainer:
                     sends=ends and last,
                 )
 
-    def requests(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, int]]:
+    def _requests(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, int]]:
         """Yield the samples and the seed of every pass of this process."""
         for step in steps:
-            participants = self.membership.participants(step)
+            participants = self.participation.at(step)
             for worker in self.control.workers.ids:
                 if worker in participants:
                     for each in self._passes(worker, step):
@@ -322,15 +338,8 @@ class Trainer:
                         yield each.samples, seed
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What a row was made of, in one process; it counts once all who were present have the row.
-
-    Attributes:
-        progress: the totals of all processes.
-        counts: of this process.
-        losses, counted: of its workers, ``[k]``.
-    """
+class Measurement(NamedTuple):
+    """What a row was made of: the totals of all, this process's counts, its workers' losses."""
 
     progress: Progress
     counts: Tensor

@@ -11,7 +11,6 @@ by those who are left.
 import json
 import os
 import socket
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +21,7 @@ from dlion.elastic.joining import join
 from dlion.elastic.worker import Elastic, LeftBehind
 from dlion.errors import Stopped, TrainingFailed
 from dlion.optim import DistributedOptimizer
-from dlion.suite.data import Data, Dealing
-from dlion.suite.data.base import Batch
+from dlion.suite.data import Dealing
 from dlion.suite.files import load_tensors
 from dlion.suite.record.runs import SUMMARY
 from dlion.suite.training.building import make_optimizer
@@ -43,7 +41,7 @@ from dlion.suite.training.replicas import check_replicas, parameters_sha256
 from dlion.workers import Workers
 
 if TYPE_CHECKING:
-    from dlion.suite.training.loop import Measurement, Trainer
+    from dlion.suite.training.loop import Trainer
 
 _WRITING = 10.0  # seconds to wait for another worker's part of a checkpoint
 _DESCRIPTION = 1024  # bytes, at most, of a :class:`Member`
@@ -55,19 +53,11 @@ class Membership:
     Attributes:
         workers: those that are present.
         patience: seconds to wait for the others' parts of a checkpoint.
-        state_bytes_sent: to workers that have joined.
-        is_finished: whether the summary is written.
     """
 
-    state_bytes_sent = 0
-    is_finished = False
-
     def __init__(self, trainer: "Trainer"):
-        self.trainer, self.job, config = trainer, trainer.job, trainer.config
-        self.workers, self.patience = self.job.workers, float(config.timeout)
-        self._participation = Participation(
-            self.workers.count, config.participation, config.faults.drop, config.seed
-        )
+        self.trainer, self.job = trainer, trainer.job
+        self.workers, self.patience = self.job.workers, float(trainer.config.timeout)
 
     def make_optimizer(self) -> DistributedOptimizer:
         """Return the optimizer of these workers."""
@@ -80,38 +70,25 @@ class Membership:
         """Begin a step; return whether all who are present do."""
         return True
 
-    def participants(self, step: int) -> list[int]:
-        """Return the workers that take part in a step, ascending."""
-        return self._participation.at(step)
-
     def announce(self, step: int) -> None:
         """Tell the optimizer who takes part in a step."""
-        self.trainer.optimizer.set_participants(self.participants(step))
+        self.trainer.optimizer.set_participants(self.trainer.participation.at(step))
 
     def samples(self, worker: int, local_step: int) -> Tensor:
         """Return the numbers of the samples of a worker's batch, int64."""
         return self.job.sharding.indices(worker, local_step)
-
-    def batches(self) -> Iterator[Batch]:
-        """Return the batches of all passes of this process; they may be made ahead."""
-        requests = self.trainer.requests(range(self.trainer.begun.step, self.job.steps))
-        return self.job.data.batches(requests, self.job.device)
 
     def conclude(self, step: int) -> None:
         """Record, save and stop after a step, as far as that is due."""
         trainer = self.trainer
         if step == trainer.begun.step:
             trainer.output.banner()
-        if (measured := trainer.measure_due()) is not None:
+        trainer.measure_due()
+        if trainer.measured is not None:
             trainer.output.record_row(trainer.row)
-            trainer.count(measured)
+            trainer.count_row()
         trainer.checkpoints.raise_failure()
         trainer.save_due(before=step)
-
-    def leaves(self, asked: bool) -> bool:
-        """Whether this worker stops as one of them is to; ``asked``: as all are."""
-        self.trainer.control.barrier()
-        return True
 
     def finish(self) -> bool:
         """End the run; return whether all who are present do."""
@@ -137,17 +114,9 @@ class Membership:
             "nic_bytes": round(progress.nic_bytes / processes) or None,
         }
 
-    def scores(self) -> dict[int, Tensor]:
-        """Return what this process has found already of the test set, by a batch's first sample."""
-        return {}
-
-    def progress(self) -> Progress:
-        """Return the progress that a checkpoint names."""
+    def checkpoint(self) -> Progress | None:
+        """Return the progress that a checkpoint names; None: this process has no part in it."""
         return self.trainer.progress(self.trainer.counts())
-
-    def shares_checkpoint(self) -> bool:
-        """Whether this process has a part in a checkpoint that is about to be written."""
-        return True
 
     def common_state(self) -> dict[str, Tensor]:
         """Return the state that is equal everywhere, as views by name."""
@@ -172,9 +141,8 @@ class Membership:
         for group in trainer.optimizer.param_groups:
             group["steps"] = progress.step
         for step in range(progress.last_row, progress.step):
-            participants = self.participants(step)
-            for i, worker in enumerate(self.workers.ids):
-                trainer.counted[0, i] += worker in participants
+            participants = trainer.participation.at(step)
+            trainer.counted[0] += torch.tensor([w in participants for w in self.workers.ids])
         return progress
 
 
@@ -208,15 +176,12 @@ class ElasticMembership(Membership):
         host, slot = socket.gethostname(), int(os.environ["RANK"])
         self.workers, self.patience = Workers(), _WRITING
         self.me = Member(os.environ["DLION_LAUNCHED"], f"{host}-{os.getpid()}", slot)
-        self.members, self.known = list[Member](), list[Member]()
-        self.boundary, self.means = 0, torch.zeros(2, dtype=torch.float64)
+        self.members, self.known, self.boundary = list[Member](), list[Member](), 0
+        self.means = self._new_means = torch.zeros(2, dtype=torch.float64)
         size, batch_size = job.data.train_size, config.batch_size
         self.dealing = Dealing(job.sharding.among, size, batch_size, config.seed)
-        self._measured: Measurement | None = None  # of a row that does not count yet
         self._saving: set[Member] = set()  # whose parts the latest checkpoint has
         self._unreported = torch.zeros(6, dtype=torch.float64)  # in it, since the latest row
-        self._tested: list[Tensor] = []  # which parameters and buffers are evaluated
-        self._scores: dict[int, Tensor] = {}  # of test batches, of these
         self._settings = everyones_settings(job)
         self.manager = join(
             job.lighthouse or "",
@@ -247,38 +212,30 @@ class ElasticMembership(Membership):
             raise
         except (TrainingFailed, Stopped) as error:  # the lighthouse is lost, or we leave
             if self.boundary:
-                trainer.save(self.progress())
+                trainer.save()
                 trainer.checkpoints.wait()
             if isinstance(error, Stopped):
                 raise Stopped(self.boundary or None, trainer.notice.first) from None
             raise
-        if not asks:
-            return True
-        if not self.elastic.attempt(self._meet):
+        if asks and not self.elastic.attempt(self._meet):
             return False
-        if self.workers.rank == 0:
+        if asks:
             self._record()
-        elif trainer.output.active:  # another has the record now
-            trainer.output.close()
-            trainer.output = trainer.make_output(self.job, active=False)
         return True
 
     def _meet(self) -> None:
         """Learn who is there, and measure with them what is due."""
-        control, trainer = self.trainer.control, self.trainer
+        trainer, control = self.trainer, self.trainer.control
         if control.workers is not trainer.optimizer.workers:
             self.elastic.meet(control)
             self.workers = trainer.virtual.workers = control.workers
+            trainer.participation = Participation(self.workers.count, 1, 0, trainer.config.seed)
             said = json.dumps(self.me).encode().ljust(_DESCRIPTION)
             rows = control.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8)[None])
             self.members = [Member(*json.loads(bytes(row.tolist()))) for row in rows]
             gone = self._saving - {*self.members}
             trainer.checkpoints.gone = [member.slot for member in gone]
-        self._measured = None
-        self._measured = trainer.measure_due()
-
-    def participants(self, step: int) -> list[int]:
-        return [*range(self.workers.count)]
+        trainer.measure_due()
 
     def announce(self, step: int) -> None:
         trainer = self.trainer
@@ -288,10 +245,6 @@ class ElasticMembership(Membership):
 
     def samples(self, worker: int, local_step: int) -> Tensor:
         return self.dealing.indices(worker, self.workers.count)
-
-    def batches(self) -> Iterator[Batch]:
-        requests = self.trainer.requests(iter(lambda: self.trainer.done, None))
-        return Data.batches(self.job.data, requests, self.job.device)  # none ahead
 
     def conclude(self, step: int) -> None:
         """Count the step if all have taken it; else only the samples and losses are lost."""
@@ -304,18 +257,17 @@ class ElasticMembership(Membership):
             return
         before, self.boundary = self.boundary, done
         self.job.begun[self.me.slot] = 1
-        if self._measured is not None:
-            self.means += self._new_means(self._measured.progress)
-            trainer.count(self._measured)
-            self._measured = None
+        if trainer.measured is not None:
+            self.means = self._new_means
+            trainer.count_row()
         if self.workers.rank == 0:
             self._take_record()
             self._note_changes()
         self.known = self.members
+        transport, traffic = self.manager._checkpoint_transport, trainer.optimizer.channel.traffic
+        traffic.sent_bytes += transport.sent_bytes  # state, to those who have joined
+        transport.sent_bytes = 0
         trainer.save_due(before)
-
-    def leaves(self, asked: bool) -> bool:
-        return asked or self.trainer.notice.first is not None
 
     def finish(self) -> bool:
         self.manager._min_replica_size = 1  # others may have seen it, and left
@@ -334,51 +286,39 @@ class ElasticMembership(Membership):
         return True
 
     def before(self, done: int) -> int:
-        totals = self.trainer.totals if self._measured is None else self._measured.progress
-        return totals.last_row
+        measured = self.trainer.measured
+        return (self.trainer.totals if measured is None else measured.progress).last_row
 
     @property
     def epochs(self) -> float:
         return self.dealing.epochs
 
-    @property
-    def state_bytes_sent(self) -> int:
-        return self.manager._checkpoint_transport.sent_bytes
-
-    @property
-    def is_finished(self) -> bool:
-        return (self.job.output_dir / SUMMARY).exists()
-
     def traffic(self, progress: Progress) -> dict[str, Any]:
-        sent, received = (self.means + self._new_means(progress)).tolist()
+        totals = self.trainer.totals
+        sent = progress.sent_bytes - totals.sent_bytes
+        received = progress.received_bytes - totals.received_bytes
+        new = torch.tensor([sent, received], dtype=torch.float64)
+        self._new_means = self.means + new / self.workers.count
+        sent, received = self._new_means.round().long().tolist()
         return {
-            "sent_bytes": round(sent),
-            "received_bytes": round(received),
+            "sent_bytes": sent,
+            "received_bytes": received,
             "nic_bytes": None,
             "sent_bytes_of_all": progress.sent_bytes,
             "workers": self.workers.count,
         }
 
-    def _new_means(self, progress: Progress) -> Tensor:
-        """Return the bytes of a mean worker since the latest row that counts."""
-        totals = self.trainer.totals
-        sent = progress.sent_bytes - totals.sent_bytes
-        received = progress.received_bytes - totals.received_bytes
-        return torch.tensor([sent, received], dtype=torch.float64) / self.workers.count
-
-    def scores(self) -> dict[int, Tensor]:
-        """Return what this worker has found with the parameters and buffers at hand."""
-        at = torch.tensor([self.trainer.done, self.elastic.healed])
-        tested = [at, *self.trainer.model.buffers()]
-        if [*map(torch.equal, tested, self._tested)] != [True] * len(tested):
-            self._tested, self._scores = [each.clone() for each in tested], {}
-        return self._scores
-
     def _record(self) -> None:
-        """Write the row that was measured, unless it is there already."""
-        trainer, measured = self.trainer, self._measured
-        ended = trainer.done == self.job.steps and self.is_finished
-        if measured and not ended and trainer.output.row.get("step") != trainer.done:
+        """Write the row that was measured as the first worker, unless it is there already."""
+        trainer = self.trainer
+        if self.workers.rank != 0:
+            if trainer.output.active:  # another has the record now
+                trainer.output.close()
+                trainer.output = trainer.make_output(self.job, active=False)
+            return
+        ended = trainer.done == self.job.steps and (self.job.output_dir / SUMMARY).exists()
+        known = ended or trainer.output.row.get("step") == trainer.done
+        if trainer.measured is not None and not known:
             self._take_record()
             trainer.output.record_row(trainer.row)
 
@@ -408,15 +348,13 @@ class ElasticMembership(Membership):
             text = f"step {done}: {member.name} has {event}, {count} workers"
             output.note(row | {"seconds": self.trainer.meter.seconds}, text)
 
-    def progress(self) -> Progress:
-        """Return the step: totals are in the common state, as a worker that joins needs them."""
-        trainer = self.trainer
-        return Progress(trainer.done, trainer.totals.last_row, trainer.meter.seconds)
+    def checkpoint(self) -> Progress | None:
+        """Return the progress without totals, which a worker that joins needs as common state.
 
-    def shares_checkpoint(self) -> bool:
-        """Whether this worker shares a folder with the first one."""
+        A worker has a part in a checkpoint if it shares a folder with the first one.
+        """
         if not self.members or self.me.launch != self.members[0].launch:
-            return False
+            return None
         trainer, checkpoints = self.trainer, self.trainer.checkpoints
         checkpoints.wait()
         self._saving = {member for member in self.members if member.launch == self.me.launch}
@@ -425,7 +363,7 @@ class ElasticMembership(Membership):
         checkpoints.gone, checkpoints.first = (), self.me == self.members[0]
         counts = trainer.counts() - trainer.reported
         self._unreported.copy_(torch.cat([trainer.losses.cpu(), trainer.counted[0], counts]))
-        return True
+        return Progress(trainer.done, trainer.totals.last_row, trainer.meter.seconds)
 
     def common_state(self) -> dict[str, Tensor]:
         return {"joined": self.elastic.snapshot()}
@@ -481,7 +419,7 @@ class ElasticMembership(Membership):
             state[name] for name in ("step", "means", "samples")
         )
         self.known = [Member(*member) for member in state["known"]]
-        trainer.totals = Progress(**state["totals"])
+        trainer.totals, trainer.scores = Progress(**state["totals"]), {}
         trainer.meter = Meter(state["seconds"], count_bytes=False)
         views = trainer.virtual.state(0).values()
         for buffer, theirs in zip(views, state["buffers"], strict=True):
