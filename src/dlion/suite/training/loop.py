@@ -200,7 +200,7 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             **self.membership.traffic(progress),
         }
-        if self.optimizer.nonfinite == "skip":
+        if self.optimizer.options["nonfinite"] == "skip":
             self.row["skipped"] = progress.skipped
         if self._evaluates(done):
             with self.meter.paused():

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dlion.elastic import of
 from dlion.elastic.joining import join
-from dlion.elastic.worker import Elastic, LeftBehind
+from dlion.elastic.worker import LeftBehind
 from dlion.errors import Stopped, TrainingFailed
 from dlion.optim import DistributedOptimizer
 from dlion.suite.data import Dealing
@@ -196,7 +197,9 @@ class ElasticMembership(Membership):
 
     def make_optimizer(self) -> DistributedOptimizer:
         optimizer = make_optimizer(self.job, self.trainer.model, manager=self.manager)
-        self.elastic = _elastic_of(optimizer)
+        elastic = of(optimizer)
+        assert elastic is not None
+        self.elastic = elastic
         self.elastic.interrupted = lambda: self.trainer.notice.first is not None
         return optimizer
 
@@ -424,10 +427,3 @@ class ElasticMembership(Membership):
         views = trainer.virtual.state(0).values()
         for buffer, theirs in zip(views, state["buffers"], strict=True):
             buffer.copy_(theirs)
-
-
-def _elastic_of(optimizer: DistributedOptimizer) -> Elastic:
-    """Return the library's side of a worker that comes and goes."""
-    elastic = optimizer.elastic
-    assert elastic is not None
-    return elastic
