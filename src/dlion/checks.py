@@ -1,4 +1,4 @@
-"""Checks of an optimizer's arguments before its use, one sentence for each error."""
+"""Checks of an optimizer's arguments and of a loaded state, one sentence for each error."""
 
 import gc
 import inspect
@@ -11,9 +11,11 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.values import parameters, refusal
@@ -176,3 +178,92 @@ def wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
         and any(id(param) in ids for param in found.parameters())
         and not any(hook is noop_hook for hook, _ in found._comm_hooks)
     ]
+
+
+# ---- a loaded state
+
+
+def check_saved_sizes(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Refuse a saved state of groups of other sizes."""
+    were, are = ([len(group["params"]) for group in groups] for groups in (saved, here))
+    if were != are:
+        raise ValueError(
+            f"the saved state is of groups of {were} parameters, this optimizer has {are}:"
+            " load it into the same model with the same groups"
+        )
+
+
+def check_saved_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
+    """Refuse the state of the same names in other groups, as state goes by number.
+
+    Within a group the saved order of names holds with ``by_name`` alone: of a state that comes
+    through torch.distributed.checkpoint numbers are of the parameters here, and names are not.
+    """
+    before, now = (
+        [{*group.get("param_names", ())} for group in groups] for groups in (saved, here)
+    )
+    if set().union(*before) != set().union(*now):  # a wrapper's prefix, say
+        return
+    for index, (were, are) in enumerate(zip(before, now, strict=True)):
+        if were != are:
+            raise ValueError(
+                f"the saved state has {', '.join(sorted(were - are) or sorted(are - were))} in"
+                f" another parameter group than this optimizer (group {index}): make it of the same"
+                " groups"
+            )
+
+
+def check_saved_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
+    """Refuse saved parameter groups without some hyperparameters."""
+    for group in saved:
+        missing = sorted(hyperparameters - group.keys())
+        if missing:
+            raise ValueError(
+                f"the saved state has no {', '.join(missing)}: it is of another method"
+            )
+
+
+def check_saved_state(
+    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
+) -> None:
+    """Refuse the saved state of other workers, and of another model or method.
+
+    Args:
+        parameter: its number or name.
+        saved, own: its tensors by name; ``worker`` says whose they are.
+        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
+    """
+    owner = _plain(saved.get("worker", worker)).cpu()
+    if not torch.equal(owner, worker):
+        raise ValueError(
+            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
+            " each process load what it has saved itself, with as many processes and virtual"
+            " workers; torch.distributed.checkpoint can give it to as many workers on other"
+            " processes"
+        )
+    if _shapes(saved) != _shapes(own):
+        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
+        if all(name.startswith("exchange.") for name in differ):
+            raise ValueError(
+                "the saved state of the exchanges does not fit: load it with the groups,"
+                " bucket_cap_mb, ties and shards that it was saved with, and unfreeze what was"
+                " unfrozen then after the optimizer is made"
+            )
+        raise ValueError(
+            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
+            f" {_shapes(own)}: load it into the same model and method"
+        )
+
+
+def _owner(rows: Tensor) -> str:
+    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
+    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
+    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(_plain(value).shape) for name, value in state.items()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dlion.core.header import Header
 from dlion.core.layout import Member, Slot, dealt, lay_out
-from dlion.core.placement import Placements
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
 
@@ -128,7 +127,6 @@ class Bucket:
     led: Callable[["Bucket"], Stages] | None = None
     exchange: Any  # the kind that the method made
     kind: Any  # what the method's kind() returned
-    placements: type[Placements] = Placements
 
     def __init__(
         self,

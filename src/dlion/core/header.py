@@ -4,20 +4,15 @@ All processes read the headers of all senders before they apply an answer.
 """
 
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dlion.checks import plain
 from dlion.transfer import index_of
 
 _STEP = 4  # bytes
-_NUMBERS = (int, float, str, bool)
-_SIMPLE = {*_NUMBERS, type(None)}
-_PLAIN = (int, float, str, bool, list, tuple, type(None))
 
 
 class Headers(NamedTuple):
@@ -82,30 +77,3 @@ class Header:
         flags = np.unpackbits(bits, bitorder="little", count=self.parameters + 1)
         *present, flag = flags.astype(bool).tolist()
         return Headers(steps, rows[:, _STEP : self._bits], present, flag, same)
-
-
-def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return numbers, texts and lists among named values; objects are of one process alone."""
-    found = {}
-    for name, value in facts.items():
-        if name not in ("params", "param_names"):
-            value = value if type(value) in _NUMBERS else plain(value)
-            if isinstance(value, _PLAIN):
-                found[name] = value
-    return found
-
-
-def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
-    """Return the hyperparameters of groups as text, equal where they are equal."""
-    text = []
-    for group in groups:
-        for name, value in sorted(group.items()):
-            if name in ("params", "param_names", "steps"):  # headers tell steps by themselves
-                continue
-            parts = value if type(value) is tuple else (value,)
-            if not {*map(type, parts)} <= _SIMPLE:
-                value = plain(value)
-            if isinstance(value, _PLAIN):
-                text.append(f"{name}={value!r}")
-        text.append(";")
-    return " ".join(text)

@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dlion.checks import (
+    check_saved_groups,
+    check_saved_names,
+    check_saved_sizes,
+    check_saved_state,
+)
 from dlion.core.bucket import Bucket
 from dlion.core.layout import local_part
 from dlion.workers import Workers
@@ -75,6 +81,26 @@ def ids_of(workers: Workers) -> Tensor:
 # ---- saving and loading
 
 
+class Placements:
+    """How state is saved: as it is here. Extensions know of several processes.
+
+    Args:
+        workers: who owns per-worker state.
+        param: one of the parameters.
+    """
+
+    def __init__(self, workers: Workers, param: Tensor):
+        pass
+
+    def own(self, rows: Tensor, param: Tensor | None = None) -> Tensor:
+        """Per-worker state, ``[k, ...]`` -> ``[n, ...]``, of a parameter's shape or not."""
+        return rows
+
+    def shared(self, values: Tensor, param: Tensor) -> Tensor:
+        """State of a parameter's shape that is equal on all workers."""
+        return values
+
+
 class Entry(NamedTuple):
     """A tensor of the state: what is here of it, and what a saved state has."""
 
@@ -93,7 +119,7 @@ def entries(optimizer: Any) -> tuple[Entries, list[Callable[[], None]]]:
     """
     found: Entries = {}
     after: list[Callable[[], None]] = []
-    placements = optimizer.bucket_type.placements(optimizer.owner, optimizer.params[0])
+    placements = optimizer.placements(optimizer.owner, optimizer.params[0])
     for bucket in optimizer.buckets:
         for param, name, value in bucket.published:
             if name in bucket.shared:
@@ -146,8 +172,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         _reorder(optimizer, [group["param_names"] for group in groups])
     arrange(optimizer, [group.get("steps", 0) for group in groups])
     optimizer.include_unfrozen()
-    _check_sizes(groups, optimizer.param_groups)
-    _check_names(groups, optimizer.param_groups)
+    check_saved_sizes(groups, optimizer.param_groups)
+    check_saved_names(groups, optimizer.param_groups)
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, finish = entries(optimizer)
@@ -156,7 +182,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         for param, named in here.items()
     }
     saved, foreign = _sort_out(_with_steps(state_dict["state"], groups), param_of, local, apart)
-    _check_groups(groups, {*optimizer.hyperparameters})
+    check_saved_groups(groups, {*optimizer.hyperparameters})
     worker = ids_of(optimizer.owner)
     for name, param in param_of.items():
         own, given = local.get(param, {}), saved.get(param, {})
@@ -167,7 +193,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 f"parameter {name} is frozen, and was trained when the state was saved: call"
                 " requires_grad_(True) before you load it"
             )
-        _check_state(name, given, own, worker)
+        check_saved_state(name, given, own, worker)
     optimizer.restart()
     for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -264,85 +290,3 @@ def _sort_out(
             else:
                 saved.setdefault(param, {})[name] = torch.as_tensor(found)
     return saved, foreign
-
-
-def _check_sizes(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
-    """Refuse a saved state of groups of other sizes."""
-    were, are = ([len(group["params"]) for group in groups] for groups in (saved, here))
-    if were != are:
-        raise ValueError(
-            f"the saved state is of groups of {were} parameters, this optimizer has {are}:"
-            " load it into the same model with the same groups"
-        )
-
-
-def _check_names(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
-    """Refuse the state of the same names in other groups, as state goes by number.
-
-    Within a group the saved order of names holds with ``BY_NAME`` alone: of a state that comes
-    through torch.distributed.checkpoint numbers are of the parameters here, and names are not.
-    """
-    before, now = (
-        [{*group.get("param_names", ())} for group in groups] for groups in (saved, here)
-    )
-    if set().union(*before) != set().union(*now):  # a wrapper's prefix, say
-        return
-    for index, (were, are) in enumerate(zip(before, now, strict=True)):
-        if were != are:
-            raise ValueError(
-                f"the saved state has {', '.join(sorted(were - are) or sorted(are - were))} in"
-                f" another parameter group than this optimizer (group {index}): make it of the same"
-                " groups"
-            )
-
-
-def _check_groups(saved: list[dict[str, Any]], hyperparameters: set[str]) -> None:
-    """Refuse saved parameter groups without some hyperparameters."""
-    for group in saved:
-        missing = sorted(hyperparameters - group.keys())
-        if missing:
-            raise ValueError(
-                f"the saved state has no {', '.join(missing)}: it is of another method"
-            )
-
-
-def _check_state(
-    parameter: int | str, saved: dict[str, Tensor], own: dict[str, Tensor], worker: Tensor
-) -> None:
-    """Refuse the saved state of other workers, and of another model or method.
-
-    Args:
-        parameter: its number or name.
-        saved, own: its tensors by name; ``worker`` says whose they are.
-        worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
-    """
-    owner = local_part(saved.get("worker", worker)).cpu()
-    if not torch.equal(owner, worker):
-        raise ValueError(
-            f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
-            " each process load what it has saved itself, with as many processes and virtual"
-            " workers; torch.distributed.checkpoint can give it to as many workers on other"
-            " processes"
-        )
-    if _shapes(saved) != _shapes(own):
-        differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
-        if all(name.startswith(EXCHANGE) for name in differ):
-            raise ValueError(
-                "the saved state of the exchanges does not fit: load it with the groups,"
-                " bucket_cap_mb, ties and shards that it was saved with, and unfreeze what was"
-                " unfrozen then after the optimizer is made"
-            )
-        raise ValueError(
-            f"the saved state of parameter {parameter} has {_shapes(saved)}, this optimizer has"
-            f" {_shapes(own)}: load it into the same model and method"
-        )
-
-
-def _owner(rows: Tensor) -> str:
-    """Workers in words, from ids and number of workers, int64 ``[k, 2]``."""
-    ids, count = rows[:, 0].tolist(), int(rows[0, 1])
-    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of {count}"
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(local_part(value).shape) for name, value in state.items()}

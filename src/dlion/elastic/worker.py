@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dlion.checks import check_parameters
 from dlion.core.bucket import Bucket
-from dlion.core.header import plain_values
 from dlion.core.layout import local_part
 from dlion.core.state import publish
 from dlion.elastic.joining import RETRY, GroupTransport, packed, unpacked
@@ -34,7 +33,7 @@ from dlion.elastic.waits import in_thread
 from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
-from dlion.extensions.lockstep import facts_about, settings_of
+from dlion.extensions.lockstep import facts_about, plain_values, settings_of
 from dlion.extensions.transaction import Transaction
 from dlion.workers import Workers
 

@@ -78,10 +78,11 @@ def standard(
     """
     from dlion.extensions.grad_scaler import GradScaling
     from dlion.extensions.lockstep import Lockstep
+    from dlion.extensions.placement import OnWorkers
     from dlion.extensions.rounding import Rounding
     from dlion.extensions.shards import Shards
 
-    found: list[Extension] = [Lockstep(), Shards()]
+    found: list[Extension] = [Lockstep(), OnWorkers(), Shards()]
     if dense_group is not None:
         from dlion.extensions.dense_group import DenseGroup
 

@@ -17,15 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlion.checks import check_alone, check_bare
+from dlion.checks import check_alone, check_bare, plain
 from dlion.core.bucket import Bucket
 from dlion.core.extension import Extension
-from dlion.core.header import Headers, hyperparameters, plain_values
+from dlion.core.header import Headers
 from dlion.core.layout import local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel, is_broken
 from dlion.transfer import download
 from dlion.workers import Workers, check_gpus
+
+_NUMBERS = (int, float, str, bool)
+_SIMPLE = {*_NUMBERS, type(None)}
+_PLAIN = (int, float, str, bool, list, tuple, type(None))
 
 
 class Lockstep(Extension):
@@ -95,6 +99,33 @@ class Lockstep(Extension):
 
     def after_step(self, counts: bool) -> None:
         self._first, self._local = self._first and not counts, None
+
+
+def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers, texts and lists among named values; objects are of one process alone."""
+    found = {}
+    for name, value in facts.items():
+        if name not in ("params", "param_names"):
+            value = value if type(value) in _NUMBERS else plain(value)
+            if isinstance(value, _PLAIN):
+                found[name] = value
+    return found
+
+
+def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
+    """Return the hyperparameters of groups as text, equal where they are equal."""
+    text = []
+    for group in groups:
+        for name, value in sorted(group.items()):
+            if name in ("params", "param_names", "steps"):  # headers tell steps by themselves
+                continue
+            parts = value if type(value) is tuple else (value,)
+            if not {*map(type, parts)} <= _SIMPLE:
+                value = plain(value)
+            if isinstance(value, _PLAIN):
+                text.append(f"{name}={value!r}")
+        text.append(";")
+    return " ".join(text)
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:

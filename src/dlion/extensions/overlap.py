@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from dlion.core.bucket import Bucket
 from dlion.core.extension import Extension, Schedule
-from dlion.core.header import hyperparameters
 from dlion.core.layout import Slot, local_part
+from dlion.extensions.lockstep import hyperparameters
 from dlion.transfer import keep_for_this_stream
 
 Work = Callable[[], None]

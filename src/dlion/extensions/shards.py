@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from dlion.core.bucket import Bucket, Full, Shown
 from dlion.core.extension import Extension
 from dlion.core.layout import ALIGNMENT, Slot, deal, local_part
-from dlion.core.placement import Placements, placed
 from dlion.core.state import EXCHANGE
 from dlion.exchange import Channel
+from dlion.extensions.placement import WorkerPlacements, placed
 from dlion.workers import Workers
 
 
@@ -47,10 +47,10 @@ class Shards(Extension):
             overlap = not optimizer.schedule.at_step
             name, whole = optimizer.__class__.__name__, optimizer.whole_matrices
             check_sharding(tensors, optimizer.workers, name, whole, overlap)
-            optimizer.bucket_type = ShardedBucket
+            optimizer.bucket_type, optimizer.placements = ShardedBucket, ShardedPlacements
 
 
-class ShardedPlacements(Placements):
+class ShardedPlacements(WorkerPlacements):
     """Where state is: what workers own on their processes, all of it on the shards'.
 
     Attributes:
@@ -97,8 +97,6 @@ class ShardedBucket(Bucket):
     What its exchange keeps for each parameter is saved as state of that parameter; the rest is
     saved for each place on the mesh of the shards.
     """
-
-    placements = ShardedPlacements
 
     @property
     def tensors(self) -> list[Tensor]:

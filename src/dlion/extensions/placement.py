@@ -1,4 +1,7 @@
-"""Which process has which part of an optimizer's state."""
+"""State that several processes have parts of, as DTensors, which know which part is where.
+
+So torch.distributed.checkpoint saves what workers own, and gives it back on other processes.
+"""
 
 from typing import Any
 
@@ -6,19 +9,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
+from dlion.core.extension import Extension
+from dlion.core.state import Placements
 from dlion.workers import Workers
 
 
-class Placements:
-    """Where state is: what workers own, along the processes that exchange messages.
+class OnWorkers(Extension):
+    """Saves what workers own as DTensors, where they are on several processes."""
+
+    def attach(self, optimizer: Any) -> None:
+        super().attach(optimizer)
+        if optimizer.workers.processes > 1:
+            optimizer.placements = WorkerPlacements
+
+
+class WorkerPlacements(Placements):
+    """What workers own is along the processes that exchange messages.
 
     Attributes:
         workers: the mesh of these processes; None for one process.
     """
 
     def __init__(self, workers: Workers, param: Tensor):
+        super().__init__(workers, param)
         self.workers: DeviceMesh | None = None
         if workers.processes > 1:
             device, group = param.device.type, workers.group or dist.group.WORLD
@@ -26,15 +42,10 @@ class Placements:
             self.workers = DeviceMesh.from_group(group, device, mesh_dim_names=("workers",))
 
     def own(self, rows: Tensor, param: Tensor | None = None) -> Tensor:
-        """Per-worker state, ``[k, ...]`` -> ``[n, ...]``, of a parameter's shape or not."""
         if self.workers is None:
             return rows
         shape = (len(rows) * self.workers.size(), *rows.shape[1:])
         return placed(rows, self.workers, [Shard(0)], shape)
-
-    def shared(self, values: Tensor, param: Tensor) -> Tensor:
-        """State of a parameter's shape that is equal on all workers."""
-        return values
 
 
 def placed(here: Tensor, mesh: DeviceMesh, over: list[Placement], shape: tuple[int, ...]) -> Tensor:
