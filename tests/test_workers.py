@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
+from dlion.compat import backends, gloo_threads
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
-from dlion.workers import Workers, _gloo_threads, backends, check_different, check_gpus
+from dlion.workers import Workers, check_different, check_gpus
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -104,10 +105,10 @@ def of_a_world_that_has_ended() -> str:
     join_process_group("gloo", 60)
     workers = Workers.current().with_own_group()
     total(workers)
-    assert _gloo_threads()
+    assert gloo_threads()
     del workers
     dist.destroy_process_group()
-    return _gloo_threads()
+    return gloo_threads()
 
 
 def test_groups_go_with_their_world():
@@ -119,9 +120,10 @@ def test_python_that_ends_while_gloo_frees_a_message_is_not_aborted():
 import sys, time
 import torch
 import torch.distributed as dist
-from dlion.workers import Workers, _gloo_threads
+from dlion.compat import gloo_threads
+from dlion.workers import Workers
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-while len(_gloo_threads()) < 3:  # they have names once they run
+while len(gloo_threads()) < 3:  # they have names once they run
     time.sleep(0.01)
 workers = Workers.current(group=dist.group.WORLD)  # it outlives destroy_process_group()
 sys.setswitchinterval(100)  # seconds: gloo's thread gets Python's lock if this one waits

@@ -1,29 +1,25 @@
 """Workers: processes x virtual workers. The one place where ranks are known."""
 
-import atexit
 import hashlib
 import os
 import socket
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
-from types import FunctionType
-from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from dlion.compat import (
+    backends,
+    cpu_group,
+    forget_world,
+    give_back,
+    group_timeout,
+    own_group,
+)
 from dlion.errors import TrainingFailed
-
-_FREEING = 1.0  # seconds, at most, that threads take to free what they have carried
 
 
 @dataclass(frozen=True)
@@ -81,23 +77,12 @@ class Workers:
         """The same workers with a process group of their own, to talk while others do.
 
         It has the backends of their group. All processes must call it together. A group that was
-        given back on all of them (:meth:`give_back`) is used again: making groups costs threads and
-        sockets for good.
+        given back on all of them (:meth:`give_back`) is used again.
         """
         if self.processes == 1:
             return self
-        backend = dist.get_backend_config(self.group)
-        pool = self._made_here().own.setdefault(backend, _Pool())
-        free = torch.tensor([False, *pool.free], dtype=torch.int64)
-        dist.all_reduce(free, dist.ReduceOp.MIN, group=self.with_cpu_group().group)
-        common = free[1:].nonzero().flatten().tolist()
-        if not common:
-            as_world = backend == dist.get_backend_config()
-            pool.groups.append(self._new_group(None if as_world else backend))
-            pool.free.append(False)
-            common = [len(pool.groups) - 1]
-        pool.free[common[0]] = False
-        return replace(self, group=pool.groups[common[0]])
+        cpu = self.with_cpu_group().group
+        return replace(self, group=own_group(self.group, self.ranks, self._timeout, cpu))
 
     def with_cpu_group(self) -> "Workers":
         """The same workers with a process group that carries CPU tensors: if theirs does, with it.
@@ -107,51 +92,17 @@ class Workers:
         """
         if self.processes == 1 or "cpu" in backends(self.group):
             return self
-        groups = self._made_here()
-        groups.cpu = groups.cpu or self._new_group("gloo")
-        return replace(self, group=groups.cpu)
+        return replace(self, group=cpu_group(self.ranks, self._timeout))
 
     def give_back(self) -> None:
         """Let others use the group of :meth:`with_own_group`; nothing may be under way on it."""
-        for groups in [groups for there in _groups.values() for groups in there.values()]:
-            for pool in groups.own.values():
-                if self.group in pool.groups:
-                    pool.free[pool.groups.index(self.group)] = True
-
-    def _made_here(self) -> "_Groups":
-        """Return the groups of these processes."""
-        assert dist.group.WORLD is not None
-        there = _groups.setdefault(dist.group.WORLD, {})
-        return there.setdefault((tuple(self.ranks), self._limit), _Groups())
-
-    def _new_group(self, backend: str | None) -> dist.ProcessGroup:
-        """Make a process group of these processes; ``backend`` None: that of all processes."""
-        some = self.processes < dist.get_world_size()
-        with _no_split(), _naming(self._next_name()) if some else nullcontext():
-            group = dist.new_group(self.ranks, self._limit, backend, use_local_synchronization=some)
-        assert isinstance(group, dist.ProcessGroup)  # as this process is in it
-        return group
-
-    def _next_name(self) -> str:
-        """Return a name that no group has yet: these processes, and how many they have made."""
-        assert dist.group.WORLD is not None
-        made = _made.setdefault(dist.group.WORLD, Counter())
-        which = hashlib.sha256(repr(self.ranks).encode()).hexdigest()
-        made[which] += 1
-        return f"dlion {which} {made[which]}"
+        give_back(self.group)
 
     @property
-    def _limit(self) -> timedelta | None:
-        """Time that groups made here wait; torch would let them wait 10 or 30 minutes."""
-        if self.timeout is not None:
-            return timedelta(seconds=self.timeout)
-        group = self.group or dist.group.WORLD
-        assert group is not None
-        for device in backends(group):
-            options = getattr(group._get_backend(torch.device(device)), "options", None)
-            if options is not None:
-                return options._timeout
-        return None
+    def _timeout(self) -> timedelta | None:
+        """How long groups that are made here wait."""
+        given = self.timeout
+        return group_timeout(self.group) if given is None else timedelta(seconds=given)
 
     @classmethod
     def current(
@@ -164,11 +115,6 @@ class Workers:
         if not dist.is_initialized():
             return cls(local=local)
         return cls(dist.get_rank(group), dist.get_world_size(group), local, group, timeout)
-
-
-def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the backends of a group by type of device: ``{"cpu": "gloo", ...}``."""
-    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def check_gpus(workers: Workers, device: torch.device) -> None:
@@ -239,100 +185,5 @@ def voters(
             f" would train alone: type Workers.current(local={workers.local}), or give it this"
             " process's own group, of torch.distributed.new_subgroups(1)"
         )
-    _forget_world()  # every optimizer comes here before it imports that module of torch
+    forget_world()  # every optimizer comes here before it imports that module of torch
     return workers or Workers.current(group=process_group)
-
-
-def _forget_world() -> None:
-    """Take a process group out of default arguments of torch, which would keep it for good.
-
-    torch.distributed.nn.functional, which every torch.optim.Optimizer imports, has ``group.WORLD``
-    for a default: None if there is no group yet, else the group there is. Threads of such a group
-    outlive destroy_process_group(), and one that frees its last tensor while Python ends aborts the
-    process ("terminate called without an active exception").
-    """
-    from torch.distributed.nn import functional  # above, our own import would do the same
-
-    for function in vars(functional).values():
-        if isinstance(function, FunctionType) and function.__defaults__:
-            function.__defaults__ = tuple(
-                None if isinstance(value, dist.ProcessGroup) else value
-                for value in function.__defaults__
-            )
-
-
-@atexit.register
-def _let_gloo_finish() -> None:
-    """Let gloo's threads free what they have carried, before Python ends, if a group is left.
-
-    See :func:`_forget_world`: an error right after a collective may end Python that soon.
-    """
-    end, quiet = time.monotonic() + _FREEING, 0
-    while quiet < 2 and (states := _gloo_threads()) and time.monotonic() < end:
-        time.sleep(0.001)  # in which one that waits for Python's lock gets it
-        quiet = 0 if states.strip("S") else quiet + 1
-
-
-def _gloo_threads() -> str:
-    """Return the states of gloo's threads, a letter each, as Linux tells them (``S``: sleeps)."""
-    states = ""
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # it has ended
-            text = stat.read_text()
-            states += text.rpartition(") ")[2][0] if "gloo" in text else ""
-    return states
-
-
-@contextmanager
-def _no_split() -> Iterator[None]:
-    """Let torch make a group without splitting the communicator of all processes.
-
-    After ``init_process_group(device_id=...)`` torch makes each group by ncclCommSplit, for which
-    all processes of the world have to come: those outside of the group do not, and the others would
-    wait for ever.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Give a group this name, by which its processes find each other.
-
-    torch would count the groups that a process is in (2.13), or has made (2.14): those of a group
-    differ in that if one is in another group besides, and they would wait for each other in vain.
-    """
-    own = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = cast(Any, lambda ranks, use_hashed_name: name)
-    try:
-        yield
-    finally:
-        distributed_c10d._process_group_name = own
-
-
-@dataclass
-class _Pool:
-    """Groups of the same processes, and the unused ones among them."""
-
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
-    free: list[bool] = field(default_factory=list)
-
-
-@dataclass
-class _Groups:
-    """Groups that were made of the same processes: their own, by backends, and that for CPUs."""
-
-    own: dict[str, _Pool] = field(default_factory=dict)
-    cpu: dist.ProcessGroup | None = None
-
-
-# of a world, which goes with its groups, and of processes in it, by how long they wait
-_groups: WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[tuple[int, ...], timedelta | None], _Groups]
-] = WeakKeyDictionary()
-_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
