@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from spmd import Measured, time_together
 
-from dlion.exchange import Channel, LevelMean, Vote, grid_shape, measure_costs
-from dlion.exchange.grid import bits_up
+from dlion.exchange import Channel, LevelMean, Shape, Topology, Vote, make_sum
+from dlion.exchange.grid import bits_up, grid_shape
 from dlion.suite.arguments import link, whole
 from dlion.suite.units import show_rate
 from dlion.workers import Workers
@@ -39,9 +39,11 @@ def make_cases(d: int, study: str) -> dict[str, Callable[[], object]]:
     workers = Workers.current()
     channel = Channel(workers)
     if study == "grid":
-        shapes = {name: grid_shape(workers.count, most) for name, most in DIMENSIONS.items()}
-        shapes["auto"] = measure_costs(workers).best(d, 1)
-        votes = {name: Vote(channel, d, grid=shape) for name, shape in shapes.items()}
+        shapes: dict[str, Topology | Shape] = {
+            name: grid_shape(workers.count, most) for name, most in DIMENSIONS.items()
+        }
+        shapes["auto"] = "auto"
+        votes = {name: make_sum(Vote, shape, channel, d) for name, shape in shapes.items()}
         return {name: partial(vote.run, 0) for name, vote in votes.items()}
     dense, half = torch.ones(d), torch.ones(d, dtype=torch.bfloat16)
     votes, means = Vote(channel, d), LevelMean(channel, d)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlion.exchange import Channel, Costs, LevelMean, Shape, Topology, Vote, grid_shape
-from dlion.exchange.grid import bits_up
+from dlion.exchange import Channel, LevelMean, Shape, Topology, Vote, make_sum
+from dlion.exchange.grid import Costs, OnGrid, bits_up, bytes_along, grid_shape
 from dlion.optim import DLion
 from dlion.suite.launch.local import run_processes
 from dlion.suite.launch.meeting import join_process_group
@@ -37,15 +37,20 @@ def seen(exchange: LevelMean | Vote, steps: Steps) -> list[torch.Tensor]:
     return found
 
 
+def made(
+    channel: Channel, topology: Topology | Shape, levels: int, ties: str | None
+) -> Vote | LevelMean:
+    """Return an exchange; ``ties=None``: the mean."""
+    if ties is None:
+        return make_sum(LevelMean, topology, channel, D, levels, header_bytes=8)
+    return make_sum(Vote, topology, channel, D, levels, ties, 3, header_bytes=8)
+
+
 def assert_as_direct(shape: tuple[int, ...], steps: Steps, levels: int, ties: str | None) -> None:
     """Compare a grid with the direct exchange; ``ties=None``: the mean."""
     found = []
-    for grid in ((), shape):
-        channel = Channel(Workers(local=math.prod(shape)))
-        if ties is None:
-            exchange = LevelMean(channel, D, levels, grid, header_bytes=8)
-        else:
-            exchange = Vote(channel, D, levels, ties, 3, grid, header_bytes=8)
+    for topology in ("direct", shape):
+        exchange = made(Channel(Workers(local=math.prod(shape))), topology, levels, ties)
         found.append([*seen(exchange, steps), *exchange.state.values()])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
@@ -81,10 +86,10 @@ def test_a_grid_has_few_messages_and_no_place_for_a_prime_number():
     assert [grid_shape(n) for n in (256, 512, 4096)] == [(16, 16), (8, 8, 8), (16, 16, 16)]
     assert grid_shape(64, dimensions=3) == (4, 4, 4)
     assert [grid_shape(n) for n in (1, 2, 7, 1021)] == [(1,), (2,), (7,), (1021,)]
-    exchange = DLion(
+    optimizer = DLion(
         [torch.nn.Parameter(torch.zeros(D))], workers=Workers(local=7), exchange="grid"
     )
-    assert exchange.buckets[0].exchange.grid is None
+    assert not isinstance(optimizer.buckets[0].exchange, OnGrid)
 
 
 def test_buckets_grow_with_the_workers_if_asked():
@@ -101,16 +106,17 @@ def test_buckets_grow_with_the_workers_if_asked():
 def test_bytes_are_counted_for_each_dimension(n, shape):
     """One-bit votes first, then sums in as many bits as they need, then answers of one bit."""
     channel, d = Channel(Workers(local=n)), 64 * n * 5
-    Vote(channel, d, grid=shape).run(0)
+    vote = make_sum(Vote, shape, channel, d)
+    vote.run(0)
     expected, stride = {}, 1
     for size in reversed(shape):
         up = (size - 1) * stride.bit_length() * d / (stride * size)
         outer = n // (stride * size)
         expected[stride] = up / 8 + (size - 1) * outer * (d // n) / 8
         stride *= size
-    traffic = channel.traffic
-    assert {stride: sent / n for stride, sent in traffic.sent_along.items()} == expected
-    assert traffic.sent_bytes == traffic.received_bytes == sum(traffic.sent_along.values())
+    traffic, along = channel.traffic, bytes_along([vote])
+    assert {stride: sent / n for stride, sent in along.items()} == expected
+    assert traffic.sent_bytes == traffic.received_bytes == sum(along.values())
     back = (n - 1) / n
     assert traffic.sent_bytes == n * d / 8 * (bits_up(shape, 1) + back)
     more = (bits_up(shape, 1) + back) / (2 * back)  # than direct-send
@@ -120,7 +126,7 @@ def test_bytes_are_counted_for_each_dimension(n, shape):
 
 def test_the_absent_send_nothing_but_the_sums_of_others():
     some = Channel(Workers(local=16))
-    exchange = Vote(some, D, grid=(4, 4))
+    exchange = make_sum(Vote, (4, 4), some, D)
     exchange.run(0)
     everyone, back = some.traffic.sent_bytes, 15 * 16 * exchange.slice // 8
     some.set_participants([5])
@@ -142,14 +148,9 @@ KINDS = [(2, "previous"), (2, "random"), (15, "zero"), (3, "alternate"), (2, Non
 def hashes(workers: Workers, on_grid: bool) -> list[str]:
     """Return a hash of what comes of each kind of exchange, then of a trained model."""
     n, found = workers.count, []
-    grid = grid_shape(n) if on_grid else ()
     for levels, ties in KINDS:
-        channel = Channel(workers)
-        exchange = (
-            LevelMean(channel, D, levels, grid, header_bytes=8)
-            if ties is None
-            else Vote(channel, D, levels, ties, 3, grid, header_bytes=8)
-        )
+        topology = "grid" if on_grid else "direct"
+        exchange = made(Channel(workers), topology, levels, ties)
         found.append(seen(exchange, [None, [0, n - 1], None, list(range(1, n, 2))]))
     param = torch.nn.Parameter(torch.zeros(D))
     optimizer = DLion([param], lr=1e-2, workers=workers, exchange="auto" if on_grid else "direct")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import dlion
 from dlion.elastic import of
+from dlion.exchange.transport import Gloo
 from dlion.methods import METHODS
 
 
@@ -86,8 +87,8 @@ def main(
     manager.register_state_dict_fn("stop", lambda state: stop("takes"), lambda: stop("gives"))
     connect = manager._pg.configure
     manager._pg.configure = lambda *args: (stop("connects"), connect(*args))
-    complete = optimizer.channel._complete
-    optimizer.channel._complete = lambda *args: (stop("waits"), complete(*args))[1]
+    complete = Gloo._complete
+    Gloo._complete = lambda *args: (stop("waits"), complete(*args))[1]
     breaks = int(os.environ.get("BREAKS", -1))  # the step in which this worker gives up, once
     cuts = int(os.environ.get("CUTS", -1))  # the step whose first exchange breaks off here, once
     step, nan = 0, int(os.environ.get("NAN", 10**9))  # from which step on a gradient has NaN

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dlion.exchange.transport import Waiting
+
 _LOOK = timedelta(seconds=0.2)  # between two looks at whether to wait
 
 
-class Waits:
+class Waits(Waiting):
     """Waits for messages of a gloo group, until :meth:`end` at the latest.
 
     When a connection ends, gloo tells those whose message has not begun. Who has sent or received a

@@ -10,7 +10,7 @@ from dlion.exchange.direct_send import (
     Stages,
     run_together,
 )
-from dlion.exchange.grid import Costs, GridChoice, Shape, Topology, grid_shape, measure_costs
+from dlion.exchange.grid import Shape, Topology, make_sum
 from dlion.exchange.rounded import MEAN_WIRES, MeanWire, RoundedMean, make_mean
 from dlion.exchange.scaled import Spans
 from dlion.exchange.scaled_sign import ScaledSignMean
@@ -20,12 +20,10 @@ __all__ = [
     "MEAN_WIRES",
     "Buffers",
     "Channel",
-    "Costs",
     "DeltaVote",
     "DenseMean",
     "DirectSend",
     "Exchange",
-    "GridChoice",
     "LevelMean",
     "MeanWire",
     "PolarDeltaVote",
@@ -39,10 +37,9 @@ __all__ = [
     "Traffic",
     "Vote",
     "WeightedVote",
-    "grid_shape",
     "is_broken",
     "make_mean",
-    "measure_costs",
+    "make_sum",
     "run_together",
     "sum_in_order",
 ]

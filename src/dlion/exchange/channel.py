@@ -1,29 +1,18 @@
-"""Transport of bytes between workers, and the one place where they are counted."""
+"""Messages between workers, and the one place where their bytes are counted."""
 
-import time
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlion.elastic.waits import Waits
+from dlion.compat import backends
+from dlion.exchange.transport import Collectives, Gloo, Tensors, Waiting
 from dlion.timer import Timer
-from dlion.transfer import index_of
-from dlion.workers import Workers, backends
+from dlion.workers import Workers
 
-AT_ONCE = 256 * 1024  # bytes of all messages of a process; all of these measured, results/speed
-IN_FLIGHT = 128 * 1024
-SLOW = 2_000_000  # bytes a second, below which messages leave one after the other
-TELLING = 64 * 1024  # bytes that tell it: 32 ms, in which even one of many processes has its turn
 ROWS = 256  # that are added at a time; torch adds fewer than 2**15 values on one thread
-
-Tensors = Tensor | Sequence[Tensor]
 
 
 @dataclass
@@ -32,27 +21,13 @@ class Traffic:
 
     A message from a virtual worker to another counts as if it had travelled, even inside one
     process: ``sent_bytes`` and ``received_bytes`` belong to the n workers, not to their spread.
-    ``process_sent_bytes`` is what this process really handed to the network. ``sent_along`` has the
-    part of ``sent_bytes`` that went along a dimension of a grid, by its stride.
+    ``process_sent_bytes`` is what this process really handed to the network.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     process_sent_bytes: int = 0
     collectives: int = 0
-    sent_along: Counter[int] = field(default_factory=Counter)
-
-
-class Line(NamedTuple):
-    """A dimension of a grid of workers: ``size`` in a line, their numbers ``stride`` apart."""
-
-    size: int
-    stride: int
-
-    def workers(self, worker: int) -> range:
-        """The workers in the line of one, by their places in it."""
-        first = worker - worker // self.stride % self.size * self.stride
-        return range(first, first + self.size * self.stride, self.stride)
 
 
 class Channel:
@@ -60,47 +35,35 @@ class Channel:
 
     Of n workers k are hosted here; m take part in this step (:meth:`set_participants`; by default
     all), k' of those hosted here. Tensors are uint8 and contiguous, but :meth:`gather` takes any.
-
-    Everything goes directly from process to process. Over gloo, long messages go in rounds: in
-    round i process r sends to r + i and receives from r - i, and rounds wait for each other once
-    more than ``IN_FLIGHT`` bytes are under way. Gloo's own all-to-all starts all at once; on a
-    switched Ethernet long messages then get in each other's way (1.45 instead of 1.1 times the wire
-    time, results/speed), but short ones share one latency and one handing over to its thread. On
-    slow links every message is long (:meth:`adapt`).
+    Everything goes directly from process to process.
 
     Attributes:
         alone: whether messages stay in this process, as there is no other. Set to False they go
             through the collectives of a group of one process: how NCCL is tried on one GPU.
-        slow: whether the links were slow here, as far as messages before :meth:`adapt` told.
     """
 
     def __init__(self, workers: Workers):
-        self.workers = workers
         self.traffic = Traffic()
         self.timer = Timer()
-        self.alone = workers.processes == 1
-        self._backends = backends(workers.group) if dist.is_initialized() else {}
-        self.slow = self._one_by_one = False
-        self._fastest = 0.0  # bytes a second
-        self._waits: Waits | None = None
-        self.set_participants(None)
+        there = backends(workers.group) if dist.is_initialized() else {}
+        transports = {
+            device: Gloo(workers) if backend == "gloo" else Collectives(workers)
+            for device, backend in there.items()
+        }
+        self._set(workers, transports)
 
-    def move(self, workers: Workers, waits: Waits | None = None) -> None:
+    def move(self, workers: Workers, waiting: Waiting | None = None) -> None:
         """Continue with other workers, on a gloo group that torch need not know.
 
         Args:
-            waits: for its messages, if workers may leave.
+            waiting: for its messages, if workers may leave.
         """
-        self.workers, self.alone = workers, workers.processes == 1
-        self._backends = dict.fromkeys(("cpu", "cuda"), "gloo")
-        self.slow = self._one_by_one = False
-        self._fastest, self._waits = 0.0, waits
-        self.set_participants(None)
+        self._set(workers, dict.fromkeys(("cpu", "cuda"), Gloo(workers, waiting)))
 
-    def adapt(self, slow: bool) -> None:
-        """Say whether the links of some process are ``slow``; equal everywhere."""
-        self._one_by_one = slow
-        self.slow, self._fastest = 0 < self._fastest < SLOW, 0.0
+    def _set(self, workers: Workers, transports: dict[str, Collectives]) -> None:
+        self.workers, self.alone = workers, workers.processes == 1
+        self._transports = transports
+        self.set_participants(None)
 
     def set_participants(self, participants: Sequence[int] | None) -> None:
         """Say which workers take part from now on, ascending; None: all. Equal everywhere.
@@ -116,11 +79,6 @@ class Channel:
         ]
         of = [worker // w.local for worker in self.participants]
         self._senders_of = [of.count(q) for q in range(w.processes)]  # senders of each process
-
-    @property
-    def _group(self) -> Any:
-        """The group, for calls that torch.distributed would refuse to one that it did not make."""
-        return self.workers.group or dist.group.WORLD
 
     @property
     def owned(self) -> slice:
@@ -140,23 +98,21 @@ class Channel:
         """
         w, m = self.workers, len(self.participants)
         k, (senders, n, s) = w.local, parts.shape
-        leaves = self._count(
+        self.count(
             sent=senders * (n - 1) * s,
             received=(m * k - senders) * s,
             process=senders * (n - k) * s,
         )
         if self.alone:
             return parts
-        if m < n:
-            rows = parts.view(senders, w.processes, k * s).transpose(0, 1).flatten(1).contiguous()
-            incoming = parts.new_empty(m * k * s)
+        outgoing = parts.view(senders, w.processes, k * s).transpose(0, 1).flatten(1)
+        incoming = out if out is not None and m == n else parts.new_empty(m, k, s)
+        if m == n:
+            self.all_to_all(outgoing, incoming.view(outgoing.shape))
+        else:
             sizes = [c * k * s for c in self._senders_of]
-            self._all_to_all(list(rows), incoming.split(sizes), leaves)
-            return incoming.view(m, k, s)
-        outgoing = parts.view(k, w.processes, k, s).transpose(0, 1).contiguous()
-        incoming = torch.empty_like(outgoing) if out is None else out.view(outgoing.shape)
-        self._all_to_all(outgoing, incoming, leaves)
-        return incoming.view(n, k, s)
+            self.all_to_all([*outgoing], incoming.view(-1).split(sizes))
+        return incoming
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """Send ``part[i]`` from local worker i to everyone: ``[k, ...]`` -> ``[n, ...]``.
@@ -166,61 +122,16 @@ class Channel:
             out: uint8 ``[n, s]``, where to put the result of a uint8 part (unused within one
                 process).
         """
-        w, (k, *shape) = self.workers, part.shape
-        s = part[0].nbytes
-        sent = part.contiguous().view(torch.uint8).view(k, s)
-        others = w.count - 1
-        leaves = self._count(k * others * s, k * others * s, k * s * (w.processes - 1))
+        w, (k, *shape), s = self.workers, part.shape, part[0].nbytes
+        others = (w.count - 1) * k * s
+        self.count(sent=others, received=others, process=k * s * (w.processes - 1))
         if self.alone:
             return part
+        sent = part.contiguous().view(torch.uint8).view(1, k * s)
         everything = sent.new_empty(w.count, s) if out is None else out
-        if self._backends[sent.device.type] == "gloo":
-            parts = sent.expand(w.processes, k, s)
-            self._all_to_all(parts, everything.view(w.processes, k, s), leaves)
-        else:
-            # torch 2.13 has renamed it, and warns
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            with self._travel(leaves):
-                gather(everything.view(-1), sent.view(-1), group=w.group)
+        with self.timer.travel:
+            self._transports[part.device.type].all_gather(sent, everything.view(w.processes, k * s))
         return everything.view(part.dtype).view(w.count, *shape)
-
-    def along(self, parts: Tensor, line: Line, senders: Collection[int] | None = None) -> Tensor:
-        """Send ``parts[i, c]`` from local worker i to the one in place c of its line.
-
-        Args:
-            parts: ``[k, size, s]``.
-            line: a dimension of the grid of all workers.
-            senders: numbers of senders, divided by the stride; None: all. Equal everywhere.
-
-        Returns:
-            ``[k, size, s]``: what each local worker got from the places in its line, zeros from
-            those who do not send.
-        """
-        w, s = self.workers, parts.shape[2]
-        route = _route(w.rank, w.local, line, senders and frozenset(senders))
-        leaves = self._count(route.sent * s, route.received * s, route.leaves * s)
-        self.traffic.sent_along[line.stride] += route.sent * s
-        flat = parts.flatten(0, 1)
-        result = torch.empty_like(flat) if senders is None else torch.zeros_like(flat)
-        outgoing = {  # views of single rows, else copies
-            q: flat[index_of(places, flat.device)] if len(places) > 1 else flat[places[0]]
-            for q, places in route.outgoing.items()
-        }
-        incoming = {
-            q: flat.new_empty(len(places), s) if len(places) > 1 else result[places[0]]
-            for q, places in route.incoming.items()
-        }
-        with self._travel(leaves):
-            if self.alone or self._backends[flat.device.type] == "gloo":
-                self._in_rounds(outgoing, incoming)
-            else:
-                nothing, everyone = flat[:0], range(w.processes)
-                there, back = ([p.get(q, nothing) for q in everyone] for p in (outgoing, incoming))
-                dist.all_to_all(back, there, group=w.group)
-        for q, places in route.incoming.items():
-            if len(places) > 1:
-                result[index_of(places, flat.device)] = incoming[q]
-        return result.view(parts.shape)
 
     def scatter_ragged(
         self, parts: list[list[Tensor]], sizes: Tensor, device: torch.device | str
@@ -242,7 +153,7 @@ class Channel:
         lengths = [[part.numel() for part in row] for row in parts]
         to_self = sum(row[own[i]] for i, row in zip(self.local_participants, lengths, strict=True))
         leaves = sum(size for row in lengths for j, size in enumerate(row) if j not in own)
-        self._count(
+        self.count(
             sent=sum(map(sum, lengths)) - to_self,
             received=int(sizes.sum()) - to_self,
             process=leaves,
@@ -255,7 +166,7 @@ class Channel:
         send = [sum(sum(row[q * k : (q + 1) * k]) for row in lengths) for q in blocks]
         receive = [int(rows.sum()) for rows in sizes.split(self._senders_of)]
         incoming = outgoing.new_empty(sum(receive))
-        self._all_to_all(outgoing.split(send), incoming.split(receive), leaves)
+        self.all_to_all(outgoing.split(send), incoming.split(receive))
         pieces = iter(incoming.split(sizes.flatten().tolist()))
         return [[next(pieces) for _ in range(k)] for _ in self.participants]
 
@@ -264,7 +175,7 @@ class Channel:
         w = self.workers
         n, own = w.count, w.ids
         mine = sum(sizes[i] for i in own)
-        leaves = self._count(
+        self.count(
             sent=(n - 1) * mine,
             received=w.local * sum(sizes) - mine,
             process=(w.processes - 1) * mine,
@@ -274,7 +185,7 @@ class Channel:
         outgoing = torch.cat(part)
         receive = [sum(sizes[q * w.local : (q + 1) * w.local]) for q in range(w.processes)]
         incoming = outgoing.new_empty(sum(receive))
-        self._all_to_all([outgoing] * w.processes, incoming.split(receive), leaves)
+        self.all_to_all([outgoing] * w.processes, incoming.split(receive))
         return list(incoming.split(sizes))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -282,149 +193,33 @@ class Channel:
         w = self.workers
         peers = (w.processes - 1) * tensor.nbytes if w.rank == source else 0
         received = tensor.nbytes if w.rank != source else 0
-        self._count(sent=peers, received=received, process=peers)
+        self.count(sent=peers, received=received, process=peers)
         if w.processes > 1:
             dist.broadcast(tensor, group=w.group, group_src=source)
 
-    def _all_to_all(self, outgoing: Tensors, incoming: Tensors, leaves: int) -> None:
-        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it.
+    def all_to_all(self, outgoing: Tensors, incoming: Tensors) -> None:
+        """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it, uncounted.
 
         Tensors, ``[P, ...]``, are of one size on all processes; other sequences may be ragged.
-        ``leaves``: the bytes that are for other processes.
         """
-        w = self.workers
-        with self._travel(leaves):
-            if self._backends[outgoing[0].device.type] != "gloo":
-                dist.all_to_all(list(incoming), list(outgoing), group=w.group)
-            elif (
-                torch.is_tensor(outgoing)
-                and torch.is_tensor(incoming)
-                and not outgoing.is_cuda
-                and outgoing.nbytes <= AT_ONCE
-                and not self._one_by_one
-            ):
-                sent = outgoing.contiguous().view(-1)
-                self._wait_queued(self._group.alltoall_base(incoming.view(-1), sent, [], []))
-            else:
-                self._in_rounds(dict(enumerate(outgoing)), dict(enumerate(incoming)))
-
-    @contextmanager
-    def _travel(self, size: int) -> Iterator[None]:
-        """Time messages, of so many bytes in all, that leave this process."""
-        start = time.perf_counter()
         with self.timer.travel:
-            yield
-        if size >= TELLING:  # waiting for others slows messages too, so the fastest ones tell
-            # (of NCCL, which returns before anything has travelled, all look fast)
-            self._fastest = max(self._fastest, size / (time.perf_counter() - start))
-
-    def _in_rounds(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """As :meth:`_all_to_all`, by process; there need not be something for every one."""
-        w, received = self.workers, incoming
-        if w.processes > 1 and any(part.is_cuda for part in incoming.values()):
-            outgoing = {q: part.cpu() for q, part in outgoing.items()}  # gloo sends from there
-            incoming = {q: torch.empty_like(part, device="cpu") for q, part in received.items()}
-        if w.rank in incoming:
-            incoming[w.rank].copy_(outgoing[w.rank])
-        rounds: deque[tuple[int, list[Any]]] = deque()
-        in_flight, limit = 0, 0 if self._one_by_one else IN_FLIGHT
-        distances = {(q - w.rank) % w.processes for q in outgoing}
-        distances |= {(w.rank - q) % w.processes for q in incoming}
-        for i in sorted(distances - {0}):
-            to, source = (w.rank + i) % w.processes, (w.rank - i) % w.processes
-            requests: list[Any] = []
-            size = 0
-            if source in incoming and incoming[source].numel():
-                requests.append(self._group.recv([incoming[source]], source, 0))
-                size = incoming[source].numel()
-            if to in outgoing and outgoing[to].numel():
-                requests.append(self._group.send([outgoing[to]], to, 0))
-                size = max(size, outgoing[to].numel())
-            rounds.append((size, requests))
-            in_flight += size
-            while in_flight > limit:
-                in_flight -= self._complete(*rounds.popleft())
-        for round_ in rounds:
-            self._complete(*round_)
-        if received is not incoming:
-            for q, part in received.items():
-                part.copy_(incoming[q])
-
-    def _complete(self, size: int, requests: list[Any]) -> int:
-        """Wait for the messages of a round; return its size."""
-        if self._waits is not None:
-            self._waits.wait(requests)
-        else:
-            for request in requests:
-                request.wait()
-        return size
-
-    def _wait_queued(self, request: Any) -> None:
-        if self._waits is not None:
-            self._waits.wait_queued(request)
-        else:
-            request.wait()
+            if self.alone:
+                incoming[0].copy_(outgoing[0])
+            else:
+                self._transports[outgoing[0].device.type].all_to_all(outgoing, incoming)
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received all earlier messages."""
-        if self.alone:
-            return
-        if self._backends.get("cpu") == "gloo":
-            self._wait_queued(self._group.barrier())
-        else:
-            dist.barrier(group=self.workers.group)
+        if not self.alone:
+            first = next(iter(self._transports.values()))
+            self._transports.get("cpu", first).barrier()
 
-    def _count(self, sent: int, received: int, process: int) -> int:
-        """Add to the traffic; return the bytes that leave this process."""
+    def count(self, sent: int, received: int, process: int) -> None:
+        """Add bytes to the traffic, those of a collective."""
         self.traffic.sent_bytes += sent
         self.traffic.received_bytes += received
         self.traffic.process_sent_bytes += process
         self.traffic.collectives += 1
-        return process
-
-
-class _Route(NamedTuple):
-    """The way of messages along a line.
-
-    Attributes:
-        outgoing, incoming: by process, the places in ``[k * size]`` of what goes there, and of what
-            comes from there; in the order of senders and receivers.
-        sent, received: messages of the workers here to and from others.
-        leaves: those to other processes.
-    """
-
-    outgoing: dict[int, tuple[int, ...]]
-    incoming: dict[int, tuple[int, ...]]
-    sent: int
-    received: int
-    leaves: int
-
-
-@lru_cache(maxsize=256)
-def _route(rank: int, local: int, line: Line, senders: frozenset[int] | None) -> _Route:
-    """Return the way of messages between the workers of process ``rank`` and those in their lines.
-
-    ``senders``: as for :meth:`Channel.along`.
-    """
-    there: list[tuple[int, int, int]] = []
-    back: list[tuple[int, int, int]] = []
-    for i in range(local):
-        worker = rank * local + i
-        for place, other in enumerate(line.workers(worker), i * line.size):
-            if senders is None or worker // line.stride in senders:
-                there.append((worker, other, place))
-            if senders is None or other // line.stride in senders:
-                back.append((other, worker, place))
-    outgoing: dict[int, list[int]] = {}
-    incoming: dict[int, list[int]] = {}
-    for _, receiver, place in sorted(there):
-        outgoing.setdefault(receiver // local, []).append(place)
-    for sender, _, place in sorted(back):
-        incoming.setdefault(sender // local, []).append(place)
-    sent, received = (sum(a != b for a, b, _ in way) for way in (there, back))
-    leaves = len(there) - len(outgoing.get(rank, []))
-    gone, come = ({q: tuple(places) for q, places in way.items()} for way in (outgoing, incoming))
-    return _Route(gone, come, sent, received, leaves)
 
 
 def is_broken(error: RuntimeError) -> bool:

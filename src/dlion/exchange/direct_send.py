@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from dlion.exchange.channel import Channel, sum_in_order
-from dlion.exchange.grid import Grid
 from dlion.transfer import download, index_of
 from dlion.wire import Float32, Sign, Wire
 
@@ -111,14 +110,14 @@ class Exchange(ABC):
     def decode(self) -> Tensor:
         """Unpack the answer: float32 ``[numel]``."""
 
-    can_follow: ClassVar[bool] = False  # whether its answer can be handed on, see expect
+    supports_leader: ClassVar[bool] = False  # whether another process may exchange in its place
 
-    def expect(self) -> None:
-        """Make room for ``answer`` and ``headers``, which another process is to hand on."""
+    def prepare_receive(self) -> None:
+        """Make room for the leader's ``answer`` and ``headers``."""
         raise NotImplementedError
 
-    def accept(self) -> None:  # noqa: B027
-        """Take note of the answer that was handed on."""
+    def on_received(self) -> None:  # noqa: B027
+        """Take note of the leader's answer."""
 
     def elementwise(self) -> dict[str, Tensor]:
         """Return the per-parameter part of ``state``, from all owners: ``[numel]``.
@@ -139,18 +138,18 @@ class DirectSend(Exchange):
     Args:
         up: the wire towards the owner of a slice.
         down: the wire back, for a number of senders.
-        grid: adds messages of levels on their way to the owners; answer, headers and state are
-            bit-identical. None: messages go directly.
 
     Attributes:
         slice: parameters owned by one worker.
         words: 64-bit words with a bit for each of them.
         up, down: the wires, for the senders of the latest messages.
         senders: how many workers sent the latest messages, at first n.
+        direct: whether messages go to the owners in one go.
         bits: names of the ``state`` that is one bit for each parameter of a slice, packed.
     """
 
     answer: Tensor
+    direct: ClassVar[bool] = True
     bits: tuple[str, ...] = ()
 
     def __init__(
@@ -159,22 +158,20 @@ class DirectSend(Exchange):
         numel: int,
         up: Wire,
         down: Callable[[int], Wire],
-        grid: Grid | None = None,
         **buffers: Unpack[Buffers],
     ) -> None:
         self.senders = n = channel.workers.count
         self.slice = slice_size(numel, n, up.group)
         self.words = self.slice // 64
         super().__init__(channel, n * self.slice, **buffers)
-        self.up, self.down, self._down, self.grid = up, down(n), down, grid
-        w, size = channel.workers, up.nbytes(self.slice)
-        row = size + self.header_bytes
-        self._outbox = self._buffer(w.local, w.count, row)
-        self._messages, self._message_headers = self._outbox.split(
-            [size, self.header_bytes], dim=-1
-        )
-        direct = w.processes > 1 and grid is None
-        self._inbox = self._buffer(w.count, w.local, row) if direct else None
+        self.up, self.down, self._down = up, down(n), down
+        row = up.nbytes(self.slice) + self.header_bytes
+        w = channel.workers
+        self._outbox = self._buffer(w.local, n, row)
+        self._inbox = self._buffer(n, w.local, row) if w.processes > 1 and self.direct else None
+        self._messages, self._message_headers = self._split(self._outbox)
+        self._received: Tensor | None = None
+        self._views: tuple[Sequence[Tensor], Tensor]
         self._make_answers()
 
     @cached_property
@@ -197,14 +194,11 @@ class DirectSend(Exchange):
         self._resize(len(self.channel.participants))
         rows, self.headers = self._collect()
         with self.channel.timer.vote:
-            for owner, answer in enumerate(self._answers):
-                self.combine(rows[:, owner], owner, step, answer)
-        if self.grid is None:
-            self.answer = self.channel.gather(self._answers, self._everyones)
-        else:
-            self.answer = self.grid.broadcast(self._answers)
+            for owner, (messages, answer) in enumerate(zip(rows, self._answers, strict=True)):
+                self.combine(messages, owner, step, answer)
+        self.answer = self._broadcast()
 
-    def expect(self) -> None:
+    def prepare_receive(self) -> None:
         senders = len(self.channel.participants)
         self._resize(senders)
         self.headers = self._buffer(senders, self.header_bytes)
@@ -216,7 +210,7 @@ class DirectSend(Exchange):
 
         Args:
             messages: uint8 ``[m, up bytes]``, in the order of the workers; on a grid sums of some
-                of them, see ``Grid.collect``.
+                of them.
             owner: local index of the worker that owns the slice.
             step: counted from 0.
             answer: uint8 ``[down bytes]``, to be written.
@@ -234,19 +228,28 @@ class DirectSend(Exchange):
             packed = Sign().encode(flat.view(-1, self.slice)).view(torch.int64)
             self.state[name].copy_(packed[self.channel.owned])
 
-    def _collect(self) -> tuple[Tensor, Tensor]:
-        """Send all messages; return the rows about each slice owned here, and the headers.
+    def _collect(self) -> tuple[Sequence[Tensor], Tensor]:
+        """Send all messages; return those about each slice owned here, and the headers.
 
-        They are uint8 ``[m, k, up bytes]`` and ``[m, header_bytes]``; on a grid rows are sums.
+        They are uint8 ``[m, up bytes]`` for each of k slices, and ``[m, header_bytes]``.
         """
-        if self.grid is not None:
-            return self.grid.collect(self.up.view(self._messages), self._message_headers[:, 0])
         outbox, senders = self._outbox, self.channel.local_participants
         if len(senders) < len(outbox):
             outbox = outbox[index_of(tuple(senders), outbox.device)]
         received = self.channel.scatter(outbox, self._inbox)
-        messages, headers = received.split([self._messages.shape[-1], self.header_bytes], dim=-1)
-        return messages, headers[:, 0]
+        if received is not self._received:  # it is one buffer as long as all take part
+            messages, headers = self._split(received)
+            self._received, self._views = received, (messages.unbind(1), headers[:, 0])
+        return self._views
+
+    def _broadcast(self) -> Tensor:
+        """Send the answers of the owners here to everyone: ``[n, down bytes]``."""
+        return self.channel.gather(self._answers, self._everyones)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the messages in rows, ``[..., up bytes]``, and the headers behind them."""
+        size = self.up.nbytes(self.slice)
+        return rows[..., :size], rows[..., size:]
 
     def _resize(self, senders: int) -> None:
         """Prepare for messages of so many workers: the answer's wire may depend on it."""
@@ -269,7 +272,7 @@ class DirectSend(Exchange):
 class DenseMean(DirectSend):
     """The mean of float32 messages, added in the order of the workers."""
 
-    can_follow = True
+    supports_leader = True
 
     def __init__(self, channel: Channel, numel: int, **buffers: Unpack[Buffers]) -> None:
         super().__init__(channel, numel, Float32(), lambda _: Float32(), **buffers)

@@ -3,11 +3,9 @@
 Messages hold levels ``0 .. levels - 1``; a level v stands for ``v - (levels - 1) / 2``. With two
 levels a message is a vote of one bit, with an odd number the middle level abstains. Sums are added
 as bit planes, whole words at a time, and never unpacked on the way.
-
-Messages go to their owners directly, or along a ``grid`` of so many workers in each dimension, see
-:mod:`dlion.exchange.grid`. One dimension is the direct way.
 """
 
+from collections.abc import Callable
 from typing import Literal, Unpack
 
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor
 from dlion import kernels
 from dlion.exchange.channel import Channel
 from dlion.exchange.direct_send import Buffers, DirectSend
-from dlion.exchange.grid import Grid
 from dlion.streams import stream
 from dlion.transfer import index_of
 from dlion.wire import Level, Sign, Ternary, Wire
@@ -25,29 +22,48 @@ Ties = Literal["zero", "plus", "alternate", "random", "previous"]
 AGREEMENT = 0.75  # of every worker with the outcome, before anything is known
 
 
-class LevelMean(DirectSend):
-    """The mean of the senders' levels, scaled to [-1, 1].
+class LevelSum(DirectSend):
+    """What owners make of the sum of levels.
 
-    The sum travels back in ``ceil(log2(n (levels - 1) + 1))`` bits a parameter.
+    Attributes:
+        levels: of a message.
+        highest: the largest value in the rows that owners add; on a grid these are sums.
     """
 
-    can_follow = True
-    down: Level
+    supports_leader = True
 
     def __init__(
         self,
         channel: Channel,
         numel: int,
-        levels: int = 2,
-        grid: tuple[int, ...] = (),
+        levels: int,
+        down: Callable[[int], Wire],
         **buffers: Unpack[Buffers],
+    ) -> None:
+        self.levels, self.highest = levels, levels - 1
+        up = Sign() if levels == 2 else Level(levels)
+        super().__init__(channel, numel, up, down, **buffers)
+
+    def planes(self, messages: Tensor) -> Tensor:
+        """Return messages about a slice as planes, int64 ``[m, planes, words]``."""
+        return messages.view(torch.int64).unflatten(-1, (-1, self.words))
+
+
+class LevelMean(LevelSum):
+    """The mean of the senders' levels, scaled to [-1, 1].
+
+    The sum travels back in ``ceil(log2(n (levels - 1) + 1))`` bits a parameter.
+    """
+
+    down: Level
+
+    def __init__(
+        self, channel: Channel, numel: int, levels: int = 2, **buffers: Unpack[Buffers]
     ) -> None:
         def down(n: int) -> Wire:
             return Level(n * (levels - 1) + 1)
 
-        self.levels = levels
-        lines = make_grid(channel, grid, levels)
-        super().__init__(channel, numel, level_wire(levels), down, lines, **buffers)
+        super().__init__(channel, numel, levels, down, **buffers)
 
     @property
     def largest(self) -> int:
@@ -55,14 +71,13 @@ class LevelMean(DirectSend):
         return self.down.levels - 1
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
-        rows, largest = rows_to_add(self, messages)
-        sums = self.down.view(answer)
-        planes = (len(rows) * largest).bit_length()
+        rows, sums = self.planes(messages), self.down.view(answer)
+        planes = (len(rows) * self.highest).bit_length()
         if planes == len(sums):
-            kernels.sum_planes(rows, largest, sums)
+            kernels.sum_planes(rows, self.highest, sums)
         else:  # of fewer workers than it has room for
             total = sums.new_empty(planes, self.words)
-            kernels.sum_planes(rows, largest, total)
+            kernels.sum_planes(rows, self.highest, total)
             sums.copy_(total[: len(sums)])
 
     def decode(self) -> Tensor:
@@ -70,7 +85,7 @@ class LevelMean(DirectSend):
         return sums.mul_(2 / self.largest).sub_(1)
 
 
-class Vote(DirectSend):
+class Vote(LevelSum):
     """The sign of the balance, the sum of the values of the senders' levels.
 
     ``ties`` says what a balance of exactly zero becomes, which only happens where
@@ -85,8 +100,6 @@ class Vote(DirectSend):
     All but ``zero`` cost 1 bit down. ``previous`` learns fastest (results/ties).
     """
 
-    can_follow = True
-
     def __init__(
         self,
         channel: Channel,
@@ -94,20 +107,18 @@ class Vote(DirectSend):
         levels: int = 2,
         ties: str = "previous",
         seed: int = 0,
-        grid: tuple[int, ...] = (),
         **buffers: Unpack[Buffers],
     ) -> None:
         def down(n: int) -> Wire:
             return Ternary() if ties == "zero" and n * (levels - 1) % 2 == 0 else Sign()
 
-        self.levels, self.seed = levels, seed
-        lines = make_grid(channel, grid, levels)
-        super().__init__(channel, numel, level_wire(levels), down, lines, **buffers)
+        self.seed = seed
+        super().__init__(channel, numel, levels, down, **buffers)
         self._ties = TieBreak(self, ties, seed)
         self._masks = torch.zeros(2, self.words, dtype=torch.int64, device=self.device)
 
     def combine(self, messages: Tensor, owner: int, step: int, answer: Tensor) -> None:
-        rows, largest = rows_to_add(self, messages)
+        rows, largest = self.planes(messages), self.highest
         total = self.senders * (self.levels - 1)  # half of it is a balance of zero
         positive, tied = self._masks
         if isinstance(self.down, Ternary):
@@ -125,7 +136,7 @@ class Vote(DirectSend):
             return self.down.decode(self.answer, self.slice).to(torch.float32).flatten()
         return signs_of(self)
 
-    def accept(self) -> None:
+    def on_received(self) -> None:
         for owner, words in enumerate(self.answer[self.channel.owned]):
             self._ties.remember(words, owner)
 
@@ -252,21 +263,6 @@ class Competence:
         if len(senders) == len(values):
             return values
         return values.index_select(0, index_of(tuple(senders), values.device))
-
-
-def level_wire(levels: int) -> Level:
-    return Sign() if levels == 2 else Level(levels)
-
-
-def make_grid(channel: Channel, sizes: tuple[int, ...], levels: int) -> Grid | None:
-    """Return the grid of these sizes for messages of levels; None: they go directly."""
-    return Grid(channel, sizes, levels - 1) if len(sizes) > 1 else None
-
-
-def rows_to_add(exchange: LevelMean | Vote, messages: Tensor) -> tuple[Tensor, int]:
-    """Return messages as planes, int64 ``[m, planes, words]``, and the largest value in them."""
-    rows = messages.view(torch.int64).unflatten(-1, (-1, exchange.words))
-    return rows, exchange.levels - 1 if exchange.grid is None else exchange.grid.highest
 
 
 def owned_parameters(exchange: DirectSend, numel: int, mask: Tensor | None) -> Tensor:

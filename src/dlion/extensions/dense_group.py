@@ -78,7 +78,7 @@ class DenseGroup(Extension):
 
     def on_bucket(self, bucket: Bucket) -> None:
         """Let one process exchange the messages of a bucket, and hand on the result."""
-        if type(bucket) is not Bucket or not bucket.exchange.can_follow:
+        if type(bucket) is not Bucket or not bucket.exchange.supports_leader:
             what = self.optimizer.__class__.__name__
             what = what if type(bucket) is Bucket else "parameters that FSDP has sharded"
             raise ValueError(
@@ -144,7 +144,7 @@ class DenseGroup(Extension):
                     raise
                 broken = error
         else:
-            exchange.expect()
+            exchange.prepare_receive()
         if self._elastic:
             self._raise_together(broken, leader)
         for part in (exchange.answer, exchange.headers):
@@ -153,7 +153,7 @@ class DenseGroup(Extension):
             if leader != self._workers.rank:
                 part.copy_(whole)
         if leader != self._workers.rank:
-            exchange.accept()
+            exchange.on_received()
 
     def _raise_together(self, broken: RuntimeError | None, leader: int) -> None:
         """Raise the leader's error on all processes, which would wait for its answer."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlion import kernels
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import Common
-from dlion.exchange import GridChoice, LevelMean, Shape, Ties, Topology, Vote, WeightedVote
+from dlion.exchange import LevelMean, Shape, Ties, Topology, Vote, WeightedVote, make_sum
 from dlion.methods.momentum import MomentumOptimizer, lion_direction, no_gradients
 from dlion.methods.updates import vote_descent
 from dlion.streams import stream_seed
@@ -66,7 +66,7 @@ class SignVoteOptimizer(MomentumOptimizer):
                 "weighted=true needs exchange=direct: on a grid owners see sums, not single votes"
             )
         self.aggregation, self.ties, self.weighted = aggregation, ties, weighted
-        self.exchange, self._grid = exchange, GridChoice(exchange)
+        self.exchange: Topology | Shape = exchange
         super().__init__(params, defaults, **common)
 
     @property
@@ -91,10 +91,9 @@ class SignVoteOptimizer(MomentumOptimizer):
         seed = stream_seed(self.seed, "exchange", bucket.index)
         if self.weighted:
             return WeightedVote(channel, numel, self.ties, seed, bucket.mask, **bucket.buffers)
-        grid = self._grid.sizes(self.workers, bucket.device, numel, self.levels - 1)
-        if self.aggregation == "avg":
-            return LevelMean(channel, numel, self.levels, grid, **bucket.buffers)
-        return Vote(channel, numel, self.levels, self.ties, seed, grid, **bucket.buffers)
+        cls = LevelMean if self.aggregation == "avg" else Vote
+        options = () if self.aggregation == "avg" else (self.ties, seed)
+        return make_sum(cls, self.exchange, channel, numel, self.levels, *options, **bucket.buffers)
 
     def check_elastic(self) -> None:
         if self.exchange not in ("direct", "grid"):

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import nn
 
+from dlion.exchange.grid import bytes_along
 from dlion.optim import DistributedOptimizer
 from dlion.suite.files import as_argument, write_atomically
 from dlion.suite.machine import cores
@@ -184,7 +185,7 @@ def _facts(job: Job, parameters: int, optimizer: DistributedOptimizer) -> dict[s
         sends += f", {_share(share)} a float32 ring all-reduce"
     levels = [
         f"{human_bytes(size / workers.local)} to workers {stride} apart"
-        for stride, size in sorted(traffic.sent_along.items())
+        for stride, size in sorted(bytes_along(b.exchange for b in optimizer.buckets).items())
     ]
     return {
         "method": config.optimizer.name,
