@@ -10,9 +10,10 @@ update (``compute``), which bounds what any method can reach.
 The settings are fixed here: batches such that at 100 Mbit/s compute is below a sixth of DDP
 float32's step, the regime the Lion Cub paper is about, and ``vit_cifar_2``, where compute is about
 as long as messages of one bit take on the wire, so that overlap has the most to hide. Writes
-end_to_end.json and end_to_end.png. ``--study buckets`` compares sizes of buckets, and no overlap,
-instead, and writes buckets.json and buckets.png; ``--study workers`` compares DDP and ours over 2,
-4 and 8 workers, which share the cores of this machine, and writes workers.json and workers.png.
+end_to_end.json and end_to_end.png. ``--study buckets`` compares sizes of buckets, no overlap, and
+messages that leave at once or one by one, instead, and writes buckets.json and buckets.png;
+``--study workers`` compares DDP and ours over 2, 4 and 8 workers, which share the cores of this
+machine, and writes workers.json and workers.png.
 """
 
 import argparse
@@ -103,10 +104,19 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
             model.register_comm_hook(*hook)
         return step_of(model, x, y, make_optimizer(model.parameters()))
 
-    def ours(cls, **options) -> Step:
+    def ours(cls, slow: bool | None = None, **options) -> Step:
+        """``slow``: what it is to think of the links; None: what it has found out."""
         model, x, y = build()
         options = {"overlap": True, "bucket_cap_mb": BUCKET_CAP_MB, **options}
-        return step_of(model, x, y, cls(model.parameters(), lr=LR, **options))
+        optimizer = cls(model.parameters(), lr=LR, **options)
+        step = step_of(model, x, y, optimizer)
+
+        def step_as_told() -> None:
+            for transport in optimizer.channel.transports.values():
+                transport.slow = slow
+            step()
+
+        return step if slow is None else step_as_told
 
     def adamw(params):
         return torch.optim.AdamW(params, lr=LR, fused=True)
@@ -120,6 +130,7 @@ def make_cases(setting: str, study: str, slow: bool) -> dict[str, Step]:
     if study == "buckets":
         sizes = {f"{cap} MB": {"bucket_cap_mb": cap} for cap in (2, 5, 10, 25)}
         sizes |= {"one bucket": {"bucket_cap_mb": None}, "no overlap": {"overlap": False}}
+        sizes |= {"5 MB, at once": {"slow": False}, "5 MB, one by one": {"slow": True}}
         return bounds | {
             REFERENCE: ddp(lion),
             **{f"dlion_mavo, {name}": ours(optim.DLion, **how) for name, how in sizes.items()},

@@ -38,6 +38,7 @@ class Channel:
     Everything goes directly from process to process.
 
     Attributes:
+        transports: what carries bytes from process to process, by type of device.
         alone: whether messages stay in this process, as there is no other. Set to False they go
             through the collectives of a group of one process: how NCCL is tried on one GPU.
     """
@@ -62,7 +63,7 @@ class Channel:
 
     def _set(self, workers: Workers, transports: dict[str, Collectives]) -> None:
         self.workers, self.alone = workers, workers.processes == 1
-        self._transports = transports
+        self.transports = transports
         self.set_participants(None)
 
     def set_participants(self, participants: Sequence[int] | None) -> None:
@@ -130,7 +131,7 @@ class Channel:
         sent = part.contiguous().view(torch.uint8).view(1, k * s)
         everything = sent.new_empty(w.count, s) if out is None else out
         with self.timer.travel:
-            self._transports[part.device.type].all_gather(sent, everything.view(w.processes, k * s))
+            self.transports[part.device.type].all_gather(sent, everything.view(w.processes, k * s))
         return everything.view(part.dtype).view(w.count, *shape)
 
     def scatter_ragged(
@@ -206,13 +207,13 @@ class Channel:
             if self.alone:
                 incoming[0].copy_(outgoing[0])
             else:
-                self._transports[outgoing[0].device.type].all_to_all(outgoing, incoming)
+                self.transports[outgoing[0].device.type].all_to_all(outgoing, incoming)
 
     def barrier(self) -> None:
         """Wait until all processes are here, and have received all earlier messages."""
         if not self.alone:
-            first = next(iter(self._transports.values()))
-            self._transports.get("cpu", first).barrier()
+            first = next(iter(self.transports.values()))
+            self.transports.get("cpu", first).barrier()
 
     def count(self, sent: int, received: int, process: int) -> None:
         """Add bytes to the traffic, those of a collective."""

@@ -78,11 +78,12 @@ def standard(
     """
     from dlion.extensions.grad_scaler import GradScaling
     from dlion.extensions.lockstep import Lockstep
+    from dlion.extensions.pacing import Pacing
     from dlion.extensions.placement import OnWorkers
     from dlion.extensions.rounding import Rounding
     from dlion.extensions.shards import Shards
 
-    found: list[Extension] = [Lockstep(), OnWorkers(), Shards()]
+    found: list[Extension] = [Shards(), Lockstep(), OnWorkers(), Pacing()]
     if dense_group is not None:
         from dlion.extensions.dense_group import DenseGroup
 

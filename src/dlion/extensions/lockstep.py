@@ -63,6 +63,7 @@ class Lockstep(Extension):
             params = self.optimizer.params
             check_bare(params)
             if self._workers.processes > 1 and self._workers.local == 1:
+                self.optimizer.schedule.finish()  # nobody writes gradients meanwhile
                 check_data(params, self._workers)
             if self._met_nobody:
                 check_alone()

@@ -24,7 +24,8 @@ from typing import Any
 
 from dlion.errors import UserError
 from dlion.exchange.grid import TOPOLOGIES, Topology, bits_up, grid_shape
-from dlion.exchange.transport import LONG
+from dlion.exchange.transport import IN_FLIGHT, TELLING
+from dlion.extensions.pacing import SLOW
 from dlion.suite.arguments import PICTURES, link, make_parser, number, output_file, picture, whole
 from dlion.suite.files import whole_file
 from dlion.suite.units import human_bytes, human_seconds, show_rate
@@ -122,7 +123,7 @@ class Setting:
         speed: of the local work, times that of the core in EPYC_CORE.
         exchange: direct; grid: on that of ``grid_shape(n)``, where a method can be; auto: directly,
             or in the number of dimensions that takes the shortest time.
-        one_by_one: whether all messages do, not only long ones; None: long ones do.
+        one_by_one: whether all messages do, not only long ones; None: on links that are slow.
     """
 
     parameters: float
@@ -199,13 +200,13 @@ def _shares(setting: Setting) -> tuple[float, ...]:
 
 
 def _one_by_one(method: Formula, setting: Setting, shape: tuple[int, ...]) -> bool:
-    """Whether messages are so long that they wait for each other."""
+    """Whether links were found slow, so that messages wait for each other."""
     if method.schedule == RING:
         return False
     if setting.one_by_one is not None:
         return setting.one_by_one
-    messages = 2 * max(1, sum(shape) - len(shape))
-    return max(_shares(setting)) * payload_bytes(method, setting, shape) / messages > LONG
+    largest = max(_shares(setting)) * payload_bytes(method, setting, shape) / 2 / len(shape)
+    return setting.rate is not None and setting.rate < 8 * SLOW and largest >= TELLING
 
 
 def _exchange(
@@ -220,7 +221,7 @@ def _exchange(
     if _one_by_one(method, s, shape):
         overhead = HEADERS
     elif method.schedule == DIRECT:
-        waits = sum(min(size - 1, max(1.0, each_way / LONG)) for size in shape)
+        waits = sum(min(size - 1, max(1.0, each_way / IN_FLIGHT)) for size in shape)
     vote = 1e-9 * share * s.parameters * method.work.vote / s.speed
     work = s.sharing * (2 * messages * s.message + s.host * payload + vote)
     wire = overhead * 8 * payload / s.rate if s.rate else 0.0
