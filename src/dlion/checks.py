@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
@@ -150,6 +151,16 @@ def check_bare(params: Sequence[Tensor]) -> None:
             " dlion.frameworks (accelerate, transformers, lightning), or call its"
             " register_comm_hook(None, noop_hook), of"
             " torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+
+
+def check_unsplit() -> None:
+    """Refuse to be made by torch's ZeroRedundancyOptimizer, which splits the parameters."""
+    zero = "torch.distributed.optim.zero_redundancy_optimizer"
+    if any(frame.f_globals.get("__name__") == zero for frame, _ in traceback.walk_stack(None)):
+        raise RuntimeError(
+            "ZeroRedundancyOptimizer gives each process other parameters, while workers exchange"
+            " messages about the same ones: make the optimizer of all parameters on every process"
         )
 
 

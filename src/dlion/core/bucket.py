@@ -428,9 +428,9 @@ class Bucket:
         return [], []
 
     @staticmethod
-    def absent(optimizer: Any, placements: Any) -> list[Shown]:
-        """Return the state of parameters of which this process has nothing."""
-        return []
+    def absent(optimizer: Any, placements: Any) -> dict[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Return the state of parameters of which this process has nothing: here, and saved."""
+        return {}
 
     def count_step(self) -> None:
         """Count a step in ``state[param]["step"]``, as torch's optimizers do, if no update does."""

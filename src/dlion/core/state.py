@@ -133,8 +133,8 @@ def entries(optimizer: Any) -> tuple[Entries, list[Callable[[], None]]]:
         for param, name, value, there in more:
             found[param][name] = Entry(value, there)
         after += finish
-    for param, name, value, there in optimizer.bucket_type.absent(optimizer, placements):
-        found.setdefault(param, {}).setdefault(name, Entry(value, there))
+    for param, named in optimizer.bucket_type.absent(optimizer, placements).items():
+        found[param] = {name: Entry(value, there) for name, (value, there) in named.items()}
     return found, after
 
 

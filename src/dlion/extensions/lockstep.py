@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlion.checks import check_alone, check_bare, plain
+from dlion.checks import check_alone, check_bare, check_unsplit, plain
 from dlion.core.bucket import Bucket
 from dlion.core.extension import Extension
 from dlion.core.header import Headers
@@ -50,6 +50,7 @@ class Lockstep(Extension):
         self._met_nobody = not (optimizer._named or dist.is_initialized())
         self._first, self._checksum = True, b""
         self._local: int | None = None  # whose messages it goes with
+        check_unsplit()
         check_local_workers(self._workers)
         check_equal(self._workers, {"settings": settings_of(optimizer)})
 

@@ -134,16 +134,18 @@ class ShardedBucket(Bucket):
         return found, [partial(exchange.set_elementwise, elementwise)]
 
     @staticmethod
-    def absent(optimizer: Any, placements: ShardedPlacements) -> list[Shown]:
-        here = {slot.tensor for bucket in optimizer.buckets for slot in bucket.slots}
-        found: list[Shown] = []
+    def absent(
+        optimizer: Any, placements: ShardedPlacements
+    ) -> dict[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        placed = {slot.tensor for bucket in optimizer.buckets for slot in bucket.slots}
+        found: dict[Tensor, dict[str, tuple[Tensor, Tensor]]] = {}
         for param in optimizer.params:
-            if param.requires_grad and param not in here:
+            if param.requires_grad and param not in placed:
                 empty = local_part(param)
                 shape = (optimizer.owner.local, *empty.shape)
                 rows = empty.new_zeros(shape, dtype=torch.float32)
-                own = placements.own(rows, param)
-                found += [(param, name, rows, own) for name in optimizer.own_state]
+                entry = rows, placements.own(rows, param)
+                found[param] = dict.fromkeys(optimizer.own_state, entry)
         return found
 
 
