@@ -166,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.awaits: Any = None  # which save: the state of its workers is still to be loaded
         self.flag = self.flag_beside = self.flagged = False
         self._failed = self._flag_arrived = False
-        self._known: list[list[Tensor]] = []  # the parameters of each group
+        self._known: list[list[int]] = []  # the ids of each group's parameters
         self._frozen: list[Tensor] = []  # those that have no place in a bucket yet
         self.hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
         self._ready = False  # whether groups have their buckets as soon as they are added
@@ -304,14 +304,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _adopt(self, buckets: list[Bucket]) -> None:
         """Take over what others have written, in any way, into parameters and state."""
-        known = iter(self._known)
-        for group in self.param_groups:
-            if len(group["params"]) != len(next(known, ())):
-                raise RuntimeError(
-                    "param_groups were edited, which moves no parameter in or out: add a group"
-                    " with add_param_group(), freeze with requires_grad_(False), or make another"
-                    " optimizer"
-                )
+        if self.edited:
+            raise RuntimeError(
+                "param_groups were edited, which moves no parameter in or out: add a group with"
+                " add_param_group(), freeze with requires_grad_(False), or make another optimizer"
+            )
         if self.awaits is not None:
             raise RuntimeError(
                 "the loaded state lacks the workers' own state, which is in files beside the"
@@ -374,8 +371,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         A GPU's host waits once for the headers of all buckets. On a CPU, where the exchanges of
         later buckets continue meanwhile, each bucket is updated as soon as its answer is there.
         """
-        together = self.hooks.around_exchange or self.hooks.may_update
-        for part in [buckets] if together or buckets[0].device.type != "cpu" else zip(buckets):
+        alone = {bucket.device.type for bucket in buckets} == {"cpu"}
+        if self.hooks.around_exchange or self.hooks.may_update:
+            alone = False
+        for part in zip(buckets) if alone else [buckets]:
             with ExitStack() as around:
                 for hook in self.hooks.around_exchange:
                     around.enter_context(hook(part))
@@ -580,7 +579,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _note(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
-            self._known.append([*group["params"]])
+            self._known.append([*map(id, group["params"])])
             self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
 
     def include_unfrozen(self) -> list[Bucket]:
@@ -634,7 +633,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def edited(self) -> bool:
         """Whether others have put parameters into groups, or taken them out."""
         now = [[*map(id, group["params"])] for group in self.param_groups]
-        return now != [[*map(id, params)] for params in self._known]
+        return now != self._known
 
     # ------------------------------------------------------------------ state
 
