@@ -5,13 +5,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlion.core.header import Header
-from dlion.core.layout import Member, Slot, dealt, lay_out
+from dlion.core.header import Header, Headers
+from dlion.core.layout import Member, Slot, lay_out
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
 
@@ -47,18 +47,9 @@ class Run(NamedTuple):
         return tuple([flat[self.part] for flat in flats])
 
 
-class StateNames(Protocol):
-    """Names of a method's state."""
-
-    own_state: list[str]
-    shared_state: list[str]
-    counters: list[str]
-    own_counters: list[str]
-
-
 @dataclass
 class Names:
-    """Names of the state of some of a method's buckets."""
+    """Names of the state of some of a method's buckets, as an optimizer has them."""
 
     own_state: list[str] = field(default_factory=list)
     shared_state: list[str] = field(default_factory=list)
@@ -119,11 +110,13 @@ class Bucket:
         counters: state that is equal everywhere, name -> float32 ``[T]`` in main memory.
         own_counters: per-worker state, name -> float32 ``[k, T]`` in main memory.
         counts_steps: whether ``counters["step"]`` is for others to read: the method has none.
+        headers: those of this step's messages, once they are here.
         anywhere: whether some worker has a gradient of each parameter, in the step at hand.
         published: parameter, name and view of what ``state[param]`` of the optimizer shows.
         led: runs the exchange in place of this process.
     """
 
+    in_one: ClassVar[bool] = False  # whether all parameters of a kind are in one bucket
     led: Callable[["Bucket"], Stages] | None = None
     exchange: Any  # the kind that the method made
     kind: Any  # what the method's kind() returned
@@ -132,28 +125,24 @@ class Bucket:
         self,
         index: int,
         members: Sequence[Member],
-        owners: int | None = None,
         kind: Hashable = None,
+        workers: int = 1,
         header_bytes: int = 0,
     ):
         self.index, self.kind, first = index, kind, members[0].tensor
         self.device, self.dtype = first.device, first.dtype
         self.apart = False
-        if owners is None:
-            self.slots, self.numel = lay_out(members)
-        else:  # each parameter in one slice of so many
-            members, starts, self.numel = dealt(members, owners)
-            self.slots, _ = lay_out(members, starts)
-        self.regroup(member.group for member in members)
+        self.lay_out(members, workers)
         self.places = Places((slot.start, slot.stop) for slot in self.slots)
         self.header = Header(len(members), header_bytes)
+        self.headers: Headers | None = None
         self.anywhere: list[bool] = []
         self.published: list[tuple[Tensor, str, Tensor]] = []
         self._places = {(None, None): self.places}
         self._fragments: dict[int, list[Fragment]] = {}
         self._row: Tensor | None = None
 
-    def allocate(self, exchange: Exchange, names: StateNames) -> None:
+    def allocate(self, exchange: Exchange, names: Any) -> None:
         """Make the buffers that go with an exchange and move the parameters in."""
         # an exchange may be about whole tensors of what is sharded here
         local, padded = exchange.channel.workers.local, max(exchange.numel, self.numel)
@@ -193,9 +182,10 @@ class Bucket:
         new[..., : self.numel] = flat[..., : self.numel]
         return new
 
-    def regroup(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Read hyperparameters from these groups, one for each parameter."""
-        self.groups = list(groups)
+    def lay_out(self, members: Sequence[Member], workers: int) -> None:
+        """Give each parameter its place, and read hyperparameters from its group."""
+        self.slots, self.numel = lay_out(members)
+        self.groups = [member.group for member in members]
         pairs = enumerate(itertools.pairwise(self.groups), 1)
         self.edges = [0, *(index for index, (one, two) in pairs if one is not two)]
         self.distinct_groups = [self.groups[index] for index in self.edges]
@@ -437,30 +427,6 @@ class Bucket:
         if self.counts_steps:
             present = self.anywhere or self.trained()  # a local step knows of no others
             self.counters["step"] += torch.tensor(present, device="cpu")
-
-    def count(self, name: str) -> list[tuple[int, slice]]:
-        """Count a step for every parameter that some worker has a gradient for.
-
-        Returns the counts, each with the slots that it holds for; absent parameters are left
-        out where counts differ.
-        """
-        return self._count(self.counters[name], self.anywhere)
-
-    def count_own(self, name: str, local: int) -> list[tuple[int, slice]]:
-        """As :meth:`count`, for the parameters that a local worker has a gradient for."""
-        return self._count(self.own_counters[name][local], self.present())
-
-    def _count(self, counter: Tensor, here: list[bool]) -> list[tuple[int, slice]]:
-        present = torch.tensor(here, device="cpu")
-        counter += present
-        counts = set(counter[present].tolist())
-        if len(counts) <= 1:
-            return [(int(count), slice(None)) for count in counts]
-        return [
-            (int(count), slice(index, index + 1))
-            for index, (count, here) in enumerate(zip(counter.tolist(), present, strict=True))
-            if here
-        ]
 
     def stages(self) -> Stages:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""

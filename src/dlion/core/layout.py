@@ -1,7 +1,7 @@
 """Layout of parameters in buckets, in the order in which messages leave."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -79,34 +79,6 @@ class Member(NamedTuple):
     tensor: torch.nn.Parameter
     name: str
     group: dict[str, Any]
-
-
-def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Deal things of these sizes to so many, as equally as goes; return their places, ascending."""
-    dealt: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        lightest = loads.index(min(loads))
-        dealt[lightest].append(index)
-        loads[lightest] += sizes[index]
-    return [sorted(part) for part in dealt]
-
-
-def dealt(members: Sequence[Member], owners: int) -> tuple[list[Member], list[int], int]:
-    """Order members so that each lies in one of the equal slices of so many owners.
-
-    Returns them, where each starts, and the elements of all slices.
-    """
-    sizes = [-(-local_part(m.tensor).numel() // ALIGNMENT) * ALIGNMENT for m in members]
-    parts = deal(sizes, owners)
-    length = max(sum(sizes[index] for index in part) for part in parts)
-    starts = [
-        owner * length + start
-        for owner, part in enumerate(parts)
-        for start in itertools.accumulate((sizes[index] for index in part[:-1]), initial=0)
-        if part
-    ]
-    return [members[index] for part in parts for index in part], starts, owners * length
 
 
 def lay_out(members: Iterable[Member], starts: Iterable[int] = ()) -> tuple[list[Slot], int]:

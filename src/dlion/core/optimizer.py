@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dlion.checks import check_hyperparameters, check_names, check_ordered, checked, listed
 from dlion.checks import check_parameters as check_tensors
 from dlion.core import state
-from dlion.core.bucket import Bucket, StateNames
-from dlion.core.extension import Extension, Hooks, Schedule
+from dlion.core.bucket import Bucket
 from dlion.core.header import Headers
 from dlion.core.layout import Member, by_bucket, local_part, members_of
 from dlion.exchange import Channel, Exchange, Traffic, is_broken
 from dlion.extensions import Options, standard
+from dlion.extensions.protocol import Extension, Hooks, Schedule
 from dlion.transfer import download, upload
 from dlion.values import Positive
 from dlion.workers import Workers, voters
@@ -90,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             one bucket, of all groups. ``auto``: 5, and in proportion to n beyond 8 workers, so that
             a slice, and what a message about it costs, stays as large. On a GPU, whose host each
             bucket costs a millisecond, give 100 or more.
-        extensions: of your own, see :class:`dlion.core.extension.Extension`.
+        extensions: of your own, see :class:`dlion.extensions.protocol.Extension`.
         options: attach extensions of this library, see :func:`dlion.extensions.standard`.
 
     Attributes:
@@ -198,16 +198,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def update(self, bucket: Bucket) -> None:
         """Apply the answer of ``bucket.exchange`` to ``bucket.params``."""
 
-    def state_names(self, bucket: Bucket) -> StateNames:
-        """Return the names of the state of a bucket's parameters."""
+    def state_names(self, bucket: Bucket) -> Any:
+        """Return the names of the state of a bucket's parameters: ``Names``, or the method's."""
         return self
 
     def kind(self, member: Member) -> Hashable:
         """Return what parameters must have in common to share a bucket: its ``kind``."""
 
-    def has_owner(self, member: Member) -> bool:
-        """Whether parameters of this kind have one owner each; otherwise slices may cut them."""
-        return False
+    def bucket_of(self, member: Member) -> type[Bucket]:
+        """Return the type of bucket for parameters of this kind."""
+        return self.bucket_type
 
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
@@ -404,7 +404,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
                 ) from error
         for bucket, rows in zip(buckets, headers, strict=True):
             read = self.read_headers(bucket, rows, "worker", self.channel.participants)
-            bucket.anywhere = read.present
+            bucket.headers, bucket.anywhere = read, read.present
             self._flag_arrived |= read.flag
 
     def read_headers(
@@ -448,7 +448,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.collected.clear()
         self.flag_beside = self._flag_arrived = False
         for bucket in buckets:
-            bucket.anywhere = []
+            bucket.headers, bucket.anywhere = None, []
 
     def restart(self) -> None:
         """Forget the step at hand, as other state was loaded."""
@@ -598,10 +598,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Make the buckets of parameters that have none, and return them."""
         first, cap = len(self.buckets), self.bucket_cap_mb
         assert not isinstance(cap, str)
-        for part in by_bucket(members, cap, self.whole_matrices, self.kind, self.has_owner):
-            owners = self.workers.count if self.has_owner(part[0]) else None
-            index, kind = len(self.buckets), self.kind(part[0])
-            bucket = self.bucket_type(index, part, owners, kind, self.hooks.header_bytes)
+        in_one = lambda member: self.bucket_of(member).in_one  # noqa: E731
+        for part in by_bucket(members, cap, self.whole_matrices, self.kind, in_one):
+            of_kind, kind, n = self.bucket_of(part[0]), self.kind(part[0]), self.workers.count
+            bucket = of_kind(len(self.buckets), part, kind, n, self.hooks.header_bytes)
             bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))
             for hook in self.hooks.on_bucket:
                 hook(bucket)

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 import torch.distributed as dist
 
 from dlion.checks import checked
-from dlion.core.extension import Extension
+from dlion.extensions.protocol import Extension
 
 DenseWire = Literal["bf16", "float32"]
 NonfiniteWay = Literal["stop", "skip"]

@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 
 from dlion.checks import check_parameters
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
 from dlion.core.layout import local_part
 from dlion.exchange import Channel, RoundedMean, Stages, Traffic
 from dlion.extensions.lockstep import check_equal, facts_about, settings_of
+from dlion.extensions.protocol import Extension
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers, check_gpus
 

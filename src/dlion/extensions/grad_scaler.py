@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlion.core.extension import Extension
+from dlion.extensions.protocol import Extension
 
 
 class GradScaling(Extension):

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from dlion.checks import check_alone, check_bare, check_unsplit, plain
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
 from dlion.core.header import Headers
 from dlion.core.layout import local_part
 from dlion.errors import TrainingFailed
 from dlion.exchange import Channel, is_broken
+from dlion.extensions.protocol import Extension
 from dlion.transfer import download
 from dlion.workers import Workers, check_gpus
 
@@ -63,8 +63,8 @@ class Lockstep(Extension):
         if self._first:
             params = self.optimizer.params
             check_bare(params)
-            if self._workers.processes > 1 and self._workers.local == 1:
-                self.optimizer.schedule.finish()  # nobody writes gradients meanwhile
+            several = self._workers.processes > 1 and self._workers.local == 1
+            if several and not self.optimizer.schedule.deferred:
                 check_data(params, self._workers)
             if self._met_nobody:
                 check_alone()

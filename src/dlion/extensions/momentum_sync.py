@@ -7,8 +7,8 @@ from typing import Literal
 
 from dlion.checks import check_pattern
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
 from dlion.exchange import Channel, DirectSend, MeanWire, make_mean
+from dlion.extensions.protocol import Extension
 from dlion.values import Whole
 from dlion.workers import Workers
 

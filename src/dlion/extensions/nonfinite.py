@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dlion.checks import warn
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
 from dlion.core.header import Headers
 from dlion.errors import TrainingFailed
+from dlion.extensions.protocol import Extension
 from dlion.transfer import download
 
 _SKIPPED = (

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension, Schedule
 from dlion.core.layout import Slot, local_part
 from dlion.extensions.lockstep import hyperparameters
+from dlion.extensions.protocol import Extension, Schedule
 from dlion.transfer import keep_for_this_stream
 
 Work = Callable[[], None]
@@ -70,7 +70,7 @@ class Overlap(Extension, Schedule):
     at_step = False
 
     def __init__(self, deferred: bool) -> None:
-        self._deferred = deferred
+        self.deferred = deferred
         self.in_backward = False
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._bucket_of: dict[Tensor, Bucket] = {}
@@ -227,7 +227,7 @@ class Overlap(Extension, Schedule):
         local: int,
         encode: Encode,
     ) -> None:
-        if self._deferred:
+        if self.deferred:
             self.finish()  # it writes the mean gradients
         if self.sent:
             self._check_unchanged()
@@ -235,7 +235,7 @@ class Overlap(Extension, Schedule):
 
     def _write(self, buckets: Sequence[Bucket], local: int, encode: Encode) -> None:
         """Let messages be written, here or on the thread."""
-        if self._deferred:
+        if self.deferred:
             self._late |= {bucket: partial(encode, [bucket], local) for bucket in buckets}
         else:
             encode(buckets, local)

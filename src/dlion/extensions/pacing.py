@@ -4,9 +4,8 @@ At once they get in each other's way there, and on fast links waiting costs more
 """
 
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
-from dlion.core.header import Headers
 from dlion.exchange.transport import Gloo
+from dlion.extensions.protocol import Extension
 
 SLOW = 2_000_000  # bytes a second, below which a link is slow
 
@@ -17,22 +16,19 @@ class Pacing(Extension):
     header_bytes = 1
 
     def __init__(self) -> None:
-        self._here = self._anywhere = self._sent = False
+        self._slow = False
 
     def write_header(self, bucket: Bucket, local: int) -> bytes:
-        self._sent = True
-        return b"\1" if self._here else b"\0"
-
-    def read_headers(self, bucket: Bucket, headers: Headers, senders: list[str]) -> None:
-        self._anywhere |= bool(headers.extra[:, self.place].any())
+        return b"\1" if self._slow else b"\0"
 
     def after_step(self, counts: bool) -> None:
-        found = self.optimizer.channel.transports.values()
-        if not (counts and self._sent):
+        optimizer = self.optimizer
+        read = [bucket.headers for bucket in optimizer.buckets if bucket.headers is not None]
+        if not counts or not any(any(headers.present) for headers in read):
             return
-        slow = self._here or self._anywhere  # headers that are all the same are not read here
-        self._here = self._anywhere = self._sent = False
-        for gloo in [each for each in found if isinstance(each, Gloo)]:
-            gloo.slow = slow
-            self._here |= 0 < gloo.fastest < SLOW
-            gloo.fastest = 0.0
+        slow = any(headers.extra[:, self.place].any() for headers in read)
+        self._slow = False
+        for gloo in optimizer.channel.transports.values():
+            if isinstance(gloo, Gloo):
+                gloo.slow, self._slow = slow, self._slow or 0 < gloo.fastest < SLOW
+                gloo.fastest = 0.0

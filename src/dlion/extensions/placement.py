@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from dlion.core.extension import Extension
 from dlion.core.state import Placements
+from dlion.extensions.protocol import Extension
 from dlion.workers import Workers
 
 

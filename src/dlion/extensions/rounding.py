@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
+from dlion.extensions.protocol import Extension
 from dlion.streams import stream_seed
 
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dlion.core.bucket import Bucket, Full, Shown
-from dlion.core.extension import Extension
-from dlion.core.layout import ALIGNMENT, Slot, deal, local_part
+from dlion.core.layout import ALIGNMENT, Slot, local_part
 from dlion.core.state import EXCHANGE
 from dlion.exchange import Channel
 from dlion.extensions.placement import WorkerPlacements, placed
+from dlion.extensions.protocol import Extension
 from dlion.workers import Workers
 
 
@@ -147,6 +147,17 @@ class ShardedBucket(Bucket):
                 entry = rows, placements.own(rows, param)
                 found[param] = dict.fromkeys(optimizer.own_state, entry)
         return found
+
+
+def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Deal things of these sizes to so many, as evenly as possible; return their places."""
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        lightest = loads.index(min(loads))
+        dealt[lightest].append(index)
+        loads[lightest] += sizes[index]
+    return [sorted(part) for part in dealt]
 
 
 class Gathered(Full):

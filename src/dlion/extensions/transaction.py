@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dlion.core.bucket import Bucket
-from dlion.core.extension import Extension
+from dlion.extensions.protocol import Extension
 
 
 class Transaction(Extension):

@@ -15,7 +15,7 @@ from torch import Tensor
 from dlion import kernels
 from dlion.core.bucket import Bucket, Names
 from dlion.methods.muon import NewtonSchulz, bucket_orthogonalise, rms_scale, scaled
-from dlion.methods.updates import adamw
+from dlion.methods.updates import adamw, counts
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -82,7 +82,7 @@ class AdamW(Inner):
     def step(self, bucket: Bucket, local: int) -> None:
         own = [bucket.own[name][local] for name in ("local", *AdamW.own_state)]
         gradients = bucket.gradients()
-        for count, slots in bucket.count_own("step", local):
+        for count, slots in counts(bucket.own_counters["step"][local], bucket.present()):
             for run in bucket.runs(*_RATES, within=slots):
                 lr, betas, weight_decay = run.values
                 x, m, v, g = run.of(*own, gradients)

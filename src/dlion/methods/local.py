@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor
 
-from dlion.core.bucket import Bucket, Names, StateNames
-from dlion.core.extension import Extension
+from dlion.core.bucket import Bucket, Names
 from dlion.core.layout import Member
 from dlion.core.optimizer import Common
 from dlion.exchange import MEAN_WIRES, Exchange, MeanWire, ScaledSignMean, make_mean
+from dlion.extensions.protocol import Extension
 from dlion.methods.inner import INNER, Maker, OfTorch
 from dlion.methods.matrices import Matrices
 from dlion.methods.muon import MatricesApart
@@ -105,7 +105,7 @@ class LocalUpdate(MatricesApart):
     def kind(self, member: Member) -> Matrices | None:
         return super().kind(member) if self.inner == "muon" else None
 
-    def state_names(self, bucket: Bucket) -> StateNames:
+    def state_names(self, bucket: Bucket) -> Any:
         inner = self._inner.state_names(bucket)
         own = ["local", *inner.own_state, *self._of_method.own_state]
         counters = [*inner.own_counters, *self._of_method.own_counters]

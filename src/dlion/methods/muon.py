@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dlion.checks import check_matches, check_pattern, warn
-from dlion.core.bucket import Bucket, Names, StateNames
+from dlion.core.bucket import Bucket, Names
 from dlion.core.layout import Member, Slot, members_of
 from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.methods.dense import MeanGradientOptimizer
@@ -157,7 +157,7 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
         }
         super().__init__(params, defaults=defaults, adamw_names=adamw_names, **common)
 
-    def state_names(self, bucket: Bucket) -> StateNames:
+    def state_names(self, bucket: Bucket) -> Any:
         return self.matrix_state if bucket.kind else self
 
     def update(self, bucket: Bucket) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
-from dlion.core.bucket import Bucket, Names, StateNames
+from dlion.core.bucket import Bucket, Names
 from dlion.exchange import MeanWire
 from dlion.extensions.momentum_sync import Every, MomentumSync
 from dlion.kernels.reference import lion_direction
@@ -117,7 +117,7 @@ class SignMuon(MatricesApart, SignVoteOptimizer):
         }
         super().__init__(params, defaults=defaults, adamw_names=adamw_names, **options)
 
-    def state_names(self, bucket: Bucket) -> StateNames:
+    def state_names(self, bucket: Bucket) -> Any:
         return self if self._is_adamw(bucket) else Names(own_state=["momentum"])
 
     def direction(self, bucket: Bucket, local: int) -> Tensor:

@@ -80,7 +80,7 @@ def adamw(
 def adamw_descent(bucket: Bucket, answer: Tensor) -> None:
     """:func:`adamw` on an answer, with the steps of each parameter."""
     vectors = bucket.params, bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"], answer
-    for count, slots in bucket.count("step"):
+    for count, slots in counts(bucket.counters["step"], bucket.anywhere):
         for run in bucket.runs("lr", "betas", "eps", "weight_decay", within=slots):
             x, m, v, a = run.of(*vectors)
             adamw(x, m, v, a, count, *run.values)
@@ -92,7 +92,7 @@ def variance_descent(bucket: Bucket, answer: Tensor) -> None:
     AdamW on an answer that is a first moment by itself.
     """
     vectors = bucket.params, bucket.shared["exp_avg_sq"], answer
-    for count, slots in bucket.count("step"):
+    for count, slots in counts(bucket.counters["step"], bucket.anywhere):
         for run in bucket.runs("lr", "betas", "weight_decay", within=slots):
             (params, v, a), (lr, (_, beta2), decay) = run.of(*vectors), run.values
             v.mul_(beta2).addcmul_(a, a, value=1 - beta2)
@@ -108,3 +108,25 @@ def wide(params: Tensor) -> Iterator[Tensor]:
     yield x
     if x is not params:
         params.copy_(x)
+
+
+def counts(counter: Tensor, here: list[bool]) -> list[tuple[int, slice]]:
+    """Count a step for every parameter that has a gradient ``here``.
+
+    Args:
+        counter: of a bucket, float32 ``[T]`` in main memory.
+
+    Returns:
+        the counts, each with the slots that it holds for; absent parameters are left out where
+        counts differ.
+    """
+    present = torch.tensor(here, device="cpu")
+    counter += present
+    known = set(counter[present].tolist())
+    if len(known) <= 1:
+        return [(int(count), slice(None)) for count in known]
+    return [
+        (int(count), slice(index, index + 1))
+        for index, (count, here) in enumerate(zip(counter.tolist(), present, strict=True))
+        if here
+    ]

@@ -1,16 +1,17 @@
 """Muon by adaptive delta modulation: one bit each way, orthogonalised by the owner of a matrix."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.core.bucket import Bucket
-from dlion.core.layout import Member
+from dlion.core.layout import ALIGNMENT, Member, lay_out, local_part
 from dlion.core.optimizer import Common
 from dlion.exchange import DeltaVote, PolarDeltaVote
-from dlion.extensions.shards import ShardedBucket
+from dlion.extensions.shards import ShardedBucket, deal
 from dlion.methods.adm import DeltaVoteOptimizer
 from dlion.methods.matrices import tensors_of
 from dlion.methods.momentum import lion_direction, nesterov_direction
@@ -25,6 +26,35 @@ from dlion.methods.muon import (
 from dlion.methods.sign_muon import LION_SHARE
 from dlion.methods.updates import vote_descent
 from dlion.values import Betas, Depth, Limits, Name, NotNegative, Probability
+
+
+class OwnedBucket(Bucket):
+    """Parameters that lie each in one of the equal slices, so that one worker owns it whole."""
+
+    in_one = True
+
+    def lay_out(self, members: Sequence[Member], workers: int) -> None:
+        members, starts, numel = dealt(members, workers)
+        super().lay_out(members, workers)
+        self.slots, _ = lay_out(members, starts)
+        self.numel = numel
+
+
+def dealt(members: Sequence[Member], owners: int) -> tuple[list[Member], list[int], int]:
+    """Order members so that each lies in one of the equal slices of so many owners.
+
+    Returns them, where each starts, and the elements of all slices.
+    """
+    sizes = [-(-local_part(m.tensor).numel() // ALIGNMENT) * ALIGNMENT for m in members]
+    parts = deal(sizes, owners)
+    length = max(sum(sizes[index] for index in part) for part in parts)
+    starts = [
+        owner * length + start
+        for owner, part in enumerate(parts)
+        for start in itertools.accumulate((sizes[index] for index in part[:-1]), initial=0)
+        if part
+    ]
+    return [members[index] for part in parts for index in part], starts, owners * length
 
 
 class MuonADM(MatricesApart, DeltaVoteOptimizer):
@@ -92,8 +122,8 @@ class MuonADM(MatricesApart, DeltaVoteOptimizer):
         }
         super().__init__(params, defaults=defaults, adamw_names=adamw_names, **common)
 
-    def has_owner(self, member: Member) -> bool:
-        return self.kind(member) is not None
+    def bucket_of(self, member: Member) -> type[Bucket]:
+        return OwnedBucket if self.kind(member) is not None else super().bucket_of(member)
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
         if not bucket.kind:

@@ -114,11 +114,12 @@ class Schedule:
     Attributes:
         sent: how many buckets' messages have left in this step.
         at_step: whether none leaves before ``step()``.
+        deferred: whether a thread writes messages, and what they are about.
         accumulates: says whether the backward pass at hand only accumulates gradients, as in
             :meth:`no_sync`; for frameworks, which know. None: never.
     """
 
-    sent, at_step = 0, True
+    sent, at_step, deferred = 0, True, False
     accumulates: Callable[[], bool] | None = None
 
     def no_sync(self) -> AbstractContextManager[None]:
