@@ -125,10 +125,10 @@ class Recorder(DLionADM):
         if not self.recording:
             super().encode(bucket, local)
             return
-        coder, (beta1, beta2) = bucket.exchange.coder(local), bucket.group["betas"]
+        coder, (beta1, beta2) = bucket.exchange.coder(local), bucket.groups[0]["betas"]
         before = coder.estimate.clone()
         truth = torch.zeros_like(before)
-        for start, momentum, gradient in bucket.parts("momentum", local):
+        for start, momentum, gradient in bucket.grads().parts(bucket.own["momentum"][local]):
             direction = lion_direction(momentum.clone(), gradient, beta1, beta2)
             truth[start : start + len(direction)] = direction
         super().encode(bucket, local)

@@ -184,14 +184,6 @@ def test_kinds_that_cannot_share_a_bucket_stay_apart():
     assert [bucket.dtype for bucket in GLion(groups).buckets] == [torch.bfloat16, torch.float32]
 
 
-def test_the_hyperparameters_of_one_group_are_not_taken_for_all():
-    (bucket,) = DLion([{"params": [param]} for param in weights()]).buckets
-    with pytest.raises(RuntimeError, match=r"bucket\.runs\(\)"):
-        bucket.group["lr"]
-    (bucket,) = DLion(weights(), lr=0.5).buckets
-    assert bucket.group["lr"] == 0.5
-
-
 def test_a_norm_is_clipped_over_all_groups():
     params, others = weights(), weights()
     one = DGC(params, clip_norm=0.5)

@@ -15,18 +15,9 @@ from dlion.core.layout import Member, Slot, lay_out
 from dlion.exchange import Buffers, Exchange, Stages
 from dlion.kernels import Gradients, Places
 
-
-class Fragment(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, and their place in some buffer."""
-
-    index: int
-    start: int
-    stop: int
-    view: Tensor
-
-
 # a parameter, the name of some state of it, what is here of that, and what is saved
 Shown = tuple[Tensor, str, Tensor, Tensor]
+Fragment = tuple[int, int, int, Tensor]  # start to stop of a parameter, and their place in a row
 
 
 class Run(NamedTuple):
@@ -189,16 +180,6 @@ class Bucket:
         pairs = enumerate(itertools.pairwise(self.groups), 1)
         self.edges = [0, *(index for index, (one, two) in pairs if one is not two)]
         self.distinct_groups = [self.groups[index] for index in self.edges]
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The parameter group of all parameters; an error if there are several (:meth:`runs`)."""
-        if len(self.edges) > 1:
-            raise RuntimeError(
-                "the parameters of this bucket are of several groups: read hyperparameters from"
-                " bucket.runs(), as dlion.methods.updates does"
-            )
-        return self.groups[0]
 
     @property
     def step(self) -> int:
@@ -372,17 +353,6 @@ class Bucket:
             self._places[key] = Places(self.places.spans[slots])
         return Gradients(vectors, self._places[key])
 
-    def parts(self, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
-
-        That is each parameter by itself, and on a GPU, where a launch costs more than a copy, all
-        of the bucket.
-        """
-        if self.device.type == "cuda":
-            yield 0, self.own[name][local], self.gradients()
-        else:
-            yield from self.grads().parts(self.own[name][local])
-
     def gradients(self) -> Tensor:
         """Copy the latest gradients to float32 ``[padded]``; the next call overwrites it."""
         if self._row is None:
@@ -397,16 +367,6 @@ class Bucket:
     def trained(self) -> list[bool]:
         """Whether each parameter is trained."""
         return [slot.tensor.requires_grad for slot in self.slots]
-
-    def norms(self) -> Tensor:
-        """Return the norm of each gradient, float32 ``[T]``, 0 where there is none."""
-        grads, precision = self.raw_grads(), torch.promote_types(self.dtype, torch.float32)
-        present = [grad for grad in grads if grad is not None]
-        found = torch._foreach_norm(present, dtype=precision) if present else ()
-        if len(present) < len(grads):
-            rest, zero = iter(found), self.params.new_zeros((), dtype=precision)
-            found = [zero if grad is None else next(rest) for grad in grads]
-        return torch.stack(found).to(torch.float32)
 
     @property
     def exchange_state(self) -> dict[str, Tensor]:
@@ -456,5 +416,5 @@ class Bucket:
                 row, column = divmod(at, size)
                 end = min(slot.stop, at + size - column)
                 view = rows[row, column : column + end - at]
-                yield Fragment(index, at - slot.start, end - slot.start, view)
+                yield index, at - slot.start, end - slot.start, view
                 at = end

@@ -5,8 +5,8 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from operator import itemgetter
 from typing import Any, ClassVar, Literal, NoReturn, Unpack
 
@@ -22,8 +22,9 @@ from dlion.core.bucket import Bucket
 from dlion.core.header import Headers
 from dlion.core.layout import Member, by_bucket, local_part, members_of
 from dlion.exchange import Channel, Exchange, Traffic, is_broken
+from dlion.extensions import Common as Common
 from dlion.extensions import Options, standard
-from dlion.extensions.protocol import Extension, Hooks, Schedule
+from dlion.extensions.protocol import Extension, Hooks, Schedule, release
 from dlion.transfer import download, upload
 from dlion.values import Positive
 from dlion.workers import Workers, voters
@@ -33,17 +34,6 @@ _HALF_WAY = (
     "an earlier step failed half-way, when state had moved: give this optimizer a checkpoint"
     " (load_state_dict), or make another"
 )
-
-
-class Common(Options, total=False):
-    """Keyword arguments of every optimizer, see :class:`DistributedOptimizer`."""
-
-    workers: Workers | None
-    process_group: dist.ProcessGroup | None
-    mesh: DeviceMesh | None
-    seed: int
-    bucket_cap_mb: float | Literal["auto"] | None
-    extensions: Sequence[Extension]
 
 
 class DistributedOptimizer(torch.optim.Optimizer, ABC):
@@ -58,25 +48,18 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         optimizer.zero_grad()
 
     Creating it copies the parameters of process 0 to all and moves the trained ones into flat
-    buffers, so they share memory with nothing else from then on. (A Parameter that is used twice
-    stays one, and after ``share_memory()`` other processes see what is trained.) Gradient
-    accumulation, parameter groups, LR schedulers, autocast, ``torch.amp.GradScaler`` and
-    ``state_dict`` work as usual. The state differs from worker to worker: save it on every rank.
-
-    Parameter groups share buckets, so a group for each layer costs no more exchanges than one for
-    all; rates may differ and change. A group that is added later has buckets of its own, as has
-    what is unfrozen later.
-
-    A process may host several virtual workers (``workers.local``): run a backward pass for each,
-    with its own data, and call :meth:`collect` after each (the last may be left to ``step()``).
+    buffers, which share memory with nothing else. Gradient accumulation, parameter groups, LR
+    schedulers, autocast, ``torch.amp.GradScaler`` and ``state_dict`` work as usual. The state
+    differs from worker to worker: save it on every rank. Parameter groups share buckets, and rates
+    may differ and change; a group that is added later has buckets of its own, as has what is
+    unfrozen later. A process may host several virtual workers, see :meth:`collect`.
 
     A parameter without a gradient on some workers counts as a zero gradient there and leaves those
     workers' state alone; without one on any worker it is not touched, as in torch. (Methods with
     residuals count it as zero everywhere: what they held back must still be sent.) A frozen
     parameter is neither sent nor given state; it may be unfrozen between steps. One that is frozen
     later keeps its state and its bits in the messages, and is not updated. To load a state that was
-    saved after unfreezing, make the optimizer while parameters are frozen as they were at first,
-    then unfreeze, then load.
+    saved after unfreezing, unfreeze the same after the optimizer was made, then load.
 
     Args:
         params: parameters, named parameters, or parameter groups.
@@ -86,10 +69,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             By default the processes of the default process group.
         seed: of all random draws of the method (the same on every process).
         bucket_cap_mb: cut the parameters, last ones first, into buckets of at most so many MB of
-            float32 (as DistributedDataParallel's), smaller ones first and towards the end. None:
-            one bucket, of all groups. ``auto``: 5, and in proportion to n beyond 8 workers, so that
-            a slice, and what a message about it costs, stays as large. On a GPU, whose host each
-            bucket costs a millisecond, give 100 or more.
+            float32, smaller ones first and towards the end. None: one bucket, of all groups.
+            ``auto``: 5, and in proportion to n beyond 8 workers. On a GPU, whose host each bucket
+            costs a millisecond, give 100 or more.
         extensions: of your own, see :class:`dlion.extensions.protocol.Extension`.
         options: attach extensions of this library, see :func:`dlion.extensions.standard`.
 
@@ -98,10 +80,11 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         extensions: all that are attached, in their order.
         schedule: when messages leave.
         collected: local workers whose messages of this step are written.
+        failed: whether a step failed half-way, when state had moved.
         committed: whether the latest step has moved the parameters.
-        flag, flagged: a bit for the loop's own use. Set ``flag`` and it travels with the next
-            messages; after a step in which any process whose workers take part had it set,
-            ``flagged`` is true on all that exchange messages.
+        flag, flagged: a bit of the loop's own. Set ``flag`` and it travels with the next messages;
+            ``flagged`` is true on all after a step in which a process that takes part had it set.
+        frozen: parameters that have no place in a bucket yet.
         skipped: steps of local workers in which a gradient was left out.
 
     Raises:
@@ -156,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.borrowed: list[Workers] = []  # groups of its own, to be used again by others
         for extension in self.extensions:
             extension.attach(self)
-        end = weakref.finalize(self, _release, self.schedule, self.borrowed)
+        end = weakref.finalize(self, release, self.schedule, self.borrowed)
         end.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self.hooks, self.channel = Hooks(self.extensions), Channel(self.workers)
         self.owner = self.workers  # of the workers' own state
@@ -165,9 +148,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.committed, self.skipped = True, 0
         self.awaits: Any = None  # which save: the state of its workers is still to be loaded
         self.flag = self.flag_beside = self.flagged = False
-        self._failed = self._flag_arrived = False
+        self.failed = self._flag_arrived = False
         self._known: list[list[int]] = []  # the ids of each group's parameters
-        self._frozen: list[Tensor] = []  # those that have no place in a bucket yet
+        self.frozen: list[Tensor] = []
         self.hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
         self._ready = False  # whether groups have their buckets as soon as they are added
         super().__init__(
@@ -212,9 +195,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def begin(self, bucket: Bucket) -> None:
         """Start from the parameters that are in a bucket: it is new, or was given others."""
 
-    def check_elastic(self) -> None:
-        """Refuse settings that hold for one number of workers alone, or whose state would move."""
-
     def prepare(self) -> None:
         """Compile the kernels of the first step, so that processes forked later inherit them."""
 
@@ -224,19 +204,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def set_extra_state(self, saved: Any) -> None:
         """Restore the result of :meth:`get_extra_state`; None: it is still to come."""
 
-    # what methods of local steps do besides
+    # of methods whose workers take steps between exchanges
 
     def host(self, local: int | None) -> None:
-        """Put the parameters of a local worker into the model; None: those that all share.
-
-        Only where workers move on their own between exchanges is there any difference.
-        """
+        """Put the parameters of a local worker into the model; None: those that all share."""
 
     def begin_round(self) -> None:
         """Start from the shared state, which an exchange or a peer has moved."""
 
     def end_round(self) -> None:
-        """Let the next step exchange messages, if there are steps that do not."""
+        """Let the next step exchange messages."""
 
     def end_step(self, exchanged: bool) -> None:
         """Make ready for the next step; ``exchanged``: whether answers were applied."""
@@ -294,12 +271,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self.collected != {*local}:
             missing = sorted({*local} - self.collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        if self._failed:
+        if self.failed:
             raise RuntimeError(_HALF_WAY)
-        self._failed = True  # until all answers are applied
+        self.failed = True  # until all answers are applied
         exchanged = self.exchanges and self._exchange_and_update(buckets)
         self._conclude(buckets, exchanged)
-        self._failed = False
+        self.failed = False
         return loss
 
     def _adopt(self, buckets: list[Bucket]) -> None:
@@ -322,7 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def write_messages(self, buckets: Sequence[Bucket], local: int) -> None:
         """Look at a local worker's gradients and write its messages about buckets."""
-        if self._failed:
+        if self.failed:
             raise RuntimeError(_HALF_WAY)
         for hook in self.hooks.before_encode:
             hook(buckets, local)
@@ -330,16 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             for bucket in buckets if self.exchanges else ():
                 self._encode(bucket, local)
         except BaseException:
-            self._failed = True
-            raise
-
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Move state; if that ends with an exception, no other step may follow."""
-        try:
-            yield
-        except BaseException:
-            self._failed = True
+            self.failed = True
             raise
 
     def _encode(self, bucket: Bucket, local: int) -> None:
@@ -454,12 +422,12 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Forget the step at hand, as other state was loaded."""
         self.schedule.finish()
         self._forget(self.buckets)
-        self._failed = False
+        self.failed = False
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch, and extensions may begin the next step."""
-        if not self._failed:
+        if not self.failed:
             self.schedule.before_zero_grad()
         super().zero_grad(set_to_none)
         for hook in self.hooks.after_zero_grad:
@@ -468,15 +436,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backward passes in here only accumulate gradients.
 
-        Where messages leave during the backward pass, all but the last one of a step run in it::
-
-            *first, last = batches
-            with optimizer.no_sync():
-                for batch in first:
-                    loss_of(batch).backward()
-            loss_of(last).backward()  # messages leave during this one
-            optimizer.step()
-            optimizer.zero_grad()
+        Where messages leave during the backward pass, all but the last one of a step run in it.
         """
         return self.schedule.no_sync()
 
@@ -491,14 +451,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         Absent workers send nothing and keep their state; they still receive the update and still
         combine the slice they own. (They also send 4 bytes a parameter tensor under TernGrad, and
         a byte under DLionADM in the first step.) They are not to be collected. All processes must
-        name the same workers::
-
-            optimizer = DLion(model.parameters(), workers=Workers.current(local=4))
-            optimizer.set_participants([0, 2])
-            for local in (0, 2):
-                loss_of(batches[local]).backward()
-                optimizer.collect(local)
-            optimizer.step()
+        name the same workers.
 
         Raises:
             ValueError: if there are none, or unknown ones.
@@ -521,14 +474,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """The parameters of all groups, frozen ones too."""
         return [param for group in self.param_groups for param in group["params"]]
 
-    @property
-    def trained(self) -> int:
-        """How many parameters are in buckets, or will be before this step is over."""
-        count = 0
-        for bucket in self.buckets:
-            count += len(bucket.slots)
-        return count + sum(tensor.requires_grad for tensor in self._frozen)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; all processes add the same group, between two steps.
 
@@ -539,7 +484,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         listed(param_group)
-        groups, buckets, before = len(self.param_groups), len(self.buckets), [*self._frozen]
+        groups, buckets, before = len(self.param_groups), len(self.buckets), [*self.frozen]
         try:
             super().add_param_group(param_group)
             check_names(self.param_groups[-1])
@@ -549,46 +494,42 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         except Exception:
             self._drop(buckets)
             del self.param_groups[groups:], self._known[groups:]
-            self._frozen = before
+            self.frozen = before
             raise
 
     def _train(self, groups: list[dict[str, Any]]) -> None:
         """Let all processes train the parameters of new groups, from those of process 0."""
-        for group in groups:
-            check_tensors([p for p in group["params"] if p.requires_grad], self._alone)
+        alone, members = self.workers.processes == 1, [*members_of(groups)]
+        trained = [member for member in members if member.tensor.requires_grad]
+        check_tensors([member.tensor for member in trained], alone)
         for hook in self.hooks.on_groups:
             hook(groups)
         self._note(groups)
-        trained = [member for member in members_of(groups) if member.tensor.requires_grad]
         buckets = self._add_buckets(trained)
         for bucket in buckets:
             self.channel.broadcast(bucket.params)
             bucket.write_back()
             self.begin(bucket)
         placed = {slot.tensor for bucket in buckets for slot in bucket.slots}
-        for tensor in [] if self._alone else [m.tensor for m in members_of(groups)]:
+        for tensor in [] if alone else [member.tensor for member in members]:
             here = local_part(tensor).detach()
             if tensor not in placed and here.numel():
                 values = here.contiguous()
                 self.channel.broadcast(values.flatten().view(torch.uint8))  # of any dtype
                 here.copy_(values)
 
-    @property
-    def _alone(self) -> bool:
-        return self.workers.processes == 1
-
     def _note(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
             self._known.append([*map(id, group["params"])])
-            self._frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
+            self.frozen += [tensor for tensor in group["params"] if not tensor.requires_grad]
 
     def include_unfrozen(self) -> list[Bucket]:
         """Return the buckets, and make those of parameters unfrozen since the last step."""
-        if not self._frozen or self.collected:
+        if not self.frozen or self.collected:
             return self.buckets
-        unfrozen = {id(tensor) for tensor in self._frozen if tensor.requires_grad}
+        unfrozen = {id(tensor) for tensor in self.frozen if tensor.requires_grad}
         if unfrozen:
-            self._frozen = [tensor for tensor in self._frozen if id(tensor) not in unfrozen]
+            self.frozen = [tensor for tensor in self.frozen if id(tensor) not in unfrozen]
             self._add_buckets(
                 [each for each in members_of(self.param_groups) if id(each.tensor) in unfrozen]
             )
@@ -621,9 +562,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def lay_out_again(self) -> None:
         """Make all buckets anew, of groups as they are now; state begins at zero."""
         self._drop(0)
-        self._known, self._frozen = [], []
+        self._known, self.frozen = [], []
         self._note(self.param_groups)
-        frozen = {*map(id, self._frozen)}
+        frozen = {*map(id, self.frozen)}
         steps = sorted({group["steps"] for group in self.param_groups}, reverse=True)
         for taken in steps:
             groups = [group for group in self.param_groups if group["steps"] == taken]
@@ -656,13 +597,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
         With several processes, what differs from one to another is a DTensor: so
         torch.distributed.checkpoint (``get_state_dict`` and ``set_state_dict``) saves it for every
-        worker and gives it back to that worker, in another number of processes too. To another
-        number of workers it raises CheckpointException before this optimizer hears of it: "Size
-        mismatch between saved torch.Size([4, 2]) and current: torch.Size([2, 2]) for ...worker",
-        where 4 workers have saved and 2 load; let processes host several, until there are as many.
-        With ``torch.save``, which writes the local part, save on every rank: no worker can resume
-        from the state of another. Where a parameter is a DTensor, all processes must call this
-        together.
+        worker and gives it back to that worker, in another number of processes too. Another number
+        of workers is an error of its own, a "Size mismatch ... for ...worker". With ``torch.save``,
+        which writes the local part, save on every rank. Where a parameter is a DTensor, all
+        processes must call this together.
         """
         return super().state_dict()
 
@@ -685,22 +623,3 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             f"a {type(self).__name__} cannot be copied or pickled, as it talks to other processes:"
             " make another, and load this one's state_dict()"
         )
-
-
-def _release(schedule: Schedule, borrowed: list[Workers]) -> None:
-    """Let go of what an optimizer had that is no longer used."""
-    if schedule.close():
-        for workers in borrowed:
-            workers.give_back()
-
-
-def warm_up(optimizer: DistributedOptimizer) -> None:
-    """Take a step with a parameter of its own, which compiles the kernels of a method."""
-    values = torch.nn.Parameter(torch.zeros(8, 8))
-    bucket = Bucket(0, [Member(values, "", optimizer.param_groups[0])])
-    bucket.allocate(optimizer.make_exchange(bucket), optimizer)
-    for local in range(optimizer.workers.local):
-        optimizer.encode(bucket, local)
-    bucket.exchange.run(0)
-    bucket.anywhere = [True]
-    optimizer.update(bucket)

@@ -27,6 +27,7 @@ from dlion.checks import check_parameters
 from dlion.core.bucket import Bucket
 from dlion.core.layout import local_part
 from dlion.core.state import publish
+from dlion.elastic import check_method
 from dlion.elastic.joining import RETRY, GroupTransport, packed, unpacked
 from dlion.elastic.lighthouse import Known, is_refused, page_of
 from dlion.elastic.waits import in_thread
@@ -119,7 +120,7 @@ class Elastic(Transaction):
         check_parameters(trained, alone=False)
         if self._facts:
             return
-        self.optimizer.check_elastic()
+        check_method(self.optimizer)
         from dlion import __version__  # which imports this module
 
         facts = {"settings": settings_of(self.optimizer), **facts_about(groups)}

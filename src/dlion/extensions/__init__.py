@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dlion.checks import checked
 from dlion.extensions.protocol import Extension
+from dlion.workers import Workers
 
 DenseWire = Literal["bf16", "float32"]
 NonfiniteWay = Literal["stop", "skip"]
@@ -21,6 +23,17 @@ class Options(TypedDict, total=False):
     overlap: bool
     nonfinite: NonfiniteWay | None
     stochastic_rounding: bool
+
+
+class Common(Options, total=False):
+    """Keyword arguments of every optimizer, see :class:`dlion.DistributedOptimizer`."""
+
+    workers: Workers | None
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    seed: int
+    bucket_cap_mb: float | Literal["auto"] | None
+    extensions: Sequence[Extension]
 
 
 @checked

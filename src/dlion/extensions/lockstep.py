@@ -74,7 +74,10 @@ class Lockstep(Extension):
         optimizer = self.optimizer
         if optimizer.schedule.at_step or local != self._local:  # else once for all buckets
             self._local = local
-            facts = f"{optimizer.trained} {hyperparameters(optimizer.param_groups)}"
+            trained = sum(tensor.requires_grad for tensor in optimizer.frozen)
+            for bucket in optimizer.buckets:
+                trained += len(bucket.slots)
+            facts = f"{trained} {hyperparameters(optimizer.param_groups)}"
             self._checksum = struct.pack("<I", zlib.crc32(facts.encode()))
 
     def write_header(self, bucket: Bucket, local: int) -> bytes:

@@ -37,14 +37,14 @@ class Nonfinite(Extension):
             self._leave_out(buckets, local)
             return
         for bucket in buckets:
-            self._norms[bucket, local] = bucket.norms()
+            self._norms[bucket, local] = norms(bucket)
         if self.optimizer.moves_alone:  # no header will stop the others first
             self._refuse(buckets, local)
 
     def _leave_out(self, buckets: Sequence[Bucket], local: int) -> None:
         """Drop gradients that are not finite. The host waits once."""
         found = []
-        flags = [~bucket.norms().isfinite() for bucket in buckets]
+        flags = [~norms(bucket).isfinite() for bucket in buckets]
         if self.optimizer.whole_matrices:
             pairs = zip(buckets, flags, strict=True)
             flags = [bucket.full.anywhere(broken) for bucket, broken in pairs]
@@ -81,6 +81,17 @@ class Nonfinite(Extension):
             self.optimizer.skipped += len(self._skipping)
         self._skipping.clear()
         self._norms.clear()
+
+
+def norms(bucket: Bucket) -> Tensor:
+    """Return the norm of each gradient, float32 ``[T]``, 0 where there is none."""
+    grads, precision = bucket.raw_grads(), torch.promote_types(bucket.dtype, torch.float32)
+    present = [grad for grad in grads if grad is not None]
+    found = torch._foreach_norm(present, dtype=precision) if present else ()
+    if len(present) < len(grads):
+        rest, zero = iter(found), bucket.params.new_zeros((), dtype=precision)
+        found = [zero if grad is None else next(rest) for grad in grads]
+    return torch.stack(found).to(torch.float32)
 
 
 def _not_finite(bucket: Bucket, index: int, whose: str) -> TrainingFailed:

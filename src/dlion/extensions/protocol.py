@@ -10,6 +10,7 @@ from torch import Tensor
 from dlion.core.bucket import Bucket
 from dlion.core.header import Headers
 from dlion.exchange import run_together
+from dlion.workers import Workers
 
 
 class Extension:
@@ -154,3 +155,10 @@ class Schedule:
     def close(self) -> bool:
         """Let go of all; return whether nothing is under way."""
         return True
+
+
+def release(schedule: Schedule, borrowed: list[Workers]) -> None:
+    """Let go of what an optimizer had that is no longer used."""
+    if schedule.close():
+        for workers in borrowed:
+            workers.give_back()

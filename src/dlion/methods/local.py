@@ -26,9 +26,12 @@ class InnerSteps(Extension):
     """Moves a worker by its own gradients, before it writes a message, if it does."""
 
     def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
-        with self.optimizer.moving():
+        try:
             for bucket in buckets:
                 self.optimizer.move(bucket, local)
+        except BaseException:
+            self.optimizer.failed = True
+            raise
 
 
 class LocalUpdate(MatricesApart):

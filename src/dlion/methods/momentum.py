@@ -5,8 +5,9 @@ from abc import abstractmethod
 from torch import Tensor
 
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import DistributedOptimizer, warm_up
+from dlion.core.optimizer import DistributedOptimizer
 from dlion.kernels import Gradients, reference
+from dlion.methods.updates import warm_up
 
 
 class MomentumOptimizer(DistributedOptimizer):

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlion import kernels
 from dlion.core.bucket import Bucket, Run
+from dlion.core.layout import Member
 from dlion.wire import Sign, Ternary
 
 
@@ -130,3 +132,15 @@ def counts(counter: Tensor, here: list[bool]) -> list[tuple[int, slice]]:
         for index, (count, here) in enumerate(zip(counter.tolist(), present, strict=True))
         if here
     ]
+
+
+def warm_up(optimizer: Any) -> None:
+    """Take a step with a parameter of its own, which compiles the kernels of a method."""
+    values = torch.nn.Parameter(torch.zeros(8, 8))
+    bucket = Bucket(0, [Member(values, "", optimizer.param_groups[0])])
+    bucket.allocate(optimizer.make_exchange(bucket), optimizer)
+    for local in range(optimizer.workers.local):
+        optimizer.encode(bucket, local)
+    bucket.exchange.run(0)
+    bucket.anywhere = [True]
+    optimizer.update(bucket)

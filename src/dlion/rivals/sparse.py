@@ -1,18 +1,18 @@
 """Methods whose workers send only their largest entries: Gradient Dropping and DGC."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from dlion.core.bucket import Bucket
-from dlion.core.optimizer import Common, DistributedOptimizer, warm_up
+from dlion.core.optimizer import Common, DistributedOptimizer
 from dlion.exchange import Spans
 from dlion.extensions.shards import ShardedBucket
 from dlion.kernels import descend
-from dlion.methods.updates import descent
+from dlion.methods.updates import descent, warm_up
 from dlion.rivals import kernels
 from dlion.rivals.exchange.sparse import SparseMean
 from dlion.rivals.updates import momentum_descent
@@ -84,7 +84,7 @@ class GradDrop(SparseOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local]
-        for _, part, grad in bucket.parts("residual", local):
+        for _, part, grad in parts(bucket, "residual", local):
             part.add_(grad.to(torch.float32))
         indices = largest_entries(residual, bucket.spans, self.density)
         values = residual[indices]
@@ -196,3 +196,15 @@ def largest_entries(values: Tensor, spans: Spans, density: float) -> Tensor:
         if stop > start
     ]
     return torch.cat(chosen)
+
+
+def parts(bucket: Bucket, name: str, local: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield a start, a part of a worker's state from there on, and its gradients or zeros.
+
+    That is each parameter by itself, and on a GPU, where a launch costs more than a copy, all of
+    the bucket.
+    """
+    if bucket.device.type == "cuda":
+        yield 0, bucket.own[name][local], bucket.gradients()
+    else:
+        yield from bucket.grads().parts(bucket.own[name][local])

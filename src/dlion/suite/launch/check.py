@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dlion.elastic import check_method
 from dlion.elastic.joining import check_torchft
 from dlion.elastic.lighthouse import check_lighthouse
 from dlion.elastic.worker import check_dealt
@@ -403,7 +404,7 @@ def _check_method(
         raise UserError(f"optimizer={config.optimizer.name}: {error}") from error
     if config.elastic.lighthouse is not None:
         try:
-            optimizer.check_elastic()
+            check_method(optimizer)
             for bucket in optimizer.buckets:
                 check_dealt(bucket, type(optimizer).__name__)
         except ValueError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlion.errors import Stopped
 from dlion.exchange import Channel, sum_in_order
+from dlion.extensions.nonfinite import norms
 from dlion.streams import stream_seed
 from dlion.suite.data import Data
 from dlion.suite.record.runs import SUMMARY
@@ -152,7 +153,7 @@ class Trainer:
             if worker in participants:
                 self.forward_backward(i, step)
                 if measures:
-                    norms = torch.cat([bucket.norms() for bucket in self.optimizer.buckets])
+                    norms = torch.cat([norms(bucket) for bucket in self.optimizer.buckets])
                     self.norms[i], self.counted[1, i] = norms.double().norm(), 1
                 if self.agreement:
                     self.agreement.look(i)
