@@ -6,14 +6,14 @@
 
     optimizer = dlion.DLion(model.parameters(), lr=1e-4)
 
-The library is ``methods`` (the optimizers; ``optim`` for short), ``rivals`` (those to compare with),
-``core`` (the step they share), ``extensions`` (what else a step may need), ``elastic`` (workers that
-come and go), ``exchange`` (messages and how they are combined), ``wire`` (tensors as bytes),
+The library is ``methods`` (the optimizers; ``optim`` for short), ``rivals`` (to compare with),
+``core`` (the step they share), ``extensions`` (what else a step may need), ``elastic`` (workers
+that come and go), ``exchange`` (messages and how they are combined), ``wire`` (tensors as bytes),
 ``kernels`` (fused passes over memory) and the modules beside them.
 
-Letters of shapes, everywhere: ``n`` workers, ``m`` senders of this step (n, if all take part), ``k``
-virtual workers of this process, ``P`` processes; ``T`` tensors of a bucket, ``numel`` their elements
-with the gaps between them, ``padded`` with the end that makes n equal slices; ``d`` parameters.
+Letters of shapes: ``n`` workers, ``m`` senders of a step (n, if all take part), ``k`` virtual
+workers of this process, ``P`` processes; ``T`` tensors of a bucket, ``numel`` their elements with
+the gaps between them, ``padded`` with the end that makes n equal slices; ``d`` parameters.
 
 ``dlion.suite`` is the experiment suite around it, for ``train.py`` and the command ``dlion``.
 

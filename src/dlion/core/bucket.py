@@ -20,7 +20,7 @@ Shown = tuple[Tensor, str, Tensor, Tensor]
 Fragment = tuple[int, int, int, Tensor]  # start to stop of a parameter, and their place in a row
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Parameters side by side whose groups agree in some hyperparameters.
 
     Attributes:
@@ -49,7 +49,7 @@ class Names:
 
 
 class Full:
-    """The tensors of a bucket as wholes, for methods with ``whole_matrices``: here they are.
+    """The tensors of a bucket as wholes, for methods with ``needs_full_matrices``: here they are.
 
     Attributes:
         slots: those that are whole here, in a flat buffer as :meth:`gather` returns it.
@@ -88,7 +88,7 @@ class Bucket:
         index: its number among the buckets of the optimizer.
         kind: what its parameters have in common, if the method makes a difference.
         groups: the optimizer's parameter group of each parameter; hyperparameters are read from
-            them at every step, see :meth:`runs`.
+            them at every step, see :meth:`segments`.
         edges: the slots at which the parameters of another group begin, 0 among them.
         distinct_groups: the group at each edge.
         slots: the parameters and where they are.
@@ -186,10 +186,10 @@ class Bucket:
         """The number of steps that its parameter groups have taken, equally many."""
         return self.groups[0]["steps"]
 
-    def runs(self, *names: str, within: slice = slice(None)) -> list[Run]:
+    def segments(self, *names: str, within: slice = slice(None)) -> list[Segment]:
         """Return parameters side by side whose groups agree in hyperparameters of these names.
 
-        Together the runs are all of the bucket, padding included. An update loops over them, as
+        Together the segments are all of the bucket, padding included. An update loops over them, as
         ``descent`` of ``dlion.methods.updates`` does.
 
         Args:
@@ -199,20 +199,20 @@ class Bucket:
             (start, stop), (slot, *_) = (within.start, within.stop), self.slots[within]
             assert stop == start + 1
             values = tuple(map(self.groups[start].__getitem__, names))
-            return [Run(values, slice(slot.start, slot.stop), within)]
+            return [Segment(values, slice(slot.start, slot.stop), within)]
         found: list[tuple[int, tuple[Any, ...]]] = []
         for index in self.edges:
             values = tuple(map(self.groups[index].__getitem__, names))
             if not found or values != found[-1][1]:
                 found.append((index, values))
         if len(found) == 1:
-            return [Run(found[0][1], within, within)]
-        runs, stop, end = [], None, None
+            return [Segment(found[0][1], within, within)]
+        segments, stop, end = [], None, None
         for index, values in reversed(found):
             start = self.slots[index].start
-            runs.append(Run(values, slice(start, end), slice(index, stop)))
+            segments.append(Segment(values, slice(start, end), slice(index, stop)))
             stop, end = index, start
-        return runs[::-1]
+        return segments[::-1]
 
     @property
     def names(self) -> list[str]:
@@ -227,7 +227,7 @@ class Bucket:
 
     @cached_property
     def full(self) -> Full:
-        """The tensors as wholes, for methods with ``whole_matrices``."""
+        """The tensors as wholes, for methods with ``needs_full_matrices``."""
         return Full(self.slots, self.numel)
 
     def scatter(self, full: Tensor) -> Tensor:
@@ -392,7 +392,7 @@ class Bucket:
         """Exchange the messages of this step, on whichever thread: see ``Exchange.stages``."""
         return self.exchange.stages(self.step) if self.led is None else self.led(self)
 
-    def untouched(
+    def preserve_missing(
         self, present: list[bool], flats: Iterable[Tensor]
     ) -> AbstractContextManager[None]:
         """Keep the part of absent parameters in flat buffers as it was."""

@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     shared_state: list[str] = []
     counters: list[str] = []  # shared state, one number a parameter
     own_counters: list[str] = []  # a worker's state, one number a parameter
-    whole_matrices: bool = False  # whether it needs full tensors: bucket.full
+    needs_full_matrices: bool = False  # whether it needs full tensors: bucket.full
     # a residual that was sent cannot be taken back: such methods count missing gradients as zero
     skips_missing: ClassVar[bool] = True
     moves_alone: ClassVar[bool] = False  # whether a worker moves between exchanges
@@ -314,7 +314,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         """Write a local worker's message about a bucket, and its header."""
         present = bucket.present() if self.skips_missing else bucket.trained()
         own = map(itemgetter(local), bucket.own.values())
-        with self.channel.timer.encode, bucket.untouched(present, own):
+        with self.channel.timer.encode, bucket.preserve_missing(present, own):
             self.encode(bucket, local)
         bucket.exchange.encode_header(local, self.make_header(bucket, local, present))
 
@@ -388,7 +388,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _update(self, bucket: Bucket) -> None:
         """Update a bucket with its answer."""
-        kept = bucket.untouched(bucket.anywhere, (bucket.params, *bucket.shared.values()))
+        kept = bucket.preserve_missing(bucket.anywhere, (bucket.params, *bucket.shared.values()))
         with self.channel.timer.apply, kept, ExitStack() as around:
             for hook in self.hooks.around_update:
                 around.enter_context(hook(bucket))
@@ -540,7 +540,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         first, cap = len(self.buckets), self.bucket_cap_mb
         assert not isinstance(cap, str)
         in_one = lambda member: self.bucket_of(member).in_one  # noqa: E731
-        for part in by_bucket(members, cap, self.whole_matrices, self.kind, in_one):
+        for part in by_bucket(members, cap, self.needs_full_matrices, self.kind, in_one):
             of_kind, kind, n = self.bucket_of(part[0]), self.kind(part[0]), self.workers.count
             bucket = of_kind(len(self.buckets), part, kind, n, self.hooks.header_bytes)
             bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))

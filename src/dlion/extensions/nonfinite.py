@@ -45,7 +45,7 @@ class Nonfinite(Extension):
         """Drop gradients that are not finite. The host waits once."""
         found = []
         flags = [~norms(bucket).isfinite() for bucket in buckets]
-        if self.optimizer.whole_matrices:
+        if self.optimizer.needs_full_matrices:
             pairs = zip(buckets, flags, strict=True)
             flags = [bucket.full.anywhere(broken) for bucket, broken in pairs]
         for bucket, here in zip(buckets, download(flags), strict=True):

@@ -45,7 +45,7 @@ class Shards(Extension):
         tensors = optimizer.params
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             overlap = not optimizer.schedule.at_step
-            name, whole = optimizer.__class__.__name__, optimizer.whole_matrices
+            name, whole = optimizer.__class__.__name__, optimizer.needs_full_matrices
             check_sharding(tensors, optimizer.workers, name, whole, overlap)
             optimizer.bucket_type, optimizer.placements = ShardedBucket, ShardedPlacements
 
@@ -249,7 +249,7 @@ def check_sharding(
     tensors: Sequence[Tensor],
     workers: Workers,
     method: str,
-    whole_matrices: bool,
+    needs_full_matrices: bool,
     overlap: bool,
 ) -> None:
     """Refuse shards of which the method or the voters could make nothing.
@@ -279,12 +279,12 @@ def check_sharding(
             " dimension of the shards alone (mesh['shard']) and give this optimizer the other"
             " (mesh=mesh['replicate'])"
         )
-    if whole_matrices and overlap:
+    if needs_full_matrices and overlap:
         raise ValueError(
             f"{method} gathers matrices that FSDP has sharded, which overlap=True cannot do during"
             " a backward pass: give overlap=False"
         )
-    if whole_matrices and mesh.ndim > 1:
+    if needs_full_matrices and mesh.ndim > 1:
         raise ValueError(
             f"{method} gathers matrices inside one dimension of a mesh, and these are sharded over"
             f" {_dimensions(mesh)}: call fully_shard with a mesh of one dimension"

@@ -125,5 +125,8 @@ class DLionADM(DeltaVoteOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         """Send ``u >= h``, in one pass with :meth:`direction` over momentum and gradients."""
-        terms = [(bucket.grads(run.slots), *run.values[0]) for run in bucket.runs("betas")]
+        terms = [
+            (bucket.grads(segment.slots), *segment.values[0])
+            for segment in bucket.segments("betas")
+        ]
         self._send(bucket, local, bucket.own["momentum"][local], terms)

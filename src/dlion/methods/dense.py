@@ -94,6 +94,6 @@ class GLion(MeanGradientOptimizer):
 
     def update(self, bucket: Bucket) -> None:
         vectors = bucket.params, bucket.shared["momentum"], bucket.exchange.decode()
-        for run in bucket.runs("betas", "lr", "weight_decay"):
-            betas, *rates = run.values
-            kernels.lion(*run.of(*vectors), *betas, *rates)
+        for segment in bucket.segments("betas", "lr", "weight_decay"):
+            betas, *rates = segment.values
+            kernels.lion(*segment.of(*vectors), *betas, *rates)

@@ -169,8 +169,8 @@ class DLion(SignVoteOptimizer):
         """Send ``sign(u)``, in one pass with :meth:`direction` over momentum and gradients."""
         message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
         positive = self.zero_is_positive(local, bucket.step)
-        for run in bucket.runs("betas"):
-            gradients, (beta1, beta2) = bucket.grads(run.slots), run.values[0]
+        for segment in bucket.segments("betas"):
+            gradients, (beta1, beta2) = bucket.grads(segment.slots), segment.values[0]
             kernels.encode_signs(message, momentum, gradients, beta1, beta2, positive)
 
     def update(self, bucket: Bucket) -> None:
@@ -210,8 +210,8 @@ class Signum(SignVoteOptimizer):
     def direction(self, bucket: Bucket, local: int) -> Tensor:
         """``m <- b m + (1 - b) g``, which is the direction as well."""
         momentum, gradients = bucket.own["momentum"][local], bucket.gradients()
-        for run in bucket.runs("momentum"):
-            (b,), (m, g) = run.values, run.of(momentum, gradients)
+        for segment in bucket.segments("momentum"):
+            (b,), (m, g) = segment.values, segment.of(momentum, gradients)
             m.mul_(b).add_(g * (1 - b))
         return momentum
 
@@ -219,8 +219,8 @@ class Signum(SignVoteOptimizer):
         """Send ``sign(m)``, in one pass with :meth:`direction`."""
         message, momentum = bucket.exchange.messages[local], bucket.own["momentum"][local]
         positive = self.zero_is_positive(local, bucket.step)
-        for run in bucket.runs("momentum"):
-            gradients, (b,) = bucket.grads(run.slots), run.values
+        for segment in bucket.segments("momentum"):
+            gradients, (b,) = bucket.grads(segment.slots), segment.values
             kernels.encode_signs(message, momentum, gradients, b, b, positive)
 
     def update(self, bucket: Bucket) -> None:

@@ -56,8 +56,8 @@ class SGD(Inner):
 
     def step(self, bucket: Bucket, local: int) -> None:
         own, gradients = bucket.own["local"][local], bucket.gradients()
-        for run in bucket.runs("lr", "weight_decay"):
-            kernels.descend(own[run.part], gradients[run.part], *run.values)
+        for segment in bucket.segments("lr", "weight_decay"):
+            kernels.descend(own[segment.part], gradients[segment.part], *segment.values)
 
 
 class Lion(Inner):
@@ -67,9 +67,9 @@ class Lion(Inner):
 
     def step(self, bucket: Bucket, local: int) -> None:
         vectors = *(bucket.own[name][local] for name in ("local", "momentum")), bucket.gradients()
-        for run in bucket.runs(*_RATES):
-            lr, (beta1, beta2), weight_decay = run.values
-            x, momentum, gradients = run.of(*vectors)
+        for segment in bucket.segments(*_RATES):
+            lr, (beta1, beta2), weight_decay = segment.values
+            x, momentum, gradients = segment.of(*vectors)
             kernels.lion(x, momentum, gradients, beta1, beta2, lr, weight_decay)
 
 
@@ -83,9 +83,9 @@ class AdamW(Inner):
         own = [bucket.own[name][local] for name in ("local", *AdamW.own_state)]
         gradients = bucket.gradients()
         for count, slots in counts(bucket.own_counters["step"][local], bucket.present()):
-            for run in bucket.runs(*_RATES, within=slots):
-                lr, betas, weight_decay = run.values
-                x, m, v, g = run.of(*own, gradients)
+            for segment in bucket.segments(*_RATES, within=slots):
+                lr, betas, weight_decay = segment.values
+                x, m, v, g = segment.of(*own, gradients)
                 adamw(x, m, v, g, count, lr, betas, _EPS, weight_decay)
 
 
@@ -107,8 +107,8 @@ class Muon(AdamW):
             return
         own, momentum = (bucket.own[name][local] for name in ("local", "muon_momentum"))
         directions = bucket.gradients()
-        for run in bucket.runs("betas"):
-            ((beta, _),), (m, u) = run.values, run.of(momentum, directions)
+        for segment in bucket.segments("betas"):
+            ((beta, _),), (m, u) = segment.values, segment.of(momentum, directions)
             m.lerp_(u, 1 - beta)
             u.lerp_(m, beta)
         steps = bucket_orthogonalise(bucket, directions, _NEWTON_SCHULZ)

@@ -116,8 +116,8 @@ class LionCub(DLion):
             return
         message, largest = bucket.exchange.messages[local], self.largest
         momentum = bucket.own["momentum"][local]
-        for run in bucket.runs("betas"):
-            grads, (beta1, beta2) = bucket.grads(run.slots), run.values[0]
+        for segment in bucket.segments("betas"):
+            grads, (beta1, beta2) = bucket.grads(segment.slots), segment.values[0]
             scales = kernels.measure(momentum, grads, beta1, self.scale)
             smallest = torch.finfo(scales.dtype).tiny
             factors = (largest if self.scale == "max" else largest / 2) / scales.clamp(min=smallest)

@@ -95,7 +95,7 @@ class LocalUpdate(MatricesApart):
         self._inner = OfTorch(inner) if callable(inner) else INNER[inner]()
         self._last = False
         self._hosted: int | None = None  # whose parameters are in the model; None: what all share
-        self.whole_matrices = self._orthogonalises = inner == "muon"
+        self.needs_full_matrices = self._orthogonalises = inner == "muon"
         self._loaded = False  # since the latest step
         self._of_method = Names(own_state=self.own_state, own_counters=self.own_counters)
         self.own_state = ["local", *self._inner.own_state, *self.own_state]
@@ -161,7 +161,7 @@ class LocalUpdate(MatricesApart):
         """Take a local worker's inner step."""
         self._take_over(bucket, local)
         own = (rows[local] for rows in bucket.own.values())
-        with self.channel.timer.apply, bucket.untouched(bucket.present(), own):
+        with self.channel.timer.apply, bucket.preserve_missing(bucket.present(), own):
             self._inner.step(bucket, local)
 
     def end_step(self, exchanged: bool) -> None:
@@ -308,8 +308,8 @@ class DiLoCo(LocalUpdate):
     def update(self, bucket: Bucket) -> None:
         state, answer = bucket.shared, bucket.exchange.decode()
         vectors = state["outer"], state["momentum_buffer"], answer
-        for run in bucket.runs("outer_lr", "outer_momentum"):
-            nesterov(*run.of(*vectors), *run.values)
+        for segment in bucket.segments("outer_lr", "outer_momentum"):
+            nesterov(*segment.of(*vectors), *segment.values)
 
 
 _BITS = {**MEAN_WIRES, "sign": 1}

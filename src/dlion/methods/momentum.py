@@ -29,16 +29,16 @@ class MomentumOptimizer(DistributedOptimizer):
 def lion_direction(bucket: Bucket, local: int) -> Tensor:
     """``u = b1 m + (1 - b1) g``, ``m <- b2 m + (1 - b2) g``."""
     momentum, direction = bucket.own["momentum"][local], bucket.gradients()
-    for run in bucket.runs("betas"):
-        (betas,), (m, u) = run.values, run.of(momentum, direction)
+    for segment in bucket.segments("betas"):
+        (betas,), (m, u) = segment.values, segment.of(momentum, direction)
         u.copy_(reference.lion_direction(m, u, *betas))
     return direction
 
 
 def nesterov_direction(bucket: Bucket, momentum: Tensor, gradients: Tensor) -> Tensor:
     """``m <- mu m + (1 - mu) g``, ``u = mu m + (1 - mu) g``, which overwrites g: Muon's."""
-    for run in bucket.runs("momentum"):
-        (mu,), (m, u) = run.values, run.of(momentum, gradients)
+    for segment in bucket.segments("momentum"):
+        (mu,), (m, u) = segment.values, segment.of(momentum, gradients)
         m.lerp_(u, 1 - mu)
         u.lerp_(m, mu)
     return gradients

@@ -133,7 +133,7 @@ class BesideAdamW(MatricesApart, MeanGradientOptimizer):
 
     shared_state = ["exp_avg", "exp_avg_sq"]
     counters = ["step"]
-    whole_matrices = True
+    needs_full_matrices = True
     matrix_state: ClassVar[Names]
 
     def __init__(

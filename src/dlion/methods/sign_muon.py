@@ -81,7 +81,7 @@ class SignMuon(MatricesApart, SignVoteOptimizer):
 
     shared_state = ["exp_avg_sq"]
     counters = ["step"]
-    whole_matrices = True
+    needs_full_matrices = True
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class SignMuon(MatricesApart, SignVoteOptimizer):
         if bucket.kind:
             direction = nesterov_direction(bucket, momentum, direction)
             return bucket_orthogonalise(bucket, direction, self.newton_schulz)
-        for run in bucket.runs("betas"):
-            ((beta1, beta2),), (m, u) = run.values, run.of(momentum, direction)
+        for segment in bucket.segments("betas"):
+            ((beta1, beta2),), (m, u) = segment.values, segment.of(momentum, direction)
             u.copy_(lion_direction(m, u, beta1, beta1 if self.rest == "adamw" else beta2))
         return direction
 

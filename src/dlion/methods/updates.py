@@ -9,29 +9,35 @@ import torch
 from torch import Tensor
 
 from dlion import kernels
-from dlion.core.bucket import Bucket, Run
+from dlion.core.bucket import Bucket, Segment
 from dlion.core.layout import Member
 from dlion.wire import Sign, Ternary
 
 
 def descent(bucket: Bucket, answer: Tensor, update_scale: float = 1.0) -> None:
     """``x <- (1 - lr wd) x - update_scale lr a``: SGD."""
-    for run in bucket.runs("lr", "weight_decay"):
-        kernels.descend(bucket.params[run.part], answer[run.part], *_scaled(run, update_scale))
+    for segment in bucket.segments("lr", "weight_decay"):
+        kernels.descend(
+            bucket.params[segment.part], answer[segment.part], *_scaled(segment, update_scale)
+        )
 
 
 def vote_descent(bucket: Bucket, update_scale: float = 1.0) -> None:
     """``x <- (1 - lr wd) x - update_scale lr D``, the vote D unpacked in the same pass."""
-    params, exchange, runs = bucket.params, bucket.exchange, bucket.runs("lr", "weight_decay")
-    rates = [_scaled(run, update_scale) for run in runs]
+    params, exchange, segments = (
+        bucket.params,
+        bucket.exchange,
+        bucket.segments("lr", "weight_decay"),
+    )
+    rates = [_scaled(segment, update_scale) for segment in segments]
     if isinstance(exchange.down, Sign):
         signs = exchange.answer.view(torch.int64)
-        if len(runs) == 1:
+        if len(segments) == 1:
             kernels.apply_signs(params, signs, *rates[0])
         else:
-            edges = [*(run.part.start for run in runs), len(params)]
+            edges = [*(segment.part.start for segment in segments), len(params)]
             kernels.apply_signs_by_run(params, signs, edges, rates)
-    elif len(runs) > 1:
+    elif len(segments) > 1:
         descent(bucket, exchange.decode(), update_scale)
     elif isinstance(exchange.down, Ternary):
         kernels.apply_trits(params, exchange.answer, exchange.slice, *rates[0])
@@ -40,13 +46,13 @@ def vote_descent(bucket: Bucket, update_scale: float = 1.0) -> None:
         kernels.apply_levels(params, sums, exchange.largest, *rates[0])
 
 
-def _scaled(run: Run, update_scale: float) -> tuple[float, float]:
+def _scaled(segment: Segment, update_scale: float) -> tuple[float, float]:
     """Return rate and decay with which kernels do ``(1 - lr wd) x - update_scale lr a``.
 
     A kernel multiplies its rate by its decay, so the decay is over the scale. Recorded runs have
     these two roundings: ``lr wd`` itself may differ from their product in the last bit.
     """
-    lr, weight_decay = run.values
+    lr, weight_decay = segment.values
     return update_scale * lr, weight_decay / update_scale
 
 
@@ -83,9 +89,9 @@ def adamw_descent(bucket: Bucket, answer: Tensor) -> None:
     """:func:`adamw` on an answer, with the steps of each parameter."""
     vectors = bucket.params, bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"], answer
     for count, slots in counts(bucket.counters["step"], bucket.anywhere):
-        for run in bucket.runs("lr", "betas", "eps", "weight_decay", within=slots):
-            x, m, v, a = run.of(*vectors)
-            adamw(x, m, v, a, count, *run.values)
+        for segment in bucket.segments("lr", "betas", "eps", "weight_decay", within=slots):
+            x, m, v, a = segment.of(*vectors)
+            adamw(x, m, v, a, count, *segment.values)
 
 
 def variance_descent(bucket: Bucket, answer: Tensor) -> None:
@@ -95,8 +101,8 @@ def variance_descent(bucket: Bucket, answer: Tensor) -> None:
     """
     vectors = bucket.params, bucket.shared["exp_avg_sq"], answer
     for count, slots in counts(bucket.counters["step"], bucket.anywhere):
-        for run in bucket.runs("lr", "betas", "weight_decay", within=slots):
-            (params, v, a), (lr, (_, beta2), decay) = run.of(*vectors), run.values
+        for segment in bucket.segments("lr", "betas", "weight_decay", within=slots):
+            (params, v, a), (lr, (_, beta2), decay) = segment.of(*vectors), segment.values
             v.mul_(beta2).addcmul_(a, a, value=1 - beta2)
             denominator = v.sqrt().div_(math.sqrt(1 - beta2**count)).add_(1e-8)
             with wide(params) as x:

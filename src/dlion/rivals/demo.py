@@ -54,7 +54,7 @@ class DeMo(DistributedOptimizer):
 
     own_state = ["momentum"]
     skips_missing = False
-    whole_matrices = True
+    needs_full_matrices = True
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class DeMo(DistributedOptimizer):
     def encode(self, bucket: Bucket, local: int) -> None:
         found = bucket.exchange.transform(bucket.full.gather(bucket.gradients()))
         kept = bucket.own["momentum"][local]
-        for run in bucket.runs("momentum"):
-            kept[run.part] *= run.values[0]
+        for segment in bucket.segments("momentum"):
+            kept[segment.part] *= segment.values[0]
         momentum = bucket.full.gather(kept)
         momentum += found
         momentum -= bucket.exchange.encode(local, momentum)

@@ -108,10 +108,12 @@ class Dion(BesideAdamW):
             super().update(bucket)
             return
         sent, momenta = bucket.scatter(bucket.exchange.product()), bucket.own["momentum"]
-        with bucket.untouched(bucket.anywhere, momenta):
+        with bucket.preserve_missing(bucket.anywhere, momenta):
             for local in self.channel.local_participants:
-                for run in bucket.runs("momentum"):
-                    momenta[local, run.part].sub_(sent[run.part], alpha=1 - run.values[0])
+                for segment in bucket.segments("momentum"):
+                    momenta[local, segment.part].sub_(
+                        sent[segment.part], alpha=1 - segment.values[0]
+                    )
         scale = rms_scale if self.adjust_lr == "match_rms_adamw" else _aspect
         matrix_descent(bucket, bucket.scatter(bucket.exchange.decode()), scale)
 

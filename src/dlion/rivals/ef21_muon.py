@@ -113,8 +113,8 @@ class EF21Muon(BesideAdamW):
             super().encode(bucket, local)
             return
         momentum, gradients = bucket.own["momentum"][local], bucket.gradients()
-        for run in bucket.runs("momentum"):
-            momentum[run.part].lerp_(gradients[run.part], 1 - run.values[0])
+        for segment in bucket.segments("momentum"):
+            momentum[segment.part].lerp_(gradients[segment.part], 1 - segment.values[0])
         change = momentum - bucket.own["estimate"][local]
         bucket.exchange.encode(local, bucket.full.gather(change))
 
@@ -125,7 +125,7 @@ class EF21Muon(BesideAdamW):
         exchange, estimates = bucket.exchange, bucket.own["estimate"]
         answer = exchange.decode()
         # also where this worker had no gradient: what was sent counts
-        with bucket.untouched(bucket.anywhere, estimates):
+        with bucket.preserve_missing(bucket.anywhere, estimates):
             for local in self.channel.local_participants:
                 estimates[local] += bucket.scatter(exchange.sent(local))
         # the mean of all estimates: those of absent workers stay

@@ -90,21 +90,21 @@ class OneBitAdam(DistributedOptimizer):
             bucket.exchange.encode(local, gradient)
             return
         residual = bucket.own["residual"][local]
-        for run in bucket.runs("betas"):
-            part, beta1 = run.part, run.values[0][0]
+        for segment in bucket.segments("betas"):
+            part, beta1 = segment.part, segment.values[0][0]
             residual[part] += beta1 * bucket.shared["exp_avg"][part] + (1 - beta1) * gradient[part]
         residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         vectors = bucket.params, bucket.shared["exp_avg"], bucket.shared["exp_avg_sq"]
         answer, warming_up = bucket.exchange.decode(), bucket.exchange.use_first()
-        for run in bucket.runs("lr", "betas", "eps", "weight_decay"):
-            params, m, v = run.of(*vectors)
+        for segment in bucket.segments("lr", "betas", "eps", "weight_decay"):
+            params, m, v = segment.of(*vectors)
             if warming_up:
-                adamw(params, m, v, answer[run.part], math.inf, *run.values)
+                adamw(params, m, v, answer[segment.part], math.inf, *segment.values)
                 continue
-            lr, _, eps, weight_decay = run.values
-            torch.mul(answer[run.part], v > 0, out=m)
+            lr, _, eps, weight_decay = segment.values
+            torch.mul(answer[segment.part], v > 0, out=m)
             with wide(params) as x:
                 x.mul_(1 - lr * weight_decay)
                 x.addcdiv_(m, v.sqrt().add_(eps), value=-lr)

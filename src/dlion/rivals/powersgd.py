@@ -58,7 +58,7 @@ class PowerSGD(DistributedOptimizer):
     own_state = ["residual"]
     shared_state = ["momentum_buffer"]
     skips_missing = False
-    whole_matrices = True
+    needs_full_matrices = True
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class PowerSGD(DistributedOptimizer):
 
     def update(self, bucket: Bucket) -> None:
         residuals = bucket.own["residual"]
-        with bucket.untouched(bucket.anywhere, residuals):
+        with bucket.preserve_missing(bucket.anywhere, residuals):
             for local in self.channel.local_participants:
                 residuals[local] -= bucket.scatter(bucket.exchange.sent(local))
         momentum_descent(bucket, bucket.scatter(bucket.exchange.decode()))

@@ -150,19 +150,19 @@ class DGC(SparseOptimizer):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         velocity, accumulated = (bucket.own[name][local] for name in self.own_state)
-        runs = bucket.runs("momentum")
+        segments = bucket.segments("momentum")
         if self.clip_norm is None and bucket.device.type != "cuda":
-            for run in runs:
-                for start, part, grad in bucket.grads(run.slots).parts(velocity):
+            for segment in segments:
+                for start, part, grad in bucket.grads(segment.slots).parts(velocity):
                     sums = accumulated[start : start + len(part)]
-                    kernels.accumulate(part, sums, grad, *run.values)
+                    kernels.accumulate(part, sums, grad, *segment.values)
         else:
             grad = bucket.gradients()
             if self.clip_norm is not None:
                 bound = self.clip_norm / math.sqrt(self.workers.count)
                 grad.mul_((bound / grad.norm().clamp(min=1e-12)).clamp(max=1))
-            for run in runs:
-                kernels.accumulate(*run.of(velocity, accumulated, grad), *run.values)
+            for segment in segments:
+                kernels.accumulate(*segment.of(velocity, accumulated, grad), *segment.values)
         indices = largest_entries(accumulated, bucket.spans, self._density(bucket.step))
         values = accumulated[indices]
         for vector in (accumulated, velocity):
@@ -170,13 +170,13 @@ class DGC(SparseOptimizer):
         bucket.exchange.encode(local, indices, values)
 
     def update(self, bucket: Bucket) -> None:
-        runs = bucket.runs("lr", "weight_decay")
-        if len(runs) > 1:
+        segments = bucket.segments("lr", "weight_decay")
+        if len(segments) > 1:
             descent(bucket, bucket.exchange.decode())
             return
         for part, answer in bucket.exchange.answers():
             apply = descend if answer.dtype == torch.float32 else kernels.descend_at
-            apply(bucket.params[part], answer, *runs[0].values)
+            apply(bucket.params[part], answer, *segments[0].values)
 
     def _density(self, step: int) -> float:
         if step >= self.warmup_steps:

@@ -96,12 +96,12 @@ class SparseLoCo(LocalUpdate):
 
     def encode(self, bucket: Bucket, local: int) -> None:
         residual = bucket.own["residual"][local]
-        for run in bucket.runs("decay"):
-            residual[run.part] *= run.values[0]
+        for segment in bucket.segments("decay"):
+            residual[segment.part] *= segment.values[0]
         residual += self.displacement(bucket, local)
         residual -= bucket.exchange.encode(local, residual)
 
     def update(self, bucket: Bucket) -> None:
         outer, answer = bucket.shared["outer"], bucket.exchange.decode()
-        for run in bucket.runs("outer_lr"):
-            kernels.descend(outer[run.part], answer[run.part], run.values[0], 0.0)
+        for segment in bucket.segments("outer_lr"):
+            kernels.descend(outer[segment.part], answer[segment.part], segment.values[0], 0.0)

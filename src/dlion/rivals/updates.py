@@ -9,5 +9,5 @@ from dlion.rivals import kernels
 def momentum_descent(bucket: Bucket, answer: Tensor) -> None:
     """``b <- mu b + a``, ``x <- (1 - lr wd) x - lr b``: SGD with momentum."""
     buffer = bucket.shared["momentum_buffer"]
-    for run in bucket.runs("momentum", "lr", "weight_decay"):
-        kernels.momentum_descent(*run.of(bucket.params, buffer, answer), *run.values)
+    for segment in bucket.segments("momentum", "lr", "weight_decay"):
+        kernels.momentum_descent(*segment.of(bucket.params, buffer, answer), *segment.values)
