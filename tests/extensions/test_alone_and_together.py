@@ -107,8 +107,8 @@ class KeepsBack(Extension):
 
 
 many = pytest.mark.parametrize(("sync", "rounds"), [*itertools.product([0, 2], [False, True])])
-# the first worker's momentum is kept when it has moved
-two_workers = pytest.param(2, marks=pytest.mark.xfail(strict=True, reason="kept too late"))
+# the first worker's momentum is kept when it has moved, and an owner's last answer is not kept
+two_workers = pytest.param(2, marks=pytest.mark.xfail(strict=True, reason="kept late, or never"))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -224,7 +224,20 @@ def seen() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xfail(
+                name == "overlap, transaction refuses",
+                strict=True,
+                reason="a transaction does not put back an owner's last answer",
+            ),
+        )
+        for name in COMBINATIONS
+    ],
+)
 def test_processes_change_no_bit_either(seen, name):
     assert [each[name] for each in seen] == [[], []]
 
