@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlion.core.extension import Extension
 from dlion.errors import TrainingFailed
 from dlion.exchange.transport import Gloo
+from dlion.extensions.protocol import Extension
 from dlion.extensions.transaction import Transaction
 from dlion.optim import DistributedOptimizer, DLion, LionCub
 from dlion.suite.launch.local import run_processes
@@ -107,12 +107,10 @@ class KeepsBack(Extension):
 
 
 many = pytest.mark.parametrize(("sync", "rounds"), [*itertools.product([0, 2], [False, True])])
-# the first worker's momentum is kept when it has moved, and an owner's last answer is not kept
-two_workers = pytest.param(2, marks=pytest.mark.xfail(strict=True, reason="kept late, or never"))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("local", [1, two_workers])
+@pytest.mark.parametrize("local", [1, 2])
 @many
 def test_a_step_that_is_not_committed_was_never_taken(sync, rounds, local, overlap):
     same = {"local": local, "sync": sync, "rounds": rounds}
@@ -120,7 +118,6 @@ def test_a_step_that_is_not_committed_was_never_taken(sync, rounds, local, overl
     assert differ(found, trained(all_but(REFUSED), **same)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a transaction forgets before the next extension is asked")
 def test_a_transaction_is_undone_where_another_extension_refuses():
     found = trained(range(STEPS), commit=commits, others=[KeepsBack()])
     assert differ(found, trained(all_but(REFUSED))) == []
@@ -226,17 +223,7 @@ def seen() -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                name == "overlap, transaction refuses",
-                strict=True,
-                reason="a transaction does not put back an owner's last answer",
-            ),
-        )
-        for name in COMBINATIONS
-    ],
+    COMBINATIONS,
 )
 def test_processes_change_no_bit_either(seen, name):
     assert [each[name] for each in seen] == [[], []]

@@ -263,6 +263,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._adopt(buckets)
         for hook in self.hooks.before_step:
             if not hook():
+                if self.under_way:
+                    raise RuntimeError("a step whose messages are made cannot be left out")
                 return loss
         local = self.channel.local_participants
         if local and self.collected == {*local[:-1]}:
@@ -421,6 +423,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     def restart(self) -> None:
         """Forget the step at hand, as other state was loaded."""
         self.schedule.finish()
+        for hook in self.hooks.after_step:
+            hook(False)
         self._forget(self.buckets)
         self.failed = False
 
@@ -475,12 +479,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         return [param for group in self.param_groups for param in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; all processes add the same group, between two steps.
-
-        Raises:
-            RuntimeError: in the middle of a step.
-            TrainingFailed: if processes add different ones.
-        """
+        """As in torch; all processes add the same group, between two steps."""
         if self.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         listed(param_group)

@@ -49,7 +49,7 @@ class Extension:
         """Take note of a new bucket."""
 
     def before_step(self) -> bool:
-        """``step()`` was called. False: this step is left out, on all processes."""
+        """``step()`` was called. False: it is left out, on all processes, before any message."""
         return True
 
     def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:

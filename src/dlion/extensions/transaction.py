@@ -22,8 +22,10 @@ class Transaction(Extension):
         self._before: list[tuple[Tensor, Tensor]] = []  # state with what is kept of this step
 
     def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
-        for bucket in buckets if self.optimizer.exchanges else ():
+        begins = not self.optimizer.collected - {local}  # no other worker has moved anything
+        for bucket in buckets if self.optimizer.exchanges and begins else ():
             rows = [*bucket.own.values(), *bucket.own_counters.values()]
+            rows += bucket.exchange.state.values()
             kept = self._kept.get(bucket, [])
             if [id(row) for row, _ in kept] != [id(row) for row in rows]:
                 kept = self._kept[bucket] = [(row, torch.empty_like(row)) for row in rows]
@@ -32,11 +34,9 @@ class Transaction(Extension):
             self._before += kept
 
     def may_update(self) -> bool:
-        if committed := self._commit():
-            self._before.clear()
-        return committed
+        return self._commit()
 
     def after_step(self, counts: bool) -> None:
-        for row, copy in self._before:
+        for row, copy in [] if self.optimizer.committed else self._before:
             row.copy_(copy)
         self._before.clear()
