@@ -170,7 +170,7 @@ def _missing(folder: Path, name: str, path: Path, count: int) -> str:
         there = f", such as {max(complete, key=_written)}" if complete else ""
         return (
             f"{folder} has no state of the workers ({path.name}): the run ended while it saved, or"
-            f" did not call save_workers(); resume from another checkpoint{there}"
+            f" did not save the workers' state; resume from another checkpoint{there}"
         )
     saved = others[0].stem.rpartition("of")[2]
     if saved == str(count):

@@ -256,7 +256,7 @@ class ElasticMembership(Membership):
             self.dealing.taken(self.workers.count)
         if done == step or not trainer.losses.isfinite():  # or all later means would not be
             trainer.losses, trainer.norms, trainer.counted = self._before
-        if not (self._meets and self.elastic.committed):
+        if not (self._meets and trainer.optimizer.committed):
             return
         before, self.boundary = self.boundary, done
         self.job.begun[self.me.slot] = 1
