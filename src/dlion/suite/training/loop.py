@@ -153,8 +153,8 @@ class Trainer:
             if worker in participants:
                 self.forward_backward(i, step)
                 if measures:
-                    norms = torch.cat([norms(bucket) for bucket in self.optimizer.buckets])
-                    self.norms[i], self.counted[1, i] = norms.double().norm(), 1
+                    found = torch.cat([norms(bucket) for bucket in self.optimizer.buckets])
+                    self.norms[i], self.counted[1, i] = found.double().norm(), 1
                 if self.agreement:
                     self.agreement.look(i)
                 self.optimizer.collect(i)
