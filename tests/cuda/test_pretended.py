@@ -187,12 +187,13 @@ def train_on_pretended_gpu(job: Job) -> tuple[dict[str, int], list[str], list[st
         job = replace(job, device="cuda", backend="nccl", workers=workers)
         with pretended_cuda() as gpu:
             train(job)
-            again = replace(job, output_dir=job.output_dir.with_name("again"))
+            # more steps, as the last one makes a row
+            again = replace(job, output_dir=job.output_dir.with_name("again"), steps=job.steps + 1)
             with SignalNotice() as notice:
                 trainer = Trainer(again, notice)
                 for step in range(job.steps):
                     gpu.seen.syncs.clear()
-                    trainer.train_step(step, measures=False)
+                    trainer.take_step(step)
         syncs = gpu.seen.syncs
         places = [f"{n} x {sync.kind} at {sync.place} ({sync.thread})" for sync, n in syncs.items()]
         waits = {"hook": gpu.seen.waits("hook"), "all": syncs.total()}

@@ -128,7 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     ):
         check_ordered(params)
         self.workers = voters(workers, process_group, mesh)
-        self._named = bool(workers or process_group or mesh)  # are the participants
+        self._named = bool(workers or process_group or mesh)  # whether participants are
         if options.get("manager") is not None:
             self.workers = Workers()  # its peers are named at every step
         self.seed, self.bucket_cap_mb, self.options = seed, bucket_cap_mb, options

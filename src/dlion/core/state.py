@@ -228,7 +228,7 @@ def arrange(optimizer: Any, steps: list[int]) -> None:
     if any(here) or len(steps) != len(here):
         return
     count = {id(g): taken for g, taken in zip(optimizer.param_groups, steps, strict=True)}
-    mixed = any(len({count[id(g)] for g in b.distinct_groups}) > 1 for b in optimizer.buckets)
+    mixed = any(len({count.get(id(g)) for g in b.distinct_groups}) > 1 for b in optimizer.buckets)
     if optimizer.edited or mixed:
         for group, taken in zip(optimizer.param_groups, steps, strict=True):
             group["steps"] = taken

@@ -47,7 +47,8 @@ class Lockstep(Extension):
     def attach(self, optimizer: Any) -> None:
         super().attach(optimizer)
         self._workers = optimizer.workers
-        self._met_nobody = not (optimizer._named or dist.is_initialized())
+        named_later = optimizer.options.get("manager") is not None
+        self._met_nobody = not (optimizer._named or named_later or dist.is_initialized())
         self._first, self._checksum = True, b""
         self._local: int | None = None  # whose messages it goes with
         check_unsplit()
