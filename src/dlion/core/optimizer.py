@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     moves_alone: ClassVar[bool] = False  # whether a worker moves between exchanges
     exchanges: bool = True  # whether the step at hand exchanges messages
     bucket_type: type[Bucket] = Bucket
-    placements: type[state.Placements] = state.Placements
+    placements: Any = state.Placements  # how state is saved
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -179,7 +179,7 @@ def make_sum(
 
     Args:
         cls: of the direct exchange.
-        topology: direct; grid: on that of :func:`grid_shape`; auto: the fastest, as measured once
+        topology: direct; grid: on that of ``grid_shape``; auto: the fastest, as measured once
             for a channel, by all processes together; or the sizes of the grid.
         channel, numel, levels, args, buffers: of the exchange.
 

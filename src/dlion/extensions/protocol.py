@@ -63,7 +63,7 @@ class Extension:
         """Return which gradients can be used, bool ``[T]``, perhaps on a GPU; None: all.
 
         The first one that cannot goes out in place of the number of the step, without the host
-        knowing it: see :attr:`dlion.core.header.Headers.vetoed`.
+        knowing it: see ``vetoed`` of ``core/header.py``.
         """
 
     def read_headers(self, bucket: Bucket, headers: Headers, senders: list[str]) -> None:
