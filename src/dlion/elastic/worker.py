@@ -35,6 +35,7 @@ from dlion.errors import Stopped, TrainingFailed
 from dlion.exchange import Channel, Traffic, is_broken
 from dlion.exchange.vote import AGREEMENT
 from dlion.extensions.lockstep import facts_about, plain_values, settings_of
+from dlion.extensions.shards import ShardedBucket
 from dlion.extensions.transaction import Transaction
 from dlion.workers import Workers
 
@@ -150,7 +151,7 @@ class Elastic(Transaction):
         Those with another part of it each, stages of a pipeline say, are several models to us.
         """
         buckets, inside = self.optimizer.buckets, self._inside
-        if inside is None or self._dense or any(type(b) is not Bucket for b in buckets):
+        if inside is None or self._dense or any(isinstance(b, ShardedBucket) for b in buckets):
             return
         here = torch.stack([bucket.params.double().sum().cpu() for bucket in buckets])
         there = [torch.empty_like(here) for _ in range(inside.size())]

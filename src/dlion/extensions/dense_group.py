@@ -14,6 +14,7 @@ from dlion.core.layout import local_part
 from dlion.exchange import Channel, RoundedMean, Stages, Traffic
 from dlion.extensions.lockstep import check_equal, facts_about, settings_of
 from dlion.extensions.protocol import Extension
+from dlion.extensions.shards import ShardedBucket
 from dlion.wire import BFloat16, Float32, Wire
 from dlion.workers import Workers, check_gpus
 
@@ -78,9 +79,10 @@ class DenseGroup(Extension):
 
     def on_bucket(self, bucket: Bucket) -> None:
         """Let one process exchange the messages of a bucket, and hand on the result."""
-        if type(bucket) is not Bucket or not bucket.exchange.supports_leader:
+        if isinstance(bucket, ShardedBucket) or not bucket.exchange.supports_leader:
             what = self.optimizer.__class__.__name__
-            what = what if type(bucket) is Bucket else "parameters that FSDP has sharded"
+            if isinstance(bucket, ShardedBucket):
+                what = "parameters that FSDP has sharded"
             raise ValueError(
                 f"dense_group does not go with {what}: leave it out, or use DLion, Signum,"
                 " SignMuon, LionCub (without weighted votes), GAdamW, GLion, GMuon or DiLoCo (of"

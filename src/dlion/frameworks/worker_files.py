@@ -10,6 +10,7 @@ import torch
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import DistributedOptimizer
 from dlion.core.state import APART, EXCHANGE, arrange
+from dlion.extensions.shards import ShardedBucket
 
 KEY = "dlion worker"
 
@@ -74,7 +75,7 @@ class WorkerFiles:
         optimizer, found = self.optimizer, []
         index_of = {param: index for index, param in enumerate(optimizer.params)}
         for bucket in optimizer.buckets:
-            if type(bucket) is not Bucket:
+            if isinstance(bucket, ShardedBucket):
                 raise ValueError(
                     "the parameters are sharded, and each shard has its own state: save and load"
                     " with torch.distributed.checkpoint (get_state_dict, set_state_dict)"
