@@ -68,10 +68,11 @@ class DenseGroup(Extension):
     def on_groups(self, groups: list[dict[str, Any]]) -> None:
         """Compare what the processes of the node were given; its first one's values are theirs."""
         params = [tensor for group in groups for tensor in group["params"]]
-        check_gpus(self._workers, params[0].device)
+        for tensor in params[:1]:
+            check_gpus(self._workers, tensor.device)
         check_parameters([p for p in params if p.requires_grad], alone=False)
         check_equal(self._workers, facts_about(groups))
-        for tensor in params:
+        for tensor in [each for each in params if local_part(each).numel()]:
             here = local_part(tensor).detach()
             values = here.contiguous()
             self._channel.broadcast(values.flatten().view(torch.uint8))  # of any dtype

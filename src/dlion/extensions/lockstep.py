@@ -56,9 +56,11 @@ class Lockstep(Extension):
         check_equal(self._workers, {"settings": settings_of(optimizer)})
 
     def on_groups(self, groups: list[dict[str, Any]]) -> None:
-        check_gpus(self._workers, groups[0]["params"][0].device)
+        params = [tensor for group in groups for tensor in group["params"]]
+        for tensor in params[:1]:
+            check_gpus(self._workers, tensor.device)
         check_equal(self._workers, facts_about(groups))
-        check_bare([tensor for group in groups for tensor in group["params"]])
+        check_bare(params)
 
     def before_step(self) -> bool:
         if self._first:
