@@ -408,15 +408,20 @@ class Elastic(Transaction):
     def before_step(self) -> bool:
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError("a GradScaler does not work with manager=: train in bfloat16")
+        self._require_open()  # before a worker moves by itself
         return True
 
     def before_encode(self, buckets: Sequence[Bucket], local: int) -> None:
+        self._require_open()
+        super().before_encode(buckets, local)
+
+    def _require_open(self) -> None:
+        """Refuse a message without a receiver."""
         if not self.open:
             raise RuntimeError(
                 "no step has begun: with manager=, zero_grad() begins a step, so call it before"
                 " backward()"
             )
-        super().before_encode(buckets, local)
 
     @contextmanager
     def around_exchange(self, buckets: Sequence[Bucket]) -> Iterator[None]:
