@@ -318,22 +318,21 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         own = map(itemgetter(local), bucket.own.values())
         with self.channel.timer.encode, bucket.preserve_missing(present, own):
             self.encode(bucket, local)
-        bucket.exchange.encode_header(local, self.make_header(bucket, local, present))
-
-    def make_header(self, bucket: Bucket, local: int, present: list[bool]) -> Tensor:
-        """Return the header of a local worker's message, uint8 ``[nbytes]``."""
-        extra = b""
-        for hook in self.hooks.write_header:
-            extra += hook(bucket, local)
-        flag = self.flag or self.flag_beside
-        header = bucket.header.encode(bucket.step, extra, present, flag)
+        header = self.make_header(bucket, local, present)
         if bucket.device.type != "cpu":
             header = upload(header, bucket.device)
         for hook in self.hooks.veto:
             usable = hook(bucket, local)
             if usable is not None:
                 bucket.header.veto(header, usable)
-        return header
+        bucket.exchange.encode_header(local, header)
+
+    def make_header(self, bucket: Bucket, local: int, present: list[bool]) -> Tensor:
+        """Return the header of a local worker's message, uint8 ``[nbytes]``, in main memory."""
+        extra = b""
+        for hook in self.hooks.write_header:
+            extra += hook(bucket, local)
+        return bucket.header.encode(bucket.step, extra, present, self.flag or self.flag_beside)
 
     def _exchange_and_update(self, buckets: list[Bucket]) -> bool:
         """Let all messages leave, wait for the answers and apply them; return whether it did.

@@ -112,7 +112,7 @@ class DenseGroup(Extension):
         Raises:
             TrainingFailed: if processes are in different steps or have different hyperparameters.
         """
-        header = self.optimizer.make_header(bucket, local, bucket.present()).cpu()
+        header = self.optimizer.make_header(bucket, local, bucket.present())
         rows = self._headers.gather(header[None])
         read = self.optimizer.read_headers(bucket, rows, "process", self._workers.ranks)
         self.optimizer.flag_beside |= read.flag
