@@ -151,7 +151,9 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self.failed = self._flag_arrived = False
         self._known: list[list[int]] = []  # the ids of each group's parameters
         self.frozen: list[Tensor] = []
-        self.hyperparameters = {**defaults, "steps": 0}  # torch adds to its own
+        self.taken = False  # whether any step was
+        # torch adds to its own; groups that are ``added`` later have buckets of their own
+        self.hyperparameters = {**defaults, "steps": 0, "added": 0}
         self._ready = False  # whether groups have their buckets as soon as they are added
         super().__init__(
             params if isinstance(params, Tensor) else [*map(listed, params)],
@@ -403,7 +405,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         for hook in self.hooks.after_step:
             hook(counts)
         if counts:
-            self.flagged = self._flag_arrived
+            self.taken, self.flagged = True, self._flag_arrived
             for bucket in buckets:
                 bucket.count_step()
             for group in self.param_groups:
@@ -482,6 +484,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self.under_way:
             raise RuntimeError("add_param_group() in the middle of a step: add it after step()")
         listed(param_group)
+        if self._ready and isinstance(param_group, dict):
+            param_group["added"] = 1 + max(group["added"] for group in self.param_groups)
         groups, buckets, before = len(self.param_groups), len(self.buckets), [*self.frozen]
         try:
             super().add_param_group(param_group)
@@ -563,9 +567,8 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._known, self.frozen = [], []
         self._note(self.param_groups)
         frozen = {*map(id, self.frozen)}
-        steps = sorted({group["steps"] for group in self.param_groups}, reverse=True)
-        for taken in steps:
-            groups = [group for group in self.param_groups if group["steps"] == taken]
+        for added in sorted({group["added"] for group in self.param_groups}):
+            groups = [group for group in self.param_groups if group["added"] == added]
             self._add_buckets([m for m in members_of(groups) if id(m.tensor) not in frozen])
 
     @property

@@ -170,7 +170,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     groups, apart = state_dict["param_groups"], APART in state_dict
     if BY_NAME in state_dict:
         _reorder(optimizer, [group["param_names"] for group in groups])
-    arrange(optimizer, [group.get("steps", 0) for group in groups])
+    arrange(optimizer, groups)
     optimizer.include_unfrozen()
     check_saved_sizes(groups, optimizer.param_groups)
     check_saved_names(groups, optimizer.param_groups)
@@ -182,7 +182,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         for param, named in here.items()
     }
     saved, foreign = _sort_out(_with_steps(state_dict["state"], groups), param_of, local, apart)
-    check_saved_groups(groups, {*optimizer.hyperparameters})
+    check_saved_groups(groups, optimizer.hyperparameters.keys() - {"added"})
     worker = ids_of(optimizer.owner)
     for name, param in param_of.items():
         own, given = local.get(param, {}), saved.get(param, {})
@@ -199,7 +199,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
         names_too = {"param_names": new["param_names"]} if "param_names" in new else {}
         group.clear()
-        group.update(new | kept | names_too)
+        group.update({"added": 0} | new | kept | names_too)
     optimizer.state.clear()
     for bucket in optimizer.buckets:
         publish(bucket, optimizer.state, optimizer.owner)
@@ -218,20 +218,19 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.set_extra_state(None if apart else state_dict.get("inner", []))
 
 
-def arrange(optimizer: Any, steps: list[int]) -> None:
-    """Lay an optimizer that took no step out for a state whose groups took so many each.
+def arrange(optimizer: Any, saved: list[dict[str, Any]]) -> None:
+    """Lay an optimizer that took no step out as that of a saved state, whose groups these are.
 
     Groups that were added later then have buckets of their own, as they had. What others have put
     into ``param_groups``, as Lightning's BaseFinetuning does, is taken over.
     """
-    here = [group["steps"] for group in optimizer.param_groups]
-    if any(here) or len(steps) != len(here):
+    here = optimizer.param_groups
+    added = [group.get("added", 0) for group in saved]
+    if optimizer.taken or len(saved) != len(here):
         return
-    count = {id(g): taken for g, taken in zip(optimizer.param_groups, steps, strict=True)}
-    mixed = any(len({count.get(id(g)) for g in b.distinct_groups}) > 1 for b in optimizer.buckets)
-    if optimizer.edited or mixed:
-        for group, taken in zip(optimizer.param_groups, steps, strict=True):
-            group["steps"] = taken
+    if optimizer.edited or added != [group["added"] for group in here]:
+        for group, theirs, order in zip(here, saved, added, strict=True):
+            group["steps"], group["added"] = theirs.get("steps", 0), order
         optimizer.lay_out_again()
 
 

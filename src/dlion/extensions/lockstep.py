@@ -148,7 +148,8 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _shown(group: dict[str, Any]) -> str:
-    apart = {name: value for name, value in plain_values(group).items() if name != "steps"}
+    hidden = "steps", "added"
+    apart = {name: value for name, value in plain_values(group).items() if name not in hidden}
     return ", ".join(f"{name}={value}" for name, value in apart.items())
 
 

@@ -103,7 +103,10 @@ class WorkerFiles:
             content = {
                 KEY: [worker, workers.count],
                 APART: self._mark(),
-                "steps": [group["steps"] for group in optimizer.param_groups],
+                "groups": [
+                    {key: group[key] for key in ("steps", "added")}
+                    for group in optimizer.param_groups
+                ],
                 "state": rows,
                 "inner": [states[local] for states in inner],
             }
@@ -127,7 +130,7 @@ class WorkerFiles:
             if not paths[-1].exists():
                 raise ValueError(_missing(folder, name, paths[-1], workers.count))
         files = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
-        arrange(optimizer, files[0].get("steps", []))
+        arrange(optimizer, files[0].get("groups", []))
         optimizer.include_unfrozen()
         slots = self._slots()
         for path, file in zip(paths, files, strict=True):
