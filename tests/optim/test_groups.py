@@ -119,42 +119,6 @@ def test_groups_are_resumed_to_the_bit(method, cls, options):
     assert torch.equal(train(straight, params, 4, 4), train(resumed, others, 4, 4))
 
 
-@of_all
-def test_groups_that_are_added_before_a_step_share_buckets(method, cls, options):
-    together, params = make(cls, options, apart=False)
-    groups = [{"params": [p]} for p in weights()]
-    others = [group["params"][0] for group in groups]
-    later = cls(groups[:1], workers=Workers.current(local=2), overlap=True, **options)
-    with pytest.raises(TypeError, match="must be real"):
-        wrong = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
-        later.add_param_group({"params": [others[1], wrong]})
-    for group, of in zip(groups[1:], together.param_groups[1:], strict=False):
-        later.add_param_group({**of, **group})
-    assert len(later.buckets) == len(together.buckets)
-    for group, of in zip(later.param_groups, together.param_groups, strict=True):
-        group.update({key: value for key, value in of.items() if key != "params"})
-    assert torch.equal(train(together, params, 0, 4), train(later, others, 0, 4))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_loop_of_added_groups_makes_their_bucket_twice(overlap):
-    """For the first of them, which may be refused, and for all when it is needed."""
-
-    class Counted(DLion):
-        made = 0
-
-        def make_exchange(self, bucket: Any) -> Any:
-            self.made += 1
-            return super().make_exchange(bucket)
-
-    params = weights()
-    optimizer = Counted(params[:1], lr=1e-2, overlap=overlap)
-    for param in params[1:]:
-        optimizer.add_param_group({"params": [param]})
-    train(optimizer, params, 0, 1)
-    assert (optimizer.made, len(optimizer.buckets)) == (3, 1)
-
-
 def test_groups_that_are_added_after_a_step_have_buckets_and_steps_of_their_own():
     params, late = weights(), torch.nn.Parameter(torch.zeros(5))
     optimizer = DLion([{"params": [param]} for param in params], lr=1e-2)
@@ -162,7 +126,7 @@ def test_groups_that_are_added_after_a_step_have_buckets_and_steps_of_their_own(
     later = torch.nn.Parameter(torch.zeros(5))
     for param in (late, later):
         optimizer.add_param_group({"params": [param], "lr": 0.5})
-    assert [bucket.step for bucket in optimizer.buckets] == [2, 0]
+    assert [bucket.step for bucket in optimizer.buckets] == [2, 0, 0]
     assert optimizer.state[params[0]]["step"] == 2 and optimizer.state[late]["step"] == 0
     train(optimizer, [*params, late, later], 2, 1)
     assert torch.cat([late, later]).abs().eq(0.25).all()

@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         self._known: list[list[int]] = []  # the ids of each group's parameters
         self.frozen: list[Tensor] = []
         self.taken = False  # whether any step was
-        # torch adds to its own; groups that are ``added`` later have buckets of their own
+        # groups that are ``added`` later have buckets of their own
         self.hyperparameters = {**defaults, "steps": 0, "added": 0}
         self._ready = False  # whether groups have their buckets as soon as they are added
         super().__init__(
@@ -241,6 +241,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise RuntimeError(f"virtual worker {local} does not take part in this step")
         if local in self.collected:
             raise RuntimeError(f"virtual worker {local} was collected twice in one step")
+        self.check_whole()
         self.schedule.encode(self.include_unfrozen(), local, self.write_messages)
         self.collected.add(local)
         super().zero_grad()
@@ -261,6 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_whole()
         buckets = self.include_unfrozen()
         self._adopt(buckets)
         for hook in self.hooks.before_step:
@@ -275,8 +277,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         if self.collected != {*local}:
             missing = sorted({*local} - self.collected)
             raise RuntimeError(f"step() before collect() of virtual workers {missing}")
-        if self.failed:
-            raise RuntimeError(_HALF_WAY)
         self.failed = True  # until all answers are applied
         exchanged = self.exchanges and self._exchange_and_update(buckets)
         self._conclude(buckets, exchanged)
@@ -303,8 +303,6 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
     @torch.no_grad()
     def write_messages(self, buckets: Sequence[Bucket], local: int) -> None:
         """Look at a local worker's gradients and write its messages about buckets."""
-        if self.failed:
-            raise RuntimeError(_HALF_WAY)
         for hook in self.hooks.before_encode:
             hook(buckets, local)
         try:
@@ -313,6 +311,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         except BaseException:
             self.failed = True
             raise
+
+    def check_whole(self) -> None:
+        if self.failed:
+            raise RuntimeError(_HALF_WAY)
 
     def _encode(self, bucket: Bucket, local: int) -> None:
         """Write a local worker's message about a bucket, and its header."""

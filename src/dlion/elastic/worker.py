@@ -127,15 +127,20 @@ class Elastic(Transaction):
         facts = {"settings": settings_of(self.optimizer), **facts_about(groups)}
         facts["version of dlion"] = __version__
         self._facts = {name: json.dumps(fact, default=str) for name, fact in facts.items()}
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        check_dealt(bucket, self.optimizer.__class__.__name__)
+        if not bucket.index:
+            self._register()
+
+    def _register(self) -> None:
+        """Let the manager hand on this optimizer's state."""
         self.manager.register_state_dict_fn(_STATE, self._load, self._state)
         if isinstance(self.manager._checkpoint_transport, GroupTransport):
             self.manager._checkpoint_transport.watched = self._watched
         self.optimizer.register_load_state_dict_post_hook(
             lambda loaded: self.resume(loaded.param_groups[0]["steps"])
         )
-
-    def on_bucket(self, bucket: Bucket) -> None:
-        check_dealt(bucket, self.optimizer.__class__.__name__)
 
     def _meet(self) -> None:
         """Make ready for the first step."""

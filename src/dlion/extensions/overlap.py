@@ -150,6 +150,7 @@ class Overlap(Extension, Schedule):
             complete = optimizer.buckets[self.sent]
             if self._passes[complete].waiting != 0:
                 break
+            optimizer.check_whole()
             last = optimizer.channel.local_participants[-1]
             self._write([complete], last, optimizer.write_messages)
             self._send(complete)

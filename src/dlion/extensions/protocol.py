@@ -17,15 +17,12 @@ class Extension:
     """An addition to the step: what it does not override, it leaves as it is.
 
     Extensions are asked in their order; :meth:`around_exchange` of the first is the innermost.
-    A step with two virtual workers goes through these points::
+    A step goes through these points:
 
-        collect(0)       before_encode, write_header, veto
-        step()           before_step
-          of worker 1    before_encode, write_header, veto
-          exchange       around_exchange, read_headers
-          update         may_update, around_update
-                         after_step
-        zero_grad()      after_zero_grad
+    - of each local worker, in ``collect()`` or ``step()``: before_encode, write_header, veto
+    - in ``step()``: before_step first; around_exchange and read_headers; may_update; of each bucket
+      around_update; after_step
+    - in ``zero_grad()``: after_zero_grad
 
     Attributes:
         optimizer: whose step it is, a weak proxy.

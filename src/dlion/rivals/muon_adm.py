@@ -123,7 +123,8 @@ class MuonADM(MatricesApart, DeltaVoteOptimizer):
         super().__init__(params, defaults=defaults, adamw_names=adamw_names, **common)
 
     def bucket_of(self, member: Member) -> type[Bucket]:
-        return OwnedBucket if self.kind(member) is not None else super().bucket_of(member)
+        whole = self.kind(member) is not None and self.bucket_type is Bucket
+        return OwnedBucket if whole else super().bucket_of(member)
 
     def make_exchange(self, bucket: Bucket) -> DeltaVote:
         if not bucket.kind:
