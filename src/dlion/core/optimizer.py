@@ -79,11 +79,13 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         workers, channel: who exchanges messages, and what carries and counts them.
         extensions: all that are attached, in their order.
         schedule: when messages leave.
+        owner: the workers whose own state is saved.
         collected: local workers whose messages of this step are written.
         failed: whether a step failed half-way, when state had moved.
         committed: whether the latest step has moved the parameters.
         flag, flagged: a bit of the loop's own. Set ``flag`` and it travels with the next messages;
             ``flagged`` is true on all after a step in which a process that takes part had it set.
+        flag_beside: whether another process of this worker has it set.
         frozen: parameters that have no place in a bucket yet.
         skipped: steps of local workers in which a gradient was left out.
 
@@ -142,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
         end = weakref.finalize(self, release, self.schedule, self.borrowed)
         end.atexit = False  # pyrefly: ignore[missing-attribute] - it is a property
         self.hooks, self.channel = Hooks(self.extensions), Channel(self.workers)
-        self.owner = self.workers  # of the workers' own state
+        self.owner = self.workers
         self.buckets: list[Bucket] = []
         self.collected: set[int] = set()
         self.committed, self.skipped = True, 0
@@ -313,6 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def check_whole(self) -> None:
+        """Refuse to go on after a step that failed half-way."""
         if self.failed:
             raise RuntimeError(_HALF_WAY)
 
@@ -510,17 +513,16 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
             hook(groups)
         self._note(groups)
         buckets = self._add_buckets(trained)
+        if alone:
+            return
         for bucket in buckets:
             self.channel.broadcast(bucket.params)
             bucket.write_back()
             self.begin(bucket)
         placed = {slot.tensor for bucket in buckets for slot in bucket.slots}
-        for tensor in [] if alone else [member.tensor for member in members]:
-            here = local_part(tensor).detach()
-            if tensor not in placed and here.numel():
-                values = here.contiguous()
-                self.channel.broadcast(values.flatten().view(torch.uint8))  # of any dtype
-                here.copy_(values)
+        for member in members:
+            if member.tensor not in placed:
+                self.channel.broadcast(local_part(member.tensor).detach())
 
     def _note(self, groups: list[dict[str, Any]]) -> None:
         for group in groups:
@@ -541,10 +543,10 @@ class DistributedOptimizer(torch.optim.Optimizer, ABC):
 
     def _add_buckets(self, members: list[Member]) -> list[Bucket]:
         """Make the buckets of parameters that have none, and return them."""
-        first, cap = len(self.buckets), self.bucket_cap_mb
+        first, cap, full = len(self.buckets), self.bucket_cap_mb, self.needs_full_matrices
         assert not isinstance(cap, str)
-        in_one = lambda member: self.bucket_of(member).in_one  # noqa: E731
-        for part in by_bucket(members, cap, self.needs_full_matrices, self.kind, in_one):
+        kinds = self.kind, lambda member: self.bucket_of(member).in_one
+        for part in by_bucket(members, cap, full, *kinds):
             of_kind, kind, n = self.bucket_of(part[0]), self.kind(part[0]), self.workers.count
             bucket = of_kind(len(self.buckets), part, kind, n, self.hooks.header_bytes)
             bucket.allocate(self.make_exchange(bucket), self.state_names(bucket))

@@ -190,13 +190,17 @@ class Channel:
         return list(incoming.split(sizes))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor`` everywhere with that of process ``source``."""
+        """Overwrite ``tensor``, of any dtype and layout, with that of process ``source``."""
         w = self.workers
         peers = (w.processes - 1) * tensor.nbytes if w.rank == source else 0
         received = tensor.nbytes if w.rank != source else 0
         self.count(sent=peers, received=received, process=peers)
-        if w.processes > 1:
-            dist.broadcast(tensor, group=w.group, group_src=source)
+        if w.processes > 1 and tensor.numel():
+            values = tensor.contiguous()
+            # as bytes, as gloo does not know every dtype
+            dist.broadcast(values.view(-1).view(torch.uint8), group=w.group, group_src=source)
+            if values is not tensor and w.rank != source:
+                tensor.copy_(values)
 
     def all_to_all(self, outgoing: Tensors, incoming: Tensors) -> None:
         """Send ``outgoing[q]`` to process q and fill ``incoming[q]`` from it, uncounted.

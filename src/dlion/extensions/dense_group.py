@@ -72,11 +72,8 @@ class DenseGroup(Extension):
             check_gpus(self._workers, tensor.device)
         check_parameters([p for p in params if p.requires_grad], alone=False)
         check_equal(self._workers, facts_about(groups))
-        for tensor in [each for each in params if local_part(each).numel()]:
-            here = local_part(tensor).detach()
-            values = here.contiguous()
-            self._channel.broadcast(values.flatten().view(torch.uint8))  # of any dtype
-            here.copy_(values)
+        for tensor in params:
+            self._channel.broadcast(local_part(tensor).detach())
 
     def on_bucket(self, bucket: Bucket) -> None:
         """Let one process exchange the messages of a bucket, and hand on the result."""
@@ -151,10 +148,7 @@ class DenseGroup(Extension):
         if self._elastic:
             self._raise_together(broken, leader)
         for part in (exchange.answer, exchange.headers):
-            whole = part.contiguous()
-            self._channel.broadcast(whole, leader)
-            if leader != self._workers.rank:
-                part.copy_(whole)
+            self._channel.broadcast(part, leader)
         if leader != self._workers.rank:
             exchange.on_received()
 
