@@ -27,9 +27,8 @@ from dlion.extensions.protocol import Extension
 from dlion.transfer import download
 from dlion.workers import Workers, check_gpus
 
-_NUMBERS = (int, float, str, bool)
-_SIMPLE = {*_NUMBERS, type(None)}
-_PLAIN = (int, float, str, bool, list, tuple, type(None))
+_SIMPLE = {int, float, str, bool, type(None)}
+_PLAIN = (*_SIMPLE, list, tuple)
 
 
 class Lockstep(Extension):
@@ -114,7 +113,8 @@ def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in facts.items():
         if name not in ("params", "param_names"):
-            value = value if type(value) in _NUMBERS else plain(value)
+            parts = value if type(value) is tuple else (value,)
+            value = value if {*map(type, parts)} <= _SIMPLE else plain(value)
             if isinstance(value, _PLAIN):
                 found[name] = value
     return found
@@ -122,18 +122,8 @@ def plain_values(facts: dict[str, Any]) -> dict[str, Any]:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> str:
     """Return the hyperparameters of groups as text, equal where they are equal."""
-    text = []
-    for group in groups:
-        for name, value in sorted(group.items()):
-            if name in ("params", "param_names", "steps"):  # headers tell steps by themselves
-                continue
-            parts = value if type(value) is tuple else (value,)
-            if not {*map(type, parts)} <= _SIMPLE:
-                value = plain(value)
-            if isinstance(value, _PLAIN):
-                text.append(f"{name}={value!r}")
-        text.append(";")
-    return " ".join(text)
+    apart = {"steps": None}  # headers tell them by themselves
+    return repr([sorted((plain_values(group) | apart).items()) for group in groups])
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
