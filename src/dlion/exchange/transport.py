@@ -90,7 +90,7 @@ class Gloo(Collectives):
             self._in_rounds([part.cpu() for part in outgoing], received)
             for part, copy in zip(incoming, received, strict=True):
                 part.copy_(copy)
-        elif even and size <= AT_ONCE and not self.slow:
+        elif even and size + outgoing[0].nbytes <= AT_ONCE and not self.slow:
             sent = outgoing.contiguous().view(-1)
             request = self._group.alltoall_base(incoming.view(-1), sent, [], [])
             self._waiting.wait_queued(request)
