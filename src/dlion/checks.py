@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dlion.values import parameters, refusal
@@ -193,6 +192,8 @@ def wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
 
 # ---- a loaded state
 
+EXCHANGE = "exchange."  # before the names of what an exchange keeps
+
 
 def check_saved_sizes(saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> None:
     """Refuse a saved state of groups of other sizes."""
@@ -244,7 +245,7 @@ def check_saved_state(
         saved, own: its tensors by name; ``worker`` says whose they are.
         worker: whose they have to be: ids and the number of workers, int64 ``[k, 2]``.
     """
-    owner = _plain(saved.get("worker", worker)).cpu()
+    owner = saved.get("worker", worker).cpu()
     if not torch.equal(owner, worker):
         raise ValueError(
             f"this is the state of {_owner(owner)}, but this process hosts {_owner(worker)}: let"
@@ -254,7 +255,7 @@ def check_saved_state(
         )
     if _shapes(saved) != _shapes(own):
         differ = {name for name, _ in _shapes(saved).items() ^ _shapes(own).items()}
-        if all(name.startswith("exchange.") for name in differ):
+        if all(name.startswith(EXCHANGE) for name in differ):
             raise ValueError(
                 "the saved state of the exchanges does not fit: load it with the groups,"
                 " bucket_cap_mb, ties and shards that it was saved with, and unfreeze what was"
@@ -273,8 +274,4 @@ def _owner(rows: Tensor) -> str:
 
 
 def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(_plain(value).shape) for name, value in state.items()}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {name: tuple(value.shape) for name, value in state.items()}

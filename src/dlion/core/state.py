@@ -10,17 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlion.checks import (
-    check_saved_groups,
-    check_saved_names,
-    check_saved_sizes,
-    check_saved_state,
-)
+from dlion import checks
+from dlion.checks import EXCHANGE
 from dlion.core.bucket import Bucket
 from dlion.core.layout import local_part
 from dlion.workers import Workers
 
-EXCHANGE = "exchange."  # before the names of what an exchange keeps
 APART = "workers_apart"  # an entry of a saved state that lacks what workers own
 BY_NAME = "by_name"  # an entry that torch.distributed.checkpoint does not keep
 States = dict[Tensor, dict[str, Tensor]]  # of each parameter, by name
@@ -172,8 +167,8 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         _reorder(optimizer, [group["param_names"] for group in groups])
     arrange(optimizer, groups)
     optimizer.include_unfrozen()
-    check_saved_sizes(groups, optimizer.param_groups)
-    check_saved_names(groups, optimizer.param_groups)
+    checks.check_saved_sizes(groups, optimizer.param_groups)
+    checks.check_saved_names(groups, optimizer.param_groups)
     names = [name for group in groups for name in group["params"]]
     param_of = dict(zip(names, optimizer.params, strict=True))
     here, finish = entries(optimizer)
@@ -182,7 +177,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         for param, named in here.items()
     }
     saved, foreign = _sort_out(_with_steps(state_dict["state"], groups), param_of, local, apart)
-    check_saved_groups(groups, optimizer.hyperparameters.keys() - {"added"})
+    checks.check_saved_groups(groups, optimizer.hyperparameters.keys() - {"added"})
     worker = ids_of(optimizer.owner)
     for name, param in param_of.items():
         own, given = local.get(param, {}), saved.get(param, {})
@@ -193,7 +188,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 f"parameter {name} is frozen, and was trained when the state was saved: call"
                 " requires_grad_(True) before you load it"
             )
-        check_saved_state(name, given, own, worker)
+        checks.check_saved_state(name, given, own, worker)
     optimizer.restart()
     for group, new in zip(optimizer.param_groups, copy.deepcopy(groups), strict=True):
         kept = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -206,7 +201,7 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
     with torch.no_grad():
         for param, tensors in saved.items():
             for name, value in tensors.items():
-                local[param][name].copy_(local_part(value))
+                local[param][name].copy_(value)
         for each in finish:
             each()
     for key, value in foreign.items():
@@ -261,7 +256,7 @@ def _with_steps(state: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any
 def _sort_out(
     state: dict[Any, Any], param_of: dict[Any, Any], here: States, apart: bool
 ) -> tuple[States, dict[Any, Any]]:
-    """Tell an optimizer's state, as tensors, from entries that others have put there.
+    """Tell an optimizer's state, as much as is here, from entries that others have put there.
 
     Numbers become tensors of the shape here; ``apart``: what a worker owns may be missing.
     """
@@ -283,9 +278,9 @@ def _sort_out(
                     )
                 if not isinstance(found, Tensor):
                     found = own[name].new_full(own[name].shape, found)
-                saved.setdefault(param, {})[name] = found
+                saved.setdefault(param, {})[name] = local_part(found)
             elif complete and own and not str(name).startswith(EXCHANGE):
                 foreign.setdefault(param, {})[name] = found
             else:
-                saved.setdefault(param, {})[name] = torch.as_tensor(found)
+                saved.setdefault(param, {})[name] = local_part(torch.as_tensor(found))
     return saved, foreign

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from dlion.checks import EXCHANGE
 from dlion.core.bucket import Bucket, Full, Shown
 from dlion.core.layout import ALIGNMENT, Slot, local_part
-from dlion.core.state import EXCHANGE
 from dlion.exchange import Channel
 from dlion.extensions.placement import WorkerPlacements, placed
 from dlion.extensions.protocol import Extension

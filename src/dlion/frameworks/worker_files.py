@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from dlion.checks import EXCHANGE
 from dlion.core.bucket import Bucket
 from dlion.core.optimizer import DistributedOptimizer
-from dlion.core.state import APART, EXCHANGE, arrange
+from dlion.core.state import APART, arrange
 from dlion.extensions.shards import ShardedBucket
 
 KEY = "dlion worker"
