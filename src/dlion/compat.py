@@ -72,7 +72,8 @@ def own_group(
     """Return an unused group with the backends of ``like``; ``ranks`` call this together.
 
     One that all have given back is used again, and none is destroyed: NCCL's wait for each other in
-    destroy_process_group (pytorch #190396), and optimizers end in any order. Open.
+    destroy_process_group, in one order on all processes (as in pytorch #190396, whose cause is
+    mended), and optimizers end in any order. Open.
 
     Args:
         like: the group of ``ranks``; None: that of all processes.
@@ -135,7 +136,7 @@ def _no_split() -> Iterator[None]:
 
     After ``init_process_group(device_id=...)`` torch makes each group by ncclCommSplit, for which
     all processes of the world have to come: those outside of the group do not, and the others wait
-    for ever (pytorch #129965). Open.
+    for ever (pytorch #134314). Open.
     """
     world = dist.group.WORLD
     assert world is not None
